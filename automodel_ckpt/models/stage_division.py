@@ -61,21 +61,21 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
         )
 
 
-def find_decoder(base: nn.Module) -> Decoder:
+def find_decoder(base: Any) -> Decoder:
     """Find the decoder layers of a transformers model, and the modules that are called before and after them.
 
     The model must have passed :func:`check_stages`, which reports what is not supported.
     """
     modules = dict(base.named_modules())
-    head: Any = base.get_output_embeddings()  # type: ignore[operator]
+    head = base.get_output_embeddings()
     names = [name for name, module in modules.items() if module is head]
     # In the order of their calls, except for the output layer.
-    plan: Any = getattr(base, "_pp_plan", None) or ()
+    plan = getattr(base, "pp_plan", None) or ()
     parts = [name for name in plan if name not in names]
     layers = [name for name in parts if isinstance(modules.get(name), nn.ModuleList)]
     if len(layers) != 1 or not names or not all(name in modules for name in parts):
         raise _Unsupported("transformers has no plan for its stages")
-    text: Any = base.config.get_text_config()
+    text = base.config.get_text_config()
     for key in _SHARED_BETWEEN_LAYERS:
         if getattr(text, key, None):
             raise _Unsupported(f"its layers share values ({key})")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.crash import endurance, faults, flips, kill, power, signals
 from tools.crash.record import Record
@@ -26,7 +26,7 @@ class Campaign(NamedTuple):
     help: str
 
 
-def _limits(options: argparse.Namespace) -> dict[str, float]:
+def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"points": options.points, "seed": options.seed, "seconds": options.seconds}
 
 

@@ -131,50 +131,25 @@ class _Rotation:
     function: Callable[..., Any]
     is_partial: bool
     """Whether *function* accepts cosines of fewer elements than a head has, and leaves the others as they are."""
-    has_token_dim: bool
-    """Whether *function* accepts ``unsqueeze_dim=2``, for queries and keys [B, T, H, D]."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        head_dim = _head_dim(*args[4:], **kwargs)
-        tensors = args[:4]
-        if head_dim is None or not self._fits(head_dim, *tensors):
-            return self.function(*args, **kwargs)
-        if head_dim == 1:
-            return _Rotate.apply(*tensors)  # type: ignore[no-untyped-call]
-        query, key, cosines, sines = tensors
-        rotated: Any = _Rotate.apply(  # type: ignore[no-untyped-call]
-            query.transpose(1, 2), key.transpose(1, 2), cosines, sines
-        )
-        return tuple(each.transpose(1, 2) for each in rotated)
+        if kwargs in ({}, {"unsqueeze_dim": 1}) and self._fits(*args):
+            return _Rotate.apply(*args)  # type: ignore[no-untyped-call]
+        return self.function(*args, **kwargs)
 
-    def _fits(self, head_dim: int, *tensors: Any) -> bool:
-        """Whether the kernel can compute these queries, keys, cosines and sines. *head_dim* is 1 or 2."""
+    def _fits(self, *tensors: Any) -> bool:
+        """Whether the kernel can compute these queries, keys, cosines and sines."""
         # A subclass, such as a DTensor, has no memory that a kernel could read.
         if len(tensors) != 4 or any(type(each) is not torch.Tensor for each in tensors):
             return False
         query, key, cosines, sines = tensors
-        if not _can_compute(*tensors):
+        if not _can_compute(*tensors) or cosines.requires_grad or sines.requires_grad:
             return False
-        if cosines.requires_grad or sines.requires_grad:
-            return False
-        if head_dim == 2 and not self.has_token_dim:
-            return False
-        return self._have_shapes(3 - head_dim, query, key, cosines, sines)
-
-    def _have_shapes(
-        self,
-        token_dim: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-    ) -> bool:
         if (query.dim(), key.dim(), cosines.dim()) != (4, 4, 3) or cosines.shape != sines.shape:
             return False
-        for dim in (0, token_dim, 3):
-            if query.shape[dim] != key.shape[dim]:
-                return False
-        rows, length, width = query.shape[0], query.shape[token_dim], query.shape[3]
+        if any(query.shape[dim] != key.shape[dim] for dim in (0, 2, 3)):
+            return False
+        rows, _, length, width = query.shape
         num_rows, num_tokens, size = cosines.shape
         if num_rows not in (1, rows) or num_tokens != length or size % 2:
             return False
@@ -186,14 +161,6 @@ def _can_compute(*tensors: torch.Tensor) -> bool:
     if any(not each.is_cuda or each.dtype != tensors[0].dtype for each in tensors):
         return False
     return tensors[0].dtype in _DTYPES and kernel_for("cuda", torch.float32) == "triton"
-
-
-def _head_dim(*others: Any, unsqueeze_dim: Any = 1, **options: Any) -> int | None:
-    """The dimension of the heads in queries and keys, from what follows the four tensors; None if it is not stated."""
-    if len(others) == 1:
-        unsqueeze_dim = others[0]
-    is_known = isinstance(unsqueeze_dim, int) and unsqueeze_dim in (1, 2)
-    return unsqueeze_dim if is_known and len(others) < 2 and not options else None
 
 
 class _Rotate(torch.autograd.Function):
@@ -232,19 +199,17 @@ def _recognized(function: Any) -> _Rotation | None:
     """*function* with the kernel, if it rotates the pairs that the kernel rotates; None if not."""
     if not callable(function) or not _rotates(function, 8):
         return None
-    return _Rotation(function, _rotates(function, 4), _rotates(function, 8, unsqueeze_dim=2))
+    return _Rotation(function, _rotates(function, 4))
 
 
-def _rotates(function: Callable[..., Any], size: int, unsqueeze_dim: int = 1) -> bool:
+def _rotates(function: Callable[..., Any], size: int) -> bool:
     """Whether *function* rotates the first *size* elements of heads of 8, as the kernel does, and copies the others."""
     generator = torch.Generator().manual_seed(0)
     numbers: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     inputs = [torch.randn(2, num_heads, 5, 8, **numbers) for num_heads in (4, 3)]
     cosines, sines = (torch.randn(2, 5, size, **numbers) for _ in range(2))
-    options = {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
-    given = [each if unsqueeze_dim == 1 else each.transpose(1, 2) for each in inputs]
     try:
-        found = function(*given, cosines, sines, **options)
+        found = function(*inputs, cosines, sines)
     except Exception:
         # It has other arguments, or shapes that do not fit.
         return False
@@ -252,8 +217,6 @@ def _rotates(function: Callable[..., Any], size: int, unsqueeze_dim: int = 1) ->
         return False
     for tensor, each in zip(found, inputs, strict=True):
         expected = _rotated(each, cosines, sines)
-        if unsqueeze_dim == 2:
-            expected = expected.transpose(1, 2)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != expected.dtype:
             return False
         if tensor.shape != expected.shape or not torch.allclose(tensor, expected, atol=_TOLERANCE):

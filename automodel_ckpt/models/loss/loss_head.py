@@ -186,10 +186,10 @@ class LossHead(nn.Linear):
     """What the model does to the output of this layer."""
     _loss_pass: LossPass | None = None
 
-    @classmethod
-    def of(cls, layer: nn.Linear) -> LossHead:
+    @staticmethod
+    def of(layer: nn.Linear) -> LossHead:
         """Make *layer* a loss head by changing its class, so that wrappers and sharding still refer to it."""
-        layer.__class__ = _sharded_class(cls) if isinstance(layer, FSDPModule) else cls
+        layer.__class__ = _sharded_class() if isinstance(layer, FSDPModule) else LossHead
         assert isinstance(layer, LossHead)
         return layer
 
@@ -285,5 +285,5 @@ def class_of(layer: nn.Module) -> Any:
 
 
 @functools.cache
-def _sharded_class(kind: Any) -> Any:
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+def _sharded_class() -> Any:
+    return type("FSDPLossHead", (FSDPModule, LossHead), {})

@@ -5,8 +5,7 @@ appendix B): a product of [n, k] and [k, m] is 2 n k m. Activations that are com
 count. Attention is counted per document, over all pairs of its positions although half of them are masked. A query of
 a layer with a sliding window has at most as many keys as the window. In a mixture, the experts that a token is routed
 to count. Layers of multi-token prediction count once per depth, and the output layer once more per depth, for all
-labels: that a depth has a few labels less is not considered. In an encoder-decoder, the encoder and the keys and values
-of cross attention are computed for each token of a source, the other layers of the decoder for each token of a target.
+labels: that a depth has a few labels less is not considered. Encoder-decoders are not counted.
 
 The backward pass of a product has two further products: the gradient of the weight, where it is trained, and that of
 the input, where anything before it is trained. With frozen weights and adapters, a weight therefore counts 4 instead of
@@ -32,13 +31,12 @@ from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.vision import part_of
 from automodel_ckpt.models.loss.mtp import mtp_of
 
-TEXT, SOURCE, TARGET, LABEL = "text", "source", "target", "label"
+TEXT, LABEL = "text", "label"
 PATCH, IMAGE_TOKEN = "patch", "image_token"
 """What operations are counted per. A patch is one of an image, and an image token one that it takes in the text."""
 
 Lengths = np.ndarray[Any, Any]
-_UNIT_OF_PART = {"vision_tower": PATCH, "projector": IMAGE_TOKEN, "audio_tower": None}
-_IGNORE_INDEX = -100
+_UNIT_OF_PART = {"vision_tower": PATCH, "projector": IMAGE_TOKEN}
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -47,20 +45,6 @@ _OF_AUDIO = re.compile("feature|audio")
 _IN_BLOCK = re.compile(r"\.\d+\.")
 _QUERIES = {"q_proj": 1, "query": 1, "q": 1, "wq": 1, "qkv": 3, "qkv_proj": 3}
 """Names of layers that compute queries, and how many parts of equal width they have."""
-_CROSS = re.compile(r"(EncDecAttention|encoder_attn|cross_attn|cross_attention|crossattention)\.")
-_KEYS_VALUES = re.compile(r"\.(k|v|k_proj|v_proj|key|value)(\.|$)")
-_NOT_COUNTED = (
-    # Mixtures of experts: Switch Transformers, NLLB.
-    "num_experts",
-    # Attention to a part of the source: LED, LongT5, BigBird-Pegasus, Pegasus-X.
-    "attention_window",
-    "encoder_attention_type",
-    "attention_type",
-    "block_size",
-    # A decoder that predicts several tokens per position: ProphetNet.
-    "ngram",
-)
-"""Values of configurations of encoder-decoders whose operations have another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +52,13 @@ class FlopCount:
     """The operations of a forward and a backward pass, as rates.
 
     *per_unit* has the operations of products. *pairs* has those of attention, for queries of a unit: operations per
-    pair of a query and a key, by the largest number of keys of a query (None: all of the document). *per_cross_pair*
-    are those of a token of a target and one of its source. *image_token_id* is the token that the features of an
-    image replace; None: the model has no images. Operations of a tower for audio are not counted.
+    pair of a query and a key, by the largest number of keys of a query (None: all of the document). *image_token_id* is
+    the token that the features of an image replace; None: the model has no images. Operations of a tower for audio are
+    not counted.
     """
 
     per_unit: Mapping[str, int]
     pairs: Mapping[str, Mapping[int | None, int]]
-    per_cross_pair: int = 0
     image_token_id: int | None = None
     patch_size: int = 0
     has_audio_tower: bool = False
@@ -93,17 +76,10 @@ class FlopCount:
             for window, per_pair in self.pairs.get(unit, {}).items():
                 num_keys = lengths if window is None else np.minimum(lengths, window)
                 total += per_pair * int(np.dot(lengths, num_keys))
-        if self.per_cross_pair:
-            total += self.per_cross_pair * int(np.dot(found[SOURCE], found[TARGET]))
         return float(total)
 
     def _lengths(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, Lengths] | None:
         """The lengths of documents, or of images in patches, by unit; None if images have an unknown format."""
-        if self.per_cross_pair:
-            return {
-                SOURCE: _num_tokens(micro_batch, "attention_mask", micro_batch["input_ids"]),
-                TARGET: _num_tokens(micro_batch, "decoder_attention_mask", micro_batch["labels"]),
-            }
         lengths = {TEXT: document_lengths(micro_batch)}
         pixels = micro_batch.get("pixel_values")
         if self.image_token_id is not None and pixels is not None:
@@ -113,17 +89,6 @@ class FlopCount:
             is_image = micro_batch["input_ids"].numpy() == self.image_token_id
             lengths |= {PATCH: patches, IMAGE_TOKEN: np.array([np.count_nonzero(is_image)])}
         return lengths
-
-
-def _num_tokens(
-    micro_batch: Mapping[str, torch.Tensor], mask: str, tokens: torch.Tensor
-) -> Lengths:
-    """The number of tokens of each row of *tokens* according to the mask with this name, if there is one."""
-    is_token = micro_batch.get(mask)
-    if is_token is None:
-        is_token = tokens != _IGNORE_INDEX
-    found: Lengths = np.count_nonzero(is_token.numpy(), axis=1)
-    return found
 
 
 def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
@@ -167,19 +132,12 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
 
     *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, for one whose
     configuration does not have the number of heads, one number of active experts, or the size of patches, and for an
-    encoder-decoder whose parts have another form than those of T5 and BART.
+    encoder-decoder.
     """
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
         return None
     walk = _Walk(model, layers)
-    if getattr(config, "is_encoder_decoder", False):
-        if any(getattr(config, name, None) is not None for name in _NOT_COUNTED):
-            return None
-        walk.count(walk.modules_of_pairs())
-        if walk.is_unknown or not (walk.per_cross_pair and walk.per_unit[LABEL]):
-            return None
-        return FlopCount(walk.per_unit, walk.pairs, walk.per_cross_pair)
     walk.count(walk.modules_of_text())
     walk.count_text_attention()
     if walk.is_unknown:
@@ -200,37 +158,33 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
     )
 
 
-_Unit = str | None
-_Module = tuple[str, nn.Module, _Unit]
+_Module = tuple[str, nn.Module, str]
 
 
 class _Walk:
     """Adds up the operations of a model's modules, by the unit that they are computed for."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, model: Any, layers: Sequence[nn.Module]) -> None:
         self.per_unit: Counter[str] = Counter()
         self.pairs: dict[str, Counter[int | None]] = defaultdict(Counter)
-        self.per_cross_pair = 0
         self.is_unknown = self.has_audio_tower = False
-        self._model, self._inner = model, model_without_adapters(model)
-        self._config: Any = model.config
+        self._model, inner = model, model_without_adapters(model)
+        self._config = model.config
         self._text_config = self._config.get_text_config()
         self._layers = layers
         self._layer_of = {module: layer for layer in layers for module in layer.modules()}
         self._has_gradient: dict[nn.Module, bool] = {}
         """Whether the inputs of a layer, or of a module outside of the layers, have gradients."""
-        self._windows: dict[nn.Module, int | None] = {}
-        """The windows of the layers of an encoder-decoder."""
         self._num_tower_queries = 0
         self._num_experts = _first_number(self._text_config, _NUM_EXPERTS)
         self._top_k = _first_number(self._text_config, _TOP_K)
         for layer in layer_configs(self._text_config):
             experts = _first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K)
             self.is_unknown |= experts != (self._num_experts, self._top_k)
-        get_head: Any = getattr(self._inner, "get_output_embeddings", None)
+        get_head: Any = getattr(inner, "get_output_embeddings", None)
         output_layer = get_head() if get_head is not None else None
         self._head = set(output_layer.modules()) if output_layer is not None else set()
-        self._mtp = mtp_of(self._inner)
+        self._mtp = mtp_of(inner)
         self._num_calls = self._calls_of_modules()
 
     def _calls_of_modules(self) -> dict[nn.Module, int]:
@@ -247,37 +201,19 @@ class _Walk:
 
     def modules_of_text(self) -> list[_Module]:
         """The modules of a decoder: those of a vision tower first, then the projector, then the text."""
-        found: dict[_Unit, list[_Module]] = {PATCH: [], IMAGE_TOKEN: [], TEXT: [], None: []}
+        found: dict[str, list[_Module]] = {PATCH: [], IMAGE_TOKEN: [], TEXT: []}
         for name, module in _named_modules(self._model):
-            unit = _UNIT_OF_PART.get(part_of(name) or "", TEXT)
+            part = part_of(name) or ""
+            if part == "audio_tower":
+                self.has_audio_tower = True
+                continue
+            unit = _UNIT_OF_PART.get(part, TEXT)
             found[unit].append((name, module, LABEL if module in self._head else unit))
-        self.has_audio_tower = bool(found.pop(None))
         return [entry for of_unit in found.values() for entry in of_unit]
-
-    def modules_of_pairs(self) -> Iterator[_Module]:
-        """The modules of an encoder-decoder in the order of a forward pass."""
-        modules = list(_named_modules(self._inner))
-        encoder, decoder = self._inner.get_encoder(), self._inner.get_decoder()
-        rest = set(self._inner.modules())
-        for part, unit in ((encoder, SOURCE), (decoder, TARGET)):
-            part_config = getattr(self._config, {SOURCE: "encoder", TARGET: "decoder"}[unit], None)
-            of_part = set(part.modules()) & rest - self._head
-            layers = [layer for layer in self._layers if layer in of_part]
-            part_config = self._config if part_config is None else part_config
-            for layer, kind in zip(layers, _layer_kinds(part_config, len(layers)), strict=False):
-                self._windows[layer] = _window_of(part_config, kind)
-            for name, module in modules:
-                if module in of_part:
-                    is_of_source = _CROSS.search(name) and _KEYS_VALUES.search(name)
-                    yield name, module, SOURCE if is_of_source else unit
-            rest -= of_part
-        for name, module in modules:
-            if module in rest:
-                yield name, module, LABEL if module in self._head else None
 
     def count(self, modules: Iterable[_Module]) -> None:
         """Add the operations of *modules*, which are in the order of a forward pass."""
-        is_trained = source_is_trained = False
+        is_trained = False
         for name, module, unit in modules:
             layer = self._layer_of.get(module)
             place = module if layer is None else layer
@@ -286,40 +222,27 @@ class _Walk:
                 self._has_gradient[place] = is_trained or trains
                 is_trained = is_trained or trains or _has_trained_weight(module)
             has_gradient = self._has_gradient[place]
-            is_cross = _CROSS.search(name) is not None
-            if unit == SOURCE and not is_cross:
-                source_is_trained = is_trained
-            elif unit == SOURCE:
-                has_gradient = source_is_trained
-            size = self._size(name, module, unit)
-            if unit is None:
-                self.is_unknown |= size > 0
-                continue
             if unit == PATCH and _IN_BLOCK.search(name) is None:
                 if "patch" not in name:
                     # A pooling head, which a language model does not use.
                     continue
                 # Pixels have no gradient.
                 has_gradient = False
+            size = self._size(name, module, unit)
             passes = 1 + has_gradient + (size > 0 and _has_trained_weight(module))
             self.per_unit[unit] += 2 * size * passes * self._num_calls.get(module, 1)
-            if unit != TEXT and isinstance(module, nn.Linear) and ".lora_" not in name:
-                self._count_attention(name, module, unit, is_cross)
+            if unit == PATCH and isinstance(module, nn.Linear) and ".lora_" not in name:
+                self._count_tower_attention(name, module)
 
-    def _count_attention(self, name: str, module: nn.Linear, unit: str, is_cross: bool) -> None:
-        """Add the attention of a tower, or of an encoder-decoder, if *module* computes its queries."""
+    def _count_tower_attention(self, name: str, module: nn.Linear) -> None:
+        """Add the attention of a block of the vision tower if *module* computes its queries."""
         # The layer may be inside of a wrapper with this name: one with an adapter, or one that limits its values.
         parts = [_QUERIES[each] for each in name.split(".")[-2:] if each in _QUERIES]
         if not parts:
             return
         layer = self._layer_of.get(module, module)
         per_pair = 4 * module.out_features // parts[0] * (3 if self._has_gradient[layer] else 1)
-        if is_cross:
-            self.per_cross_pair += per_pair
-        elif unit == PATCH:
-            self.pairs[unit][self._tower_window()] += per_pair
-        else:
-            self.pairs[unit][self._windows.get(layer)] += per_pair
+        self.pairs[PATCH][self._tower_window()] += per_pair
 
     def _tower_window(self) -> int | None:
         """The number of patches that a query of the next block of the vision tower attends to; None: all."""
@@ -359,7 +282,7 @@ class _Walk:
         of_model = [(kind, 1) for kind in _layer_kinds(self._text_config, num_own)]
         return [*of_model[:num_own], *of_mtp]
 
-    def _size(self, name: str, module: nn.Module, unit: _Unit) -> int:
+    def _size(self, name: str, module: nn.Module, unit: str) -> int:
         """The number of multiplications that *module* itself makes per unit, without its submodules."""
         if isinstance(module, nn.Linear):
             size = module.in_features * module.out_features

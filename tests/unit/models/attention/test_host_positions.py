@@ -157,19 +157,6 @@ def test_a_mask_that_may_create_tensors_on_the_device_is_read_from_there() -> No
     assert host_positions.on_host(before) is None
 
 
-def test_default_arguments_without_tensors_stay() -> None:
-    on_host = positions_of([3, 2])
-    on_device = on_host.to(META)
-    note_positions(on_device, on_host)
-
-    def within(query: torch.Tensor, first: int = 1, *, last: int = 2) -> torch.Tensor:
-        return (on_device[0, query] >= first) & (on_device[0, query] <= last)
-
-    copied = host_positions.on_host(within)
-    assert copied is not None
-    assert copied(torch.arange(5)).tolist() == [False, True, True, False, True]
-
-
 def test_a_forward_pass_in_inference_mode_uses_positions_from_before_it() -> None:
     on_host = positions_of([3, 2])
     on_device = on_host.to(META)
@@ -181,25 +168,6 @@ def test_a_forward_pass_in_inference_mode_uses_positions_from_before_it() -> Non
     assert wanted["mask_function"] is not None
     found = documents_of(**asked_for("causal", on_device))
     assert found is not None and found.runs == ((3, 1), (2, 1))
-
-
-def test_a_thread_that_notes_other_positions_meanwhile_does_not_change_the_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = [positions_of([3, 2]), positions_of([1, 4])]
-    on_device = [row.to(META) for row in rows]
-    copy_to_device = host_positions.to_device
-
-    def interrupted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        monkeypatch.setattr(host_positions, "to_device", copy_to_device)
-        note_positions(on_device[1], rows[1])
-        return copy_to_device(tensor, device)
-
-    monkeypatch.setattr(host_positions, "to_device", interrupted)
-    note_positions(on_device[0], rows[0])
-    asked_for("causal", on_device[0])
-    found = documents_of(**asked_for("causal", on_device[1]))
-    assert found is not None and found.runs == ((1, 1), (4, 1))
 
 
 def test_numbers_of_samples_that_a_model_changed_are_found_again() -> None:

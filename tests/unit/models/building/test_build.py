@@ -7,7 +7,7 @@ import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +31,6 @@ from automodel_ckpt.models.build import (
     _build_errors,
     build_model,
     restore_attention_caps,
-    with_attention_caps,
 )
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
@@ -358,19 +357,6 @@ def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_atte
     model: Any = build_model(config, auto_class=transformers.AutoModelForImageTextToText)
     assert _attention_of_layers(model) == {"eager"}
     assert model.model.vision_tower.config._attn_implementation == "sdpa"
-
-
-def test_a_configuration_whose_parts_are_no_configurations_keeps_them() -> None:
-    class Odd(transformers.Gemma2Config):
-        sub_configs: ClassVar = {
-            "vision": transformers.PreTrainedConfig,
-            "absent": transformers.PreTrainedConfig,
-        }
-
-    config = Odd(**GEMMA2)
-    config.vision = {"hidden_size": 4}
-    chosen = with_attention_caps(config)
-    assert (chosen._attn_implementation, chosen.vision) == ("eager", config.vision)
 
 
 def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:
