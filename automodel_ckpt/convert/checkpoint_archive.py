@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
@@ -31,7 +30,7 @@ from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run.writable import check_not_a_file
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
 _LEVEL = 3
 _NUM_THREADS = 2
@@ -154,11 +153,6 @@ def _check_readable(path: Path) -> None:
         raise CheckpointUnusable.all_of([problem]) from error
 
 
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
 def _reader(path: Path) -> TarReader:
     """Open a tar archive that is compressed with zstd. The manifests limit its members and their sizes."""
     zstandard = _zstandard()
@@ -220,20 +214,12 @@ class _Extraction:
                     hint="extract into another run directory",
                 )
             self._log(f"{name} exists already")
-            for path in sorted(manifest.files):
-                self._expect(name, path, manifest)
+            self._files(name, manifest, None)
             return target
-        if manifest.nbytes > _free_bytes(self._root):
-            raise SaveFailed(
-                "a checkpoint of the archive does not fit on the disk",
-                where=str(self._root),
-                value=f"{name}: {size_text(manifest.nbytes)}",
-                hint="free space, or extract into another directory",
-            )
         self._log(f"extracting {name}")
         staging = commit.reserve(self._root, name)
         try:
-            self._files(name, staging, manifest)
+            self._files(name, manifest, staging)
             problems = verify(staging, Manifest.parse(content, staging / layout.MANIFEST))
             if problems:
                 raise self._unusable(f"{problems[0].what}: {problems[0].where}")
@@ -242,29 +228,20 @@ class _Extraction:
         finally:
             commit.discard(staging)
 
-    def _files(self, name: str, staging: Path, manifest: Manifest) -> None:
-        """Write the files of a checkpoint below *staging*."""
+    def _files(self, name: str, manifest: Manifest, staging: Path | None) -> None:
+        """Read the files of a checkpoint, which must be the next members, and write them below *staging*, if given."""
         for path in sorted(manifest.files):
-            member = self._expect(name, path, manifest)
+            member = next(self._members, None)
+            expected = (f"{name}/{path}", manifest.files[path].size)
+            if member is None or member.is_directory or (member.name, member.nbytes) != expected:
+                raise self._unusable(f"{member} in the place of {expected[0]}, {expected[1]} bytes")
+            if staging is None:
+                continue
             target = staging / path
             target.parent.mkdir(parents=True, exist_ok=True)
             with DurableFile(target, nbytes=member.nbytes) as out:
                 for block in self._reader.blocks(member):
                     out.write(block)
-
-    def _expect(self, checkpoint: str, path: str, manifest: Manifest) -> TarMember:
-        """Return the next member, which must be *path* of *checkpoint* with the size that the manifest lists."""
-        member = next(self._members, None)
-        expected = f"{checkpoint}/{path}"
-        if member is None:
-            raise self._unusable(f"it ends before {expected}")
-        if member.name != expected or member.is_directory:
-            raise self._unusable(f"it has {member.name!r} in place of {expected!r}")
-        if member.nbytes != manifest.files[path].size:
-            raise self._unusable(
-                f"{expected} has {member.nbytes} bytes; the manifest states another size"
-            )
-        return member
 
     def _unusable(self, value: str) -> CheckpointUnusable:
         hint = "use another copy of the file"

@@ -39,6 +39,7 @@ from automodel_ckpt.convert.formats.registry import DCP, detect
 from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
 from automodel_ckpt.convert.names.conversion import (
+    Conversion,
     conversion_in,
     has_megatron_names,
     required_conversion,
@@ -198,28 +199,19 @@ def _in_hugging_face_names(
     """Return *source* with the names of a Hugging Face model, if it has Megatron's or torchtitan's and the model is
     known."""
     directory = path if path.is_dir() else path.parent
+    conversion: Conversion | None = None
     if has_torchtitan_names(source.tensors):
-        return _from_torchtitan(source, directory, config)
-    if not has_megatron_names(source.tensors):
+        found = (
+            required_torchtitan_conversion(config) if config else torchtitan_conversion(directory)
+        )
+    elif has_megatron_names(source.tensors):
+        found = required_conversion(config) if config else conversion_in(directory)
+        conversion = found or known.conversion(path)
+    else:
         return source
-    conversion = conversion_in(directory) if config is None else required_conversion(config)
-    if conversion is not None:
-        return replace(conversion.source(source), side_files=config or directory)
-    conversion = known.conversion(path)
-    if conversion is None:
-        return source
-    return conversion.source(source)
-
-
-def _from_torchtitan(source: Source, directory: Path, config: Path | None) -> Source:
-    """Return *source* with the names of the Hugging Face model, if *config* or else *directory* has its config.json."""
-    if config is not None:
-        conversion = required_torchtitan_conversion(config)
-        return replace(conversion.source(source), side_files=config)
-    found = torchtitan_conversion(directory)
-    if found is None:
-        return source
-    return replace(found.source(source), side_files=directory)
+    if found is not None:
+        return replace(found.source(source), side_files=config or directory)
+    return source if conversion is None else conversion.source(source)
 
 
 # ---------------------------------------------------------------- checkpoints of this program

@@ -1,4 +1,4 @@
-"""Indexes of TensorFlow checkpoints that an attacker wrote, with correct checksums: reading them stays cheap."""
+"""Indexes of TensorFlow checkpoints that an attacker wrote: reading them stays cheap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import _masked_crc
 from tests.hostile.harness import bombs, sandbox
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
@@ -32,7 +31,8 @@ def item(key: bytes, value: bytes, shared: int = 0) -> bytes:
 
 def block(*items: bytes, compression: int = 0) -> bytes:
     content = b"".join(items) + struct.pack("<II", 0, 1) + bytes([compression])
-    return content + struct.pack("<I", _masked_crc(content))
+    # The checksum of a block is not compared.
+    return content + bytes(4)
 
 
 def table(*blocks: bytes, order: tuple[int, ...] = ()) -> bytes:

@@ -18,7 +18,7 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.files.layout import CheckpointName
     from automodel_ckpt.convert.merging.average import Average
-    from automodel_ckpt.convert.merging.average_options import AverageOptions
+    from automodel_ckpt.convert.merging.average_sources import AverageOptions
 
 _MAX_NAMES = 5
 
@@ -119,7 +119,7 @@ def _sources(arguments: argparse.Namespace) -> list[Path]:
 
 
 def _options(arguments: argparse.Namespace) -> AverageOptions:
-    from automodel_ckpt.convert.merging.average_options import AverageOptions
+    from automodel_ckpt.convert.merging.average_sources import AverageOptions
 
     return AverageOptions(
         weights=_numbers(arguments.weights), ema=arguments.ema, integers=arguments.integers

@@ -174,9 +174,8 @@ def _is_average_directory(source: Path) -> bool:
 
 def _check_average_is_enough(arguments: argparse.Namespace, target: Target) -> None:
     """Raise :class:`RecipeError` if the export would have optimizer state, which is not that of the average."""
-    has_optimizer = getattr(arguments, "optimizer", None) is not None
-    if target.resumes or has_optimizer:
-        option = "--optimizer" if has_optimizer else f"--to {target.name}"
+    if target.resumes:
+        option = f"--to {target.name}"
         raise RecipeError(
             "the average of the weights has no optimizer state, and a run cannot be continued from it",
             where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),

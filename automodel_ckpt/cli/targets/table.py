@@ -166,12 +166,6 @@ _NAMES = Option(
     "names of the tensors of a Llama: those that torchtitan loads (default: those of Hugging Face)",
     {"choices": ["torchtitan"]},
 )
-_OPTIMIZER = Option(
-    "--optimizer",
-    "also export the optimizer, the schedule, step and epoch, as get_state_dict of torch names them; flattened: with "
-    "StateDictOptions(flatten_optimizer_state_dict=True)",
-    {"choices": ["nested", "flattened"]},
-)
 _TYPE = Option(
     "--type",
     "type of the tensors: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: as stored)",
@@ -255,7 +249,7 @@ TARGETS: tuple[Target, ...] = (
         "a directory for torch.distributed.checkpoint",
         "NAME-dcp",
         _Row("dcp:export_dcp", _prefix),
-        *(CAST_DTYPE, PREFIX, _NAMES, _OPTIMIZER),
+        *(CAST_DTYPE, PREFIX, _NAMES),
     ),
     _target(
         "compressed-tensors",

@@ -33,6 +33,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
     TrainingState,
 )
+from automodel_ckpt.convert.formats.trainer import count_of
 
 _MODEL = "model"
 _OPTIMIZER = "optim"
@@ -67,7 +68,7 @@ class AutoModel(Format):
     def counters(self, path: Path) -> Counters:
         """Return the finished steps: one more than the name of the directory states, which counts from 0."""
         stated = _counters(path)
-        return Counters(step=_count(stated, "step"), epoch=_count(stated, "epoch"))
+        return Counters(step=count_of(stated.get("step")), epoch=count_of(stated.get("epoch")))
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset({_MODEL, _OPTIMIZER})
@@ -109,12 +110,6 @@ def _counters(path: Path) -> Mapping[Any, Any]:
     check_no_links(path, [_COUNTERS])
     value = read_archive(path / _COUNTERS).value
     return value if isinstance(value, dict) else {}
-
-
-def _count(counters: Mapping[Any, Any], key: str) -> int | None:
-    value = counters.get(key)
-    # Not isinstance: True is an int, too.
-    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def _schedule(

@@ -36,10 +36,9 @@ from automodel_ckpt.convert.formats.deepspeed_files import (
     is_tag_directory,
     shapes_in,
 )
-from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.files import UNCHECKED, names_in
 from automodel_ckpt.convert.formats.format import Counters, Format
 from automodel_ckpt.convert.formats.torch.torch_files import (
-    UNCHECKED,
     is_text_name,
     plain_names,
 )

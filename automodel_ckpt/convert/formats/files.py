@@ -8,14 +8,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.errors import CheckpointUnusable
 
+UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 # Parsed JSON takes up to 25 times its size in memory.
 _MAX_JSON_BYTES = 16 << 20
+
+
+def reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the notes for the user about unchecked files, and what of them is omitted: tensors and values."""
+    notes = [UNCHECKED]
+    omitted: list[str] = []
+    for number, text in ((num_others, others_text), (num_values, values_text)):
+        if number:
+            omitted.append(text(number))
+            notes.append(left_out(text(number), number))
+    return tuple(notes), tuple(omitted)
 
 
 def names_in(directory: Path) -> list[str]:

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import (
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.files import UNCHECKED, names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
@@ -31,7 +31,6 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
 SINGLE_FILE = "model.safetensors"
 _MLX_NAME = re.compile(r"\.switch_mlp\.|\.self_attn\.unembed_out\.weight$", re.ASCII)
 _MAX_NAMED = 5
-UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
 
 class HuggingFaceFiles(Format):

@@ -1,4 +1,4 @@
-"""PEFT adapters: ``adapter_model.safetensors``, or ``adapter_model.bin`` of old versions, with a config."""
+"""PEFT adapters: ``adapter_model.safetensors`` with a config. Versions before 0.6 (2023) wrote a pickle instead."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.hugging_face import source_of_files, tensors_in_file
-from automodel_ckpt.convert.formats.torch.torch_files import BIN_FILE, BIN_INDEX, TorchFile
+from automodel_ckpt.convert.formats.torch.torch_files import BIN_FILE, BIN_INDEX
 
 OLD_ADAPTER = "adapter_model.bin"
-_CONFIG = "adapter_config.json"
 _MODELS = frozenset({layout.HF_INDEX, "model.safetensors", BIN_FILE, BIN_INDEX})
 
 
@@ -25,15 +24,9 @@ class PeftAdapter(Format):
     name = "PEFT adapter"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        if os.path.lexists(path / layout.ADAPTER_MODEL):
-            return True
-        return _is_old(path) and TorchFile().detect(path / OLD_ADAPTER, follow_links=follow_links)
+        return has_adapter(path)
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        if not os.path.lexists(path / layout.ADAPTER_MODEL):
-            source = TorchFile().open(path / OLD_ADAPTER, follow_links=follow_links)
-            # Its directory has no config.json of the model.
-            return replace(source, side_files=None)
         export = find_export_manifest(path, follow_links=follow_links)
         names = [layout.ADAPTER_MODEL]
         tensors = tensors_in_file(path, names[0], export, follow_links=follow_links)
@@ -43,13 +36,7 @@ class PeftAdapter(Format):
 
 def has_adapter(path: Path) -> bool:
     """Return whether the directory *path* has the weights of an adapter."""
-    return os.path.lexists(path / layout.ADAPTER_MODEL) or _is_old(path)
-
-
-def _is_old(path: Path) -> bool:
-    """Return whether *path* has the files of an adapter that peft saved before 0.6 (2023), and no model."""
-    names = set(names_in(path))
-    return {OLD_ADAPTER, _CONFIG} <= names and not names & _MODELS
+    return os.path.lexists(path / layout.ADAPTER_MODEL)
 
 
 def _other_weights(path: Path) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.convert.formats.accelerate_fsdp import AccelerateFsdp, AccelerateState
+from automodel_ckpt.convert.formats.accelerate_fsdp import AccelerateFsdp
 from automodel_ckpt.convert.formats.automodel import AutoModel
 from automodel_ckpt.convert.formats.deepspeed import DeepSpeed
 from automodel_ckpt.convert.formats.files import names_in
@@ -65,8 +65,6 @@ FORMATS: tuple[Format, ...] = (
     LightningDistributed(),
     # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
     AccelerateFsdp(),
-    # It also has model.safetensors or pytorch_model.bin.
-    AccelerateState(),
     DCP,
     # It also has config.json and *.safetensors.
     TensorRtLlmDirectory(),

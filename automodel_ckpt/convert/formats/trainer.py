@@ -2,15 +2,12 @@
 
 ``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
 ``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
-(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes: nothing of the
-random state is read, and of the arguments only their description (``torch_objects.py``), for the number of
-micro-batches.
+(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes, and are not read.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +21,6 @@ from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.formats.torch.torch_files import TorchModelDirectory, read_archive
-from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
     Parameters,
@@ -65,13 +61,9 @@ class TransformersTrainer(Format):
         return known.open(path, follow_links=follow_links)
 
     def counters(self, path: Path) -> Counters:
-        """Return the steps, finished epochs and samples of the trainer's state."""
+        """Return the steps and finished epochs of the trainer's state."""
         state = read_json(path, STATE_FILE) or {}
-        step = _count(state.get("global_step"))
-        samples = None
-        if step is not None:
-            samples = _consumed_samples(path, names_in(path), state, step)
-        return Counters(step, _finished_epochs(state), samples)
+        return Counters(count_of(state.get("global_step")), finished_epochs(state))
 
     def losses(self, path: Path) -> Mapping[str, Any]:
         """Return the last logged losses."""
@@ -103,7 +95,7 @@ class TransformersTrainer(Format):
         check_regular_files(
             path, [name for name in (OPTIMIZER_FILE, SCHEDULER_FILE) if name in names]
         )
-        step = _count(state.get("global_step"))
+        step = count_of(state.get("global_step"))
         if step is None:
             raise unusable(
                 "the trainer's state has no step",
@@ -123,8 +115,7 @@ class TransformersTrainer(Format):
             omitted.append("the best metric")
         return TrainingState(
             step=step,
-            epoch=_finished_epochs(state),
-            consumed_samples=_consumed_samples(path, names, state, step),
+            epoch=finished_epochs(state),
             optimizer=optimizer,
             scheduler=scheduler,
             omitted=tuple(omitted),
@@ -152,7 +143,7 @@ def _scheduler(path: Path) -> dict[str, Any]:
     return {key: item for key, item in value.items() if isinstance(key, str)}
 
 
-def _count(value: object) -> int | None:
+def count_of(value: object) -> int | None:
     """Return a counter; None for any other value."""
     # Not isinstance: True is an int, too.
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
@@ -160,40 +151,9 @@ def _count(value: object) -> int | None:
     return value
 
 
-def _finished_epochs(state: Mapping[str, Any]) -> int | None:
+def finished_epochs(state: Mapping[str, Any]) -> int | None:
     """Return the number of finished epochs: the integer part of the trainer's fractional ``epoch``."""
     epoch = state.get("epoch")
     if not isinstance(epoch, int | float) or not math.isfinite(epoch):
         return None
     return int(epoch) if 0 <= epoch < _MAX_COUNT else None
-
-
-def _consumed_samples(
-    path: Path, names: list[str], state: Mapping[str, Any], step: int
-) -> int | None:
-    """Return the samples of *step* global batches; None if the files do not state the size of one.
-
-    The size is that of a rank's micro-batch x micro-batches per step x ranks, each of which saves a file of its random
-    state. The last batch of an epoch may have been smaller.
-    """
-    micro_batch = _count(state.get("train_batch_size"))
-    accumulation = _accumulation_steps(path, names)
-    if not micro_batch or not accumulation:
-        return None
-    num_ranks = max(1, sum(1 for name in names if _RANDOM_FILE.fullmatch(name)))
-    consumed = step * micro_batch * accumulation * num_ranks
-    return consumed if consumed < _MAX_COUNT else None
-
-
-def _accumulation_steps(path: Path, names: list[str]) -> int | None:
-    """Return ``gradient_accumulation_steps`` of the arguments, read from their description."""
-    if _ARGUMENTS_FILE not in names or os.path.islink(path / _ARGUMENTS_FILE):
-        return None
-    try:
-        arguments = read_archive(path / _ARGUMENTS_FILE).value
-    except CheckpointUnusable:
-        # They are only used for this number, and may contain anything.
-        return None
-    if not isinstance(arguments, Opaque) or not isinstance(arguments.state, dict):
-        return None
-    return _count(arguments.state.get("gradient_accumulation_steps"))

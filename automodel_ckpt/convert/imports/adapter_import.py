@@ -260,15 +260,17 @@ def _numbers_of(
     found: dict[str, int] = {}
     for pattern, value in patterns.items():
         number = _whole(f"{option}: {pattern[:100]!r}", value, path)
-        if _NAME.fullmatch(pattern) is None:
+        # This program writes ^ before full names.
+        name = pattern.removeprefix("^")
+        if _NAME.fullmatch(name) is None:
             raise CheckpointUnusable(
                 "a pattern of the adapter is not read: it is no name of a layer",
                 where=str(path),
                 value=f"{option}: {pattern[:100]!r}",
                 hint=f"replace it in the file by names of layers; or {_MERGE}",
             )
-        if any(f".{name}".endswith(f".{pattern}") for name in targets):
-            found[pattern] = number
+        if any(f".{target}".endswith(f".{name}") for target in targets):
+            found[name] = number
     return found
 
 

@@ -32,11 +32,12 @@ from automodel_ckpt.convert.imports.import_source import (
     ImportSource,
     check_merged,
     check_not_sparse,
+    position_of,
+    training_state_of,
 )
 from automodel_ckpt.convert.imports.names_file import Renaming, rename, without_prefix
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, unusable
-from automodel_ckpt.convert.imports.source_state import position_of, training_state_of
 from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
@@ -44,7 +45,7 @@ from automodel_ckpt.convert.merging.model_names import (
     has_odd_prefix,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _CONFIG = "config.json"
 
@@ -148,9 +149,14 @@ def _training(
     """Return the training state of the source, if it is asked for."""
     if options.parameters is None:
         return None
-    path, state = training_state_of(
-        source, options.parameters, config=options.config, renaming=renaming
-    )
+    if renaming is not None:
+        raise RecipeError(
+            "the weights get other names, and the state of the optimizer cannot get them",
+            where="ckpt import --training-state",
+            value=next(iter(renaming.before.tensors))[:200],
+            hint="import the weights without --training-state",
+        )
+    path, state = training_state_of(source, options.parameters, config=options.config)
     return training_import(
         state,
         where=str(path),

@@ -17,7 +17,6 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
-from automodel_ckpt.convert.formats.torch.training_state import TrainingState
 from automodel_ckpt.errors import RecipeError
 
 _MAX_BYTES = 4 << 20
@@ -33,107 +32,48 @@ class _Line:
     replacement: str
 
 
-class NamesFile:
-    """The new names of tensors in the file *path*. Raises :class:`RecipeError` if it cannot be read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines = _read(path)
-        # Most names are given exactly; only the others are compared with each pattern.
-        self._exact = {
-            line.text: line for line in self._lines if not _PLACEHOLDER.search(line.text)
-        }
-        self._patterns = [line for line in self._lines if line.text not in self._exact]
-
-    def tensors(self, module: Tensors) -> tuple[Tensors, int]:
-        """Return *module* under the new names, and the number of tensors that the file leaves out.
-
-        Raises :class:`RecipeError` if a line matches no tensor, or two tensors get one name.
-        """
-        used: set[str] = set()
-        renamed: dict[str, Tensor] = {}
-        num_left_out = 0
-        for fqn, tensor in module.tensors.items():
-            line, name = self._new_name(fqn)
-            if line is not None:
-                used.add(line.text)
-            if name is None:
-                num_left_out += 1
-                continue
-            if name in renamed:
-                raise _wrong(self._path, f"two tensors get the name {name!r}")
-            renamed[name] = tensor.renamed(name)
-        for line in self._lines:
-            if line.text not in used:
-                raise _wrong(self._path, f"no tensor has the name {line.text!r}")
-        if not renamed:
-            raise _wrong(self._path, "all tensors are left out")
-        tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
-        return Tensors(module.root, renamed, tied), num_left_out
-
-    def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
-        """Return the line for a *name*, and the new name: None if it is left out, the old one if no line matches."""
-        line = self._exact.get(name)
-        match = None
-        if line is None:
-            for candidate in self._patterns:
-                match = candidate.pattern.fullmatch(name)
-                if match is not None:
-                    line = candidate
-                    break
-        if line is None:
-            return None, name
-        if line.replacement in _LEFT_OUT:
-            return line, None
-        return line, _filled(line.replacement, match.groupdict() if match else {})
-
-
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Weights under other names: those of the source (*before*), and those that are imported (*after*).
-
-    *left_out* states in words what is left out.
-    """
+    """Weights under other names: *before* are those of the source. *left_out* states in words what is left out."""
 
     before: Tensors
     after: Tensors
     left_out: tuple[str, ...]
 
-    def check(self, state: TrainingState) -> None:
-        """Raise :class:`RecipeError` unless the optimizer in *state* has the names of the renamed weights.
-
-        An optimizer that numbers its parameters has them: those of the model in config.json. A name that is that of
-        another weight now can be meant in either way.
-        """
-        groups = state.optimizer.groups if state.optimizer is not None else ()
-        for group in groups:
-            for name in group.parameters:
-                before, after = self.before.tensors.get(name), self.after.tensors.get(name)
-                is_known = after is not None or name in self.after.tied
-                is_another = (
-                    before is not None and after is not None and _place(before) != _place(after)
-                )
-                if not is_known or is_another:
-                    raise RecipeError(
-                        "the weights get other names, and the state of the optimizer cannot get them",
-                        where="ckpt import --training-state",
-                        value=name[:200],
-                        hint="import the weights without --training-state",
-                    )
-
-
-def _place(tensor: Tensor) -> list[tuple[str, int]]:
-    return [(stored.file, stored.start) for stored in tensor.slices]
-
 
 def rename(module: Tensors, path: Path) -> Renaming:
-    """Rename the tensors of *module* by the file *path*. Raises :class:`RecipeError`."""
-    file = NamesFile(path)
-    renamed, num_left_out = file.tensors(module)
-    left_out = (
-        (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",) if num_left_out else ()
-    )
-    return Renaming(module, renamed, left_out)
+    """Rename the tensors of *module* by the file *path*.
+
+    Raises :class:`RecipeError` if a line matches no tensor, or two tensors get one name.
+    """
+    # Lines with an exact name come first.
+    lines = sorted(_read(path), key=lambda line: _PLACEHOLDER.search(line.text) is not None)
+    unused = dict.fromkeys(line.text for line in lines)
+    renamed: dict[str, Tensor] = {}
+    num_left_out = 0
+    for fqn, tensor in module.tensors.items():
+        name = fqn
+        for line in lines:
+            match = line.pattern.fullmatch(fqn)
+            if match is not None:
+                unused.pop(line.text, None)
+                name = _filled(line.replacement, match.groupdict())
+                break
+        if name in _LEFT_OUT:
+            num_left_out += 1
+            continue
+        if name in renamed:
+            raise _wrong(path, f"two tensors get the name {name!r}")
+        renamed[name] = tensor.renamed(name)
+    if unused:
+        raise _wrong(path, f"no tensor has the name {next(iter(unused))!r}")
+    if not renamed:
+        raise _wrong(path, "all tensors are left out")
+    tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
+    left_out: tuple[str, ...] = ()
+    if num_left_out:
+        left_out = (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",)
+    return Renaming(module, Tensors(module.root, renamed, tied), left_out)
 
 
 def without_prefix(module: Tensors, prefix: str) -> Renaming:

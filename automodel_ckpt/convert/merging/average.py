@@ -2,8 +2,7 @@
 
 Sources are whatever ``convert/open.py`` reads. The result is a complete checkpoint of weights in a run directory,
 written and published in the same way as an import. Tensors are combined block by block, so that memory does not grow
-with the model. ``average_options.py`` has the options, ``average_sources.py`` compares the sources, and
-``averaged_tensors.py`` computes the tensors.
+with the model. ``average_sources.py`` compares the sources and computes the tensors.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from automodel_ckpt.convert.imports.new_checkpoint import (
     check_free,
     write_checkpoint,
 )
-from automodel_ckpt.convert.merging.average_options import AverageOptions, weights_of
 from automodel_ckpt.convert.merging.average_sources import (
+    AveragedTensors,
+    AverageOptions,
     averaged_types,
     check_consistent,
     check_unaveraged,
     model_in,
     side_files_and_notes,
+    weights_of,
 )
-from automodel_ckpt.convert.merging.averaged_tensors import AveragedTensors
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import (
     ADAPTER_SIDE_FILES,
@@ -23,13 +29,67 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
-from automodel_ckpt.convert.merging.average_options import Integers
 from automodel_ckpt.convert.open import Weights
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
-_HINT = "average checkpoints of the same model"
+Integers = Literal["equal", "first", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class AverageOptions:
+    """How sources are combined.
+
+    *weights* has one entry per source and is divided by its sum. Without it, the weights are equal. *ema* is the decay
+    of an exponential moving average instead; the sources are then in the order of training. *integers*: tensors that
+    cannot be averaged (integers, bool, 8-bit floats) must be ``equal``, or are copied from the ``first`` or ``last``
+    source.
+    """
+
+    weights: Sequence[float] | None = None
+    ema: float | None = None
+    integers: Integers = "equal"
+
+
+def weights_of(options: AverageOptions, count: int) -> list[float]:
+    """Return the weight of each of *count* sources; they sum to 1.
+
+    Raises:
+        RecipeError: The options contradict each other, or do not fit the number of sources.
+    """
+    if count < 2:
+        raise _invalid("at least two checkpoints are needed", "SOURCE", f"{count} given")
+    if options.weights is not None and options.ema is not None:
+        raise _invalid("weights and a moving average exclude each other", "--ema", options.ema)
+    if options.ema is not None:
+        if not 0 <= options.ema < 1:
+            raise _invalid("the decay must be at least 0 and less than 1", "--ema", options.ema)
+        return _ema_weights(options.ema, count)
+    weights = list(options.weights or [1.0] * count)
+    if len(weights) != count:
+        what = f"there must be one weight for each of the {count} sources"
+        raise _invalid(what, "--weights", counted(len(weights), "weight"))
+    total = math.fsum(weights)
+    if not math.isfinite(total) or total <= 0 or min(weights) < 0:
+        what = "weights must be finite and not negative, and at least one must be positive"
+        raise _invalid(what, "--weights", weights)
+    return [weight / total for weight in weights]
+
+
+def _ema_weights(decay: float, count: int) -> list[float]:
+    """Return the weights of m_1 = x_1, m_i = decay * m_(i-1) + (1 - decay) * x_i, the oldest first."""
+    weights = [decay ** (count - 1)]
+    for position in range(1, count):
+        weights.append((1 - decay) * decay ** (count - 1 - position))
+    return weights
+
+
+def _invalid(what: str, where: str, value: object) -> RecipeError:
+    return RecipeError(what, where=where, value=value, hint="`ckpt average --help` describes it")
+
+
 _MIXED = frozenset({"BF16", "F16", "F32"})
 """Types in which the sources may have the same tensor."""
 _SHOWN = 5
@@ -65,27 +125,24 @@ def check_consistent(first: Tensors, other: Tensors, first_path: Path, other_pat
 
     Raises :class:`CheckpointUnusable`, which lists the differences.
     """
-    problems: list[Problem] = []
-    for what, names in (
-        ("a tensor is missing", first.tensors.keys() - other.tensors.keys()),
-        (f"a tensor is not in {first_path}", other.tensors.keys() - first.tensors.keys()),
-    ):
-        if names:
-            problems.append(Problem(what, str(other_path), _some(sorted(names)), _HINT))
+    names = sorted(first.tensors.keys() ^ other.tensors.keys())
+    if names:
+        raise _inconsistent(f"tensors are only here, or only in {first_path}", other_path, names)
     different: list[str] = []
     for fqn, tensor in first.tensors.items():
-        found = other.tensors.get(fqn)
-        if found is None:
-            continue
+        found = other.tensors[fqn]
         is_same = found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= _MIXED
         if not is_same or found.shape != tensor.shape:
             expected = f"{tensor.dtype} {list(tensor.shape)}"
             different.append(f"{fqn}: {found.dtype} {list(found.shape)}, not {expected}")
     if different:
         what = f"a tensor has another dtype or shape than in {first_path}"
-        problems.append(Problem(what, str(other_path), _some(different), _HINT))
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+        raise _inconsistent(what, other_path, different)
+
+
+def _inconsistent(what: str, path: Path, names: Sequence[str]) -> CheckpointUnusable:
+    hint = "average checkpoints of the same model"
+    return CheckpointUnusable(what, where=str(path), value=_some(names), hint=hint)
 
 
 def averaged_types(modules: Sequence[Tensors]) -> dict[str, Tensor]:
@@ -243,3 +300,51 @@ def _json(content: bytes | None, where: Path) -> dict[str, Any]:
             hint="restore the file from another copy",
         )
     return value
+
+
+class AveragedTensors:
+    """Combines the tensors of *modules*: the sum of each source's tensor times its weight, in float32 or float64."""
+
+    def __init__(
+        self, modules: Sequence[Tensors], weights: Sequence[float], integers: Integers
+    ) -> None:
+        self._modules = modules
+        self._weights = weights
+        self._integers = integers
+
+    def blocks(self, tensor: Tensor) -> Blocks:
+        """Return the data of *tensor* in the result, which is computed while it is written."""
+        return Blocks(tensor.nbytes, partial(self._blocks, tensor))
+
+    def _blocks(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yield the row-major bytes of the combined tensor. Raises :class:`CheckpointUnusable` for damaged sources."""
+        stored = [module.tensors[tensor.fqn] for module in self._modules]
+        readers: list[BoxReader] = []
+        for module, each in zip(self._modules, stored, strict=True):
+            require_intact(module.root, each)
+            readers.append(BoxReader(module.root, each))
+        # Boxes are consecutive: each has complete inner dimensions.
+        if tensor.dtype not in ORDINARY_FLOATS:
+            position = -1 if self._integers == "last" else 0
+            for box in boxes(tensor.shape):
+                yield _bytes_of(readers[position].read(box))
+            return
+        wide = "F64" if tensor.dtype == "F64" else "F32"
+        with np.errstate(over="ignore", invalid="ignore"):
+            for box in boxes(tensor.shape):
+                total: Array | None = None
+                for reader, each, weight in zip(readers, stored, self._weights, strict=True):
+                    bits = reader.read(box).reshape(-1)
+                    values = cast(
+                        bits.view(storage_dtype(each.dtype, DTYPE_BITS[each.dtype])),
+                        each.dtype,
+                        wide,
+                    )
+                    weighted = values.dtype.type(weight) * values
+                    total = weighted if total is None else total + weighted
+                assert total is not None, "there are two sources or more"
+                yield _bytes_of(cast(total, wide, tensor.dtype))
+
+
+def _bytes_of(values: Array) -> memoryview:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,30 +26,40 @@ _MARKS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 HINT = "add --config DIR, a directory with the config.json of the same model"
 
 
+Weights = Callable[[Mapping[str, Tensor], str], dict[str, Tensor]]
+"""Returns a program's weights under the names of a converter, for its tensors in a path."""
+
+
+def _megatron_weights(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    return plain_names({name: tensors[name] for name in tensors if is_model_tensor(name)}, where)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The converter and the dimensions of a model, which *where* states."""
+    """The converter and the dimensions of a model, which *where* states.
+
+    *weights* selects and renames the tensors of another program; *is_weight* is whether a name is one of those.
+    """
 
     converter: Converter
     dimensions: Dimensions
     where: str
-
-    def tensors(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Return Megatron's *tensors*, found in *where*, as those of the Hugging Face model.
-
-        Raises :class:`CheckpointUnusable` if they are not those of the model.
-        """
-        weights = {name: tensor for name, tensor in tensors.items() if is_model_tensor(name)}
-        plain = plain_names(weights, where)
-        return self.converter.to_hugging_face(plain, self.dimensions, where)
+    weights: Weights = _megatron_weights
+    is_weight: Callable[[str], bool] = is_model_tensor
 
     def source(self, source: Source) -> Source:
-        """Return *source* with the tensors of the Hugging Face model. Raises :class:`CheckpointUnusable`."""
-        converted = self.tensors(source.tensors, str(source.model_directory))
-        num_ignored = sum(1 for name in source.tensors if not is_model_tensor(name))
+        """Return *source* with the tensors of the Hugging Face model.
+
+        Raises :class:`CheckpointUnusable` if its tensors are not those of the model.
+        """
+        where = str(source.model_directory)
+        weights = self.weights(source.tensors, where)
+        converted = self.converter.to_hugging_face(weights, self.dimensions, where)
+        num_ignored = sum(1 for name in source.tensors if not self.is_weight(name))
         omitted = source.omitted
         if num_ignored:
-            omitted = (*omitted, f"{counted(num_ignored, 'tensor')} that Megatron computes")
+            computed = f"{counted(num_ignored, 'tensor')} that the other program computes"
+            omitted = (*omitted, computed)
         return replace(source, tensors=converted, tied={}, omitted=omitted)
 
 

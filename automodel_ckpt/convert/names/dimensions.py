@@ -70,23 +70,17 @@ def dimensions_of_arguments(arguments: Mapping[str, Any], where: str) -> Dimensi
     that the vocabulary's own size is unknown unless ``vocab_size`` is set. Raises :class:`CheckpointUnusable` if a
     dimension is missing or is not a positive integer.
     """
-    num_heads = _count(arguments, "num_attention_heads", where)
-    head_size = _optional_count(arguments, "kv_channels", where)
-    if head_size is None:
-        head_size = _count(arguments, "hidden_size", where) // num_heads
-    num_query_groups = num_heads
-    if arguments.get("group_query_attention"):
-        num_query_groups = _count(arguments, "num_query_groups", where)
-    if head_size < 1 or num_heads % num_query_groups:
-        raise _unusable("num_query_groups", num_query_groups, where)
-    return Dimensions(
-        _count(arguments, "num_layers", where),
-        num_heads,
-        num_query_groups,
-        head_size,
-        _optional_count(arguments, "vocab_size", where),
-        _optional_count(arguments, "num_experts", where) or 0,
-    )
+    groups = "num_query_groups" if arguments.get("group_query_attention") else "num_attention_heads"
+    keys = {
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "num_key_value_heads": groups,
+        "head_dim": "kv_channels",
+        "hidden_size": "hidden_size",
+        "vocab_size": "vocab_size",
+        "num_experts": "num_experts",
+    }
+    return dimensions_of_config({key: arguments.get(keys[key]) for key in keys}, where)
 
 
 def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def join_rows(
             offsets = (stored.offsets[0] + shift, *stored.offsets[1:])
             slices.append(replace(stored, fqn=fqn, offsets=offsets))
         num_rows += wanted.num_rows
-    merged = _merged_strided(slices) if strided else _merged(slices)
+    merged = _merged_strided(slices) if strided else slices
     return Tensor(fqn, dtype, (num_rows, *inner), tuple(merged))
 
 
@@ -105,21 +105,6 @@ def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
         )
 
 
-def _merged(slices: Sequence[Slice]) -> Iterator[Slice]:
-    """Yield *slices*, with neighbors joined that follow each other in the tensor's rows and in the file."""
-    previous: Slice | None = None
-    for stored in slices:
-        if previous is not None and _continues(previous, stored):
-            sizes = (previous.sizes[0] + stored.sizes[0], *previous.sizes[1:])
-            previous = replace(previous, sizes=sizes, nbytes=previous.nbytes + stored.nbytes)
-            continue
-        if previous is not None:
-            yield previous
-        previous = stored
-    if previous is not None:
-        yield previous
-
-
 def _merged_strided(slices: Sequence[Slice]) -> Iterator[Slice]:
     """Yield *slices*, with single rows joined that follow each other in the tensor, and at one distance in the file."""
     previous: Slice | None = None
@@ -175,13 +160,3 @@ def _element_strides(stored: Slice) -> tuple[int, ...]:
         strides.append(stride)
         stride *= size
     return tuple(reversed(strides))
-
-
-def _continues(one: Slice, other: Slice) -> bool:
-    return (
-        other.file == one.file
-        and other.strides == one.strides
-        and other.start == one.start + one.sizes[0] * one.row_bytes
-        and other.offsets == (one.offsets[0] + one.sizes[0], *one.offsets[1:])
-        and other.sizes[1:] == one.sizes[1:]
-    )

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.rules import Rule, rename
@@ -89,47 +87,31 @@ TORCHTITAN_LLAMA = Converter(
 _READABLE = (*TORCHTITAN_LLAMA.model_types, "mistral")
 
 
-@dataclass(frozen=True, slots=True)
-class TorchtitanConversion:
-    """The conversion of torchtitan's names to those of the Hugging Face model whose config *where* is."""
+def to_torchtitan(
+    conversion: Conversion, tensors: Mapping[str, Tensor], where: str
+) -> dict[str, Tensor]:
+    """Return torchtitan's tensors that consist of the Hugging Face *tensors*, found in *where*.
 
-    dimensions: Dimensions
-    where: str
+    A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
+    Raises :class:`CheckpointUnusable` if they are not those of the model.
+    """
+    found = dict(TORCHTITAN_LLAMA.from_hugging_face(tensors, conversion.dimensions, where).tensors)
+    if _OUTPUT not in found:
+        found[_OUTPUT] = found[_MARKS[0]].renamed(_OUTPUT)
+    return found
 
-    def source(self, source: Source) -> Source:
-        """Return *source* with the tensors of the Hugging Face model.
 
-        Raises :class:`CheckpointUnusable` if its tensors are not those of the model.
-        """
-        directory = str(source.model_directory)
-        weights: dict[str, Tensor] = {}
-        num_computed = 0
-        for name, tensor in source.tensors.items():
-            if name in _COMPUTED:
-                num_computed += 1
-            else:
-                weights[_current(name)] = tensor
-        converted = TORCHTITAN_LLAMA.to_hugging_face(weights, self.dimensions, directory)
-        omitted = source.omitted
-        if num_computed:
-            omitted = (*omitted, f"{counted(num_computed, 'tensor')} that torchtitan computes")
-        return replace(source, tensors=converted, tied={}, omitted=omitted)
+def _is_weight(name: str) -> bool:
+    return name not in _COMPUTED
 
-    def to_torchtitan(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Return torchtitan's tensors that consist of the Hugging Face *tensors*, found in *where*.
 
-        A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
-        Raises :class:`CheckpointUnusable` if they are not those of the model.
-        """
-        found = dict(TORCHTITAN_LLAMA.from_hugging_face(tensors, self.dimensions, where).tensors)
-        if _OUTPUT not in found:
-            found[_OUTPUT] = found[_MARKS[0]].renamed(_OUTPUT)
-        return found
+def _weights(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    return {_current(name): tensor for name, tensor in tensors.items() if _is_weight(name)}
 
 
 def torchtitan_conversion(
     directory: Path, *, model_types: Collection[str] = _READABLE
-) -> TorchtitanConversion | None:
+) -> Conversion | None:
     """Return the conversion to the Hugging Face model whose config.json is in *directory*.
 
     None if there is none, or its model is none of *model_types*. Raises :class:`CheckpointUnusable` if the config is
@@ -139,12 +121,13 @@ def torchtitan_conversion(
     if config is None or config.get("model_type") not in model_types:
         return None
     where = str(directory / _CONFIG)
-    return TorchtitanConversion(dimensions_of_config(config, where), where)
+    dimensions = dimensions_of_config(config, where)
+    return Conversion(TORCHTITAN_LLAMA, dimensions, where, _weights, _is_weight)
 
 
 def required_torchtitan_conversion(
     directory: Path, *, model_types: Collection[str] = _READABLE
-) -> TorchtitanConversion:
+) -> Conversion:
     """Return the conversion of :func:`torchtitan_conversion`. Raises :class:`CheckpointUnusable` if there is none."""
     found = torchtitan_conversion(directory, model_types=model_types)
     if found is not None:

@@ -1,7 +1,8 @@
 """A checkpoint's model with quantized linear layers, in the format compressed-tensors of vLLM and transformers.
 
 Weights are rounded to the nearest value, without calibration. The library ``compressed-tensors`` (the extra of that
-name) defines the schemes, quantizes and packs. Memory: blocks of rows, not whole tensors.
+name) defines the schemes, quantizes and packs. Memory: blocks of rows; for a checkpoint of
+several shards, the largest tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.parts.slices import Box, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
-from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
-from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.checkpoint.tensors.float_cast import cast
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -299,13 +299,8 @@ def _row_blocks(root: Path, tensor: ExportTensor) -> Iterator[Any]:
         "F32": torch.float32,
         "F64": torch.float64,
     }
-    require_intact(root, tensor.stored)
-    reader = BoxReader(root, tensor.stored)
-    code = tensor.stored.dtype
-    num_rows, num_columns = tensor.stored.shape
-    step = max(1, _BLOCK_ELEMENTS // num_columns)
-    for begin in range(0, num_rows, step):
-        box = Box((begin, 0), (min(step, num_rows - begin), num_columns))
-        stored = reader.read(box).view(storage_dtype(code, DTYPE_BITS[code]))
-        values = cast(stored, code, tensor.dtype).reshape(box.sizes).copy()
+    stored, code = whole_checked(root, tensor.stored), tensor.stored.dtype
+    step = max(1, _BLOCK_ELEMENTS // stored.shape[1])
+    for begin in range(0, len(stored), step):
+        values = cast(stored[begin : begin + step], code, tensor.dtype).copy()
         yield torch.from_numpy(values.view("u1")).view(dtypes[tensor.dtype])

@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
-from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA, required_torchtitan_conversion
+from automodel_ckpt.convert.names.torchtitan import (
+    TORCHTITAN_LLAMA,
+    required_torchtitan_conversion,
+    to_torchtitan,
+)
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
-from automodel_ckpt.convert.targets.dcp_training_state import add_training_state
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
-from automodel_ckpt.errors import CheckpointUnusable
 
 _SUFFIX = "-dcp"
 TORCHTITAN = "torchtitan"
@@ -30,7 +29,6 @@ def export_dcp(
     prefix: str = "",
     cast_dtype: str | None = None,
     names: str | None = None,
-    optimizer: str | None = None,
     log: Log = LOG,
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a DCP directory.
@@ -40,18 +38,11 @@ def export_dcp(
     *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones. With *names* ``torchtitan``, a Llama has the
     names, and the rows of queries and keys the order, of torchtitan's Llama 3.
 
-    With *optimizer* (``nested`` or ``flattened``, see ``dcp_training_state.py``), the directory also has the training
-    state of a run, and the model is under ``model``, unless there is another prefix.
-
     Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the directory cannot be written, and
     :class:`RecipeError` for a wrong argument. In each case nothing was written. Memory: one block of a tensor.
     """
     export = Export(source, cast_dtype, log)
     opened = export.source
-    run = None
-    if optimizer is not None:
-        run = _run_state(opened, names)
-        prefix = prefix or MODEL
     target = export.directory(output, _SUFFIX)
     export.check_files()
     export.warn(*opened.notes)
@@ -67,41 +58,13 @@ def export_dcp(
     ):
         for fqn, tensor in state_dict.items():
             writer.add_tensor((*outer, fqn), tensor)
-        if run is not None and optimizer is not None:
-            add_training_state(writer, run, optimizer)
         writer.finish()
     return export.report(target, len(state_dict))
-
-
-def _run_state(opened: Source, names: str | None) -> RunState:
-    """Return the training state of the run that *opened* is a checkpoint of. Raises :class:`CheckpointUnusable`."""
-    if not is_checkpoint(opened.root):
-        raise _no_training_state(opened, "not a checkpoint of a run")
-    if os.path.lexists(opened.model_directory / layout.ADAPTER_MODEL):
-        raise _no_training_state(opened, "an adapter")
-    if names is not None:
-        raise _no_training_state(opened, f"--names {names}")
-    run = read_run_state(opened.root)
-    if run is None:
-        raise _no_training_state(opened, "weights only")
-    renamed = first_renamed(run, {*opened.tensors, *opened.tied})
-    if renamed is not None:
-        raise _no_training_state(opened, f"{renamed} has another name in the model's files")
-    return run
-
-
-def _no_training_state(opened: Source, value: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "there is no training state that can be exported in this way",
-        where=str(opened.root),
-        value=value,
-        hint="export the weights without --optimizer",
-    )
 
 
 def _in_torchtitan_names(opened: Source) -> Source:
     """Return *opened* with torchtitan's names."""
     side = opened.config_directory
     conversion = required_torchtitan_conversion(side, model_types=TORCHTITAN_LLAMA.model_types)
-    tensors = conversion.to_torchtitan(opened.tensors, str(opened.model_directory))
+    tensors = to_torchtitan(conversion, opened.tensors, str(opened.model_directory))
     return replace(opened, tensors=tensors, tied={})

@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.torch_file import (
-    archive_tensor,
+    numbered_state,
     publish_archive,
     state_dict_of,
 )
@@ -103,28 +103,9 @@ def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> d
         return content
     schedule = run.schedule
     content["loops"] = _loops(run)
-    content["optimizer_states"] = [_optimizer_state(run)]
+    content["optimizer_states"] = [numbered_state(run, run.groups)]
     content["lr_schedulers"] = [] if schedule is None else [dict(schedule)]
     return content
-
-
-def _optimizer_state(run: RunState) -> dict[str, Any]:
-    """Return the state dict of the optimizer, with the parameters numbered through its groups."""
-    state: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group in run.groups:
-        numbers: list[int] = []
-        for name in group.parameters:
-            entry: dict[str, Any] = dict(run.values.get(name, {}))
-            for key, tensor in run.tensors.get(name, {}).items():
-                entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
-            if entry:
-                state[number] = entry
-            numbers.append(number)
-            number += 1
-        groups.append({**group.options, "params": numbers})
-    return {"state": state, "param_groups": groups}
 
 
 # ---------------------------------------------------------------- the progress of Lightning's loops

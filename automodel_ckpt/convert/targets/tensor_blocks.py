@@ -6,22 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 
 
-def tensor_blocks(root: Path, tensor: Tensor, dtype: str) -> Iterator[memoryview]:
-    """Yield the row-major bytes of a tensor in files below *root*, cast to *dtype*, in blocks of at most 256 Ki
-    elements.
+def tensor_blocks(
+    root: Path, tensor: Tensor, dtype: str, part: Box | None = None, *, is_checked: bool = False
+) -> Iterator[memoryview]:
+    """Yield the row-major bytes of a tensor in files below *root*, or of a *part* of it, cast to *dtype*, in blocks of
+    at most 256 Ki elements.
 
-    The stored bytes are compared with their digests first, if there are any. Raises :class:`CheckpointUnusable` for a
-    damaged tensor.
+    Unless that was done (*is_checked*), the stored bytes are compared with their digests first, if there are any.
+    Raises :class:`CheckpointUnusable` for a damaged tensor.
     """
-    require_intact(root, tensor)
+    if not is_checked:
+        require_intact(root, tensor)
+    outer = part or tensor.box
     reader = BoxReader(root, tensor)
     stored_dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
-    for box in boxes(tensor.shape):
-        values = reader.read(box).reshape(-1).view(stored_dtype)
+    for inner in boxes(outer.sizes):
+        offsets = tuple(map(sum, zip(outer.offsets, inner.offsets, strict=True)))
+        values = reader.read(Box(offsets, inner.sizes)).reshape(-1).view(stored_dtype)
         yield cast(values, tensor.dtype, dtype).view("u1").data

@@ -6,6 +6,7 @@ no torch.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,15 @@ from typing import Any, BinaryIO
 import yaml
 
 from automodel_ckpt.checkpoint.export.files import write_side_files
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
-from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
-from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
-from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
@@ -208,15 +206,9 @@ class _Model:
 
     def _blocks(self, tensor: _RankTensor) -> Iterator[bytes | memoryview]:
         for stored, outer in tensor.parts:
-            if stored.fqn not in self._checked:
-                require_intact(self.root, stored)
-                self._checked.add(stored.fqn)
-            reader = BoxReader(self.root, stored)
-            dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
-            for inner in boxes(outer.sizes):
-                offsets = tuple(map(sum, zip(outer.offsets, inner.offsets, strict=True)))
-                values = reader.read(Box(offsets, inner.sizes)).reshape(-1).view(dtype)
-                yield cast(values, stored.dtype, self.dtype).view("u1").data
+            is_checked = stored.fqn in self._checked
+            yield from tensor_blocks(self.root, stored, self.dtype, outer, is_checked=is_checked)
+            self._checked.add(stored.fqn)
         zeros = nbytes_of(self.dtype, (tensor.num_zero_rows, *tensor.shape[1:]))
         while zeros:
             count = min(zeros, _ZERO_BYTES)
@@ -280,4 +272,96 @@ def _wrong(option: str, value: Any, hint: str) -> RecipeError:
         where=f"ckpt export {option}",
         value=value,
         hint=hint,
+    )
+
+
+_MODEL_TYPES = ("llama", "mistral")
+_DEFAULT_ROTARY_BASE = 10000.0
+_REQUIRED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+def tensorrt_llm_config(
+    files: Mapping[str, bytes], dtype: str, num_ranks: int, where: str
+) -> tuple[dict[str, Any], bytes]:
+    """Return the Hugging Face config among *files*, and the content of TensorRT-LLM's config.json.
+
+    *dtype* is torch's name of the weights' dtype. Raises :class:`CheckpointUnusable` if the model is not a Llama or
+    Mistral, or has a feature that TensorRT-LLM's Llama does not.
+    """
+    content = files.get("config.json")
+    if content is None:
+        raise _unusable("TensorRT-LLM needs the model's config.json", "no such file", where)
+    config = parse_json(content)
+    if config.get("model_type") not in _MODEL_TYPES:
+        what = "only Llama and Mistral models are written for TensorRT-LLM"
+        raise _unusable(what, config.get("model_type"), where)
+    for key in ("attention_bias", "mlp_bias", "sliding_window"):
+        if config.get(key):
+            what = f"a model with {key} is not written for TensorRT-LLM"
+            raise _unusable(what, config[key], where)
+    for key in _REQUIRED:
+        if type(config.get(key)) is not int:
+            raise _unusable(f"the model's config.json has no {key}", config.get(key), where)
+    num_heads = config["num_attention_heads"]
+    architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
+    result: dict[str, Any] = {
+        "producer": {"name": "automodel_ckpt"},
+        "architecture": architecture,
+        "dtype": dtype,
+        "logits_dtype": "float16",
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or num_heads,
+        "hidden_size": config["hidden_size"],
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config.get("max_position_embeddings"),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "use_parallel_embedding": True,
+        "embedding_sharding_dim": 0,
+        "head_size": config.get("head_dim") or config["hidden_size"] // num_heads,
+        "intermediate_size": config["intermediate_size"],
+        "position_embedding_type": "rope_gpt_neox",
+        "share_embedding_table": False,
+        "residual_mlp": False,
+        "bias": False,
+        "rotary_pct": 1.0,
+        "rank": num_ranks - 1,
+        "decoder": "llama",
+        "rmsnorm": True,
+        "lm_head_bias": False,
+        **_rotary(config),
+        "mapping": {"world_size": num_ranks, "tp_size": num_ranks, "pp_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+    }
+    return config, json.dumps(result, indent=4).encode()
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base and the scaling of the rotary embedding, from either generation of Hugging Face's keys."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROTARY_BASE
+    found: dict[str, Any] = {"rotary_base": base}
+    kind = parameters.get("rope_type") or parameters.get("type")
+    if kind not in (None, "default"):
+        scaling = {"type": kind}
+        for key, value in parameters.items():
+            if key not in ("rope_type", "type", "rope_theta"):
+                scaling[key] = value
+        found["rotary_scaling"] = scaling
+    return found
+
+
+def _unusable(what: str, value: object, where: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what,
+        where=where,
+        value=str(value)[:100],
+        hint="export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.torch.run_state import RunState
+from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 
@@ -77,6 +79,24 @@ def state_dict_of(export: Export, source: Source, prefix: str) -> dict[str, Arch
 def archive_tensor(root: Path, tensor: Tensor, dtype: str) -> ArchiveTensor:
     """Return a stored tensor as a value of an archive: it is read when its record is written."""
     return ArchiveTensor(dtype, tensor.shape, partial(tensor_blocks, root, tensor, dtype))
+
+
+def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
+    """Return the state dict of a run's optimizer as torch has it: the parameters are numbered through its *groups*."""
+    state: dict[int, dict[str, Any]] = {}
+    written: list[dict[str, Any]] = []
+    number = 0
+    for group in groups:
+        first = number
+        for name in group.parameters:
+            entry: dict[str, Any] = dict(run.values.get(name, {}))
+            for key, tensor in run.tensors.get(name, {}).items():
+                entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
+            if entry:
+                state[number] = entry
+            number += 1
+        written.append({**group.options, "params": list(range(first, number))})
+    return {"state": state, "param_groups": written}
 
 
 def _ties(source: Source) -> Mapping[str, str]:

@@ -30,7 +30,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
 )
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
-from automodel_ckpt.convert.targets.torch_file import archive_tensor
+from automodel_ckpt.convert.targets.torch_file import numbered_state
 from automodel_ckpt.errors import CheckpointUnusable
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
@@ -90,7 +90,7 @@ def export_trainer(
         shutil.rmtree(directory / _WEIGHTS)
         parameters = parameters_in(directory)()
         groups = trainer_groups(run, parameters, source)
-        _write_archive(directory / OPTIMIZER_FILE, _optimizer(run, groups))
+        _write_archive(directory / OPTIMIZER_FILE, numbered_state(run, groups))
         _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
         state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *callbacks))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
@@ -177,24 +177,6 @@ def _group(
     rate = options.get("lr", 0.0)
     # The Trainer always has a schedule, which needs the peak rate.
     return ParameterGroup(members, {"initial_lr": rate, **options})
-
-
-def _optimizer(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
-    """Return the state dict of the optimizer, with the parameters numbered through its groups."""
-    state: dict[int, dict[str, Any]] = {}
-    written: list[dict[str, Any]] = []
-    number = 0
-    for group in groups:
-        first = number
-        for name in group.parameters:
-            entry: dict[str, Any] = dict(run.values.get(name, {}))
-            for key, tensor in run.tensors.get(name, {}).items():
-                entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
-            if entry:
-                state[number] = entry
-            number += 1
-        written.append({**group.options, "params": list(range(first, number))})
-    return {"state": state, "param_groups": written}
 
 
 def _schedule(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from automodel_ckpt.convert.merging.average import (
     run_average,
     sources_in,
 )
-from automodel_ckpt.convert.merging.average_options import AverageOptions
+from automodel_ckpt.convert.merging.average_sources import AverageOptions
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")

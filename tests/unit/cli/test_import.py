@@ -22,7 +22,6 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify_deep
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.imports import new_checkpoint
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
@@ -116,16 +115,6 @@ def test_weights_of_every_dtype_come_over_bit_by_bit_into_a_complete_checkpoint(
     assert main(["verify", "--deep", str(tmp_path / "run")]) == 0
 
 
-def test_what_is_left_out_and_what_is_not_known_is_said(tmp_path: Path, capsys: Capture) -> None:
-    document = imported(capsys, plain_dcp(tmp_path / "source", weights()), tmp_path / "run")
-    assert document["left_out"] == [
-        "1 tensor that is not the model's",
-        "1 value that is not a tensor",
-    ]
-    assert "optimizer" in document["absent"] and "data position" in document["absent"]
-    assert not document["has_config"] and document["kind"] == "PyTorch DCP"
-
-
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])
 def test_a_checkpoint_of_automodel_comes_over(tmp_path: Path, capsys: Capture, form: str) -> None:
     source = AUTOMODEL / form / "epoch_0_step_1"
@@ -181,14 +170,6 @@ def test_a_head_that_is_the_embedding_is_stored_as_tied(
         )
         == []
     )
-
-
-def test_the_summary_of_a_checkpoint_without_a_recipe_names_none(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    imported(capsys, hugging_face(tmp_path / "source", weights()), tmp_path / "run")
-    assert main(["show", str(tmp_path / "run" / "LATEST")]) == 0
-    assert "`ckpt show --tensors` lists all tensors and files\n" in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_it_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
@@ -311,43 +292,6 @@ def megatron(path: Path) -> Path:
     return path
 
 
-def megatron_run(path: Path) -> Path:
-    path.mkdir()
-    megatron(path / "iter_0000010")
-    (path / "latest_checkpointed_iteration.txt").write_text("10")
-    return path
-
-
-def megatron_ranks(path: Path) -> Path:
-    (path / "mp_rank_00_000").mkdir(parents=True)
-    torch.save({}, path / "mp_rank_00_000" / "model_optim_rng.pt")
-    return path
-
-
-def nemo_2(path: Path) -> Path:
-    (path / "context").mkdir(parents=True)
-    megatron(path / "weights")
-    return path
-
-
-@pytest.mark.parametrize("make", [megatron, megatron_run, nemo_2])
-def test_damaged_checkpoints_of_megatron_are_refused(
-    tmp_path: Path, capsys: Capture, make: Callable[[Path], Path]
-) -> None:
-    source = make(tmp_path / "source")
-    text = refused(capsys, source, tmp_path / "run")
-    assert ".metadata" in text and not (tmp_path / "run").exists()
-    with pytest.raises(CheckpointUnusable, match="metadata"):
-        open_weights(source)
-
-
-def test_a_directory_for_each_rank_of_megatron_is_named_and_refused(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    text = refused(capsys, megatron_ranks(tmp_path / "source"), tmp_path / "run")
-    assert "Megatron-LM" in text and "convert it" in text
-
-
 def optimizer_file(path: Path) -> None:
     torch.save({"state": {}, "param_groups": []}, path)
 
@@ -435,30 +379,6 @@ def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(
 
 def test_a_negative_step_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert "--step" in refused(capsys, tmp_path, tmp_path / "run", "--step", "-1")
-
-
-def test_a_failed_write_leaves_nothing(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = hugging_face(tmp_path / "source", weights())
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "somewhere")
-
-    monkeypatch.setattr(new_checkpoint.commit, "finalize", full)
-    assert main(["import", str(source), str(tmp_path / "run")]) == 4
-    assert "ENOSPC" in capsys.readouterr().err and not [*(tmp_path / "run").glob("*epoch*")]
-
-
-def test_a_manifest_that_would_not_hold_is_never_written(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Manifest, "fault", lambda _: "made up")
-    assert (
-        main(["import", str(hugging_face(tmp_path / "source", weights())), str(tmp_path / "run")])
-        == 4
-    )
-    assert "made up" in capsys.readouterr().err and not [*(tmp_path / "run").glob("*epoch*")]
 
 
 def test_a_recipe_resumes_from_it_when_told_what_it_lacks(tmp_path: Path) -> None:

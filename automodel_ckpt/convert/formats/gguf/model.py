@@ -197,10 +197,8 @@ def model_of_metadata(
         default: float | None = defaults.get(setting.config)
         if default is None:
             default = architecture.defaults.get(setting.config)
-        if setting.kind == "uint32":
-            numbers[setting.config] = positive_integer(values, key, where, default)
-        else:
-            numbers[setting.config] = positive_number(values, key, where, default)
+        read = positive_integer if setting.kind == "uint32" else positive_number
+        numbers[setting.config] = read(values, key, where, default)
     # Padding of the vocabulary is in the tensor, and not always in the key.
     numbers["vocab_size"] = embedding[0]
     head_dim = int(numbers["head_dim"])
@@ -250,10 +248,8 @@ def _numbers(
         if setting in architecture.settings and setting.config in config:
             # A null would be replaced by the default, which is another model.
             default = None
-        if setting.kind == "uint32":
-            numbers[setting.config] = positive_integer(config, setting.config, where, default)
-        else:
-            numbers[setting.config] = positive_number(config, setting.config, where, default)
+        read = positive_integer if setting.kind == "uint32" else positive_number
+        numbers[setting.config] = read(config, setting.config, where, default)
     kv_heads, head_dim = int(numbers["num_key_value_heads"]), int(numbers["head_dim"])
     if head_dim % 2 or heads % kv_heads:
         value = f"{heads}, {kv_heads} of {head_dim}"

@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.files import UNCHECKED, check_regular_files, names_in
 from automodel_ckpt.convert.formats.format import Counters, Format, UnsupportedFormat
 from automodel_ckpt.convert.formats.nemo.zarr_arrays import read_arrays, zarr_tensor
 from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
@@ -31,7 +31,7 @@ from automodel_ckpt.convert.formats.torch.dcp_directory import (
     read_content,
     read_tensors,
 )
-from automodel_ckpt.convert.formats.torch.torch_files import UNCHECKED, read_archive
+from automodel_ckpt.convert.formats.torch.torch_files import read_archive
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments

@@ -12,15 +12,14 @@ decompressed once to a temporary file.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.units import left_out, values_text
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.formats.files import names_in, reports
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
 from automodel_ckpt.convert.formats.nemo.packed_files import (
@@ -28,7 +27,6 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
     files_in_archive,
     files_in_directory,
     has_member,
-    read_beginning,
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_in
 from automodel_ckpt.convert.formats.torch.torch_files import read_model
@@ -53,7 +51,6 @@ _DIMENSIONS = (
     "kv_channels",
     "vocab_size",
 )
-_UNCHECKED = "the weights are unchecked: a .nemo file has no digests"
 
 
 class NemoFile(Format):
@@ -78,12 +75,10 @@ class NemoFile(Format):
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the model's config implies."""
-        content, _ = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
-        return _conversion(parse_config(path, content), str(path / CONFIG))
+        return _conversion(read_config(files_in_archive(path)), str(path / CONFIG))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        content, sizes = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
-        return nemo_details(path, content, sizes)
+        return _details(files_in_archive(path))
 
 
 class NemoDirectory(Format):
@@ -94,7 +89,7 @@ class NemoDirectory(Format):
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         if not (path / CONFIG).is_file():
             return False
-        return any(_is_weights(path, name) for name in _names(path))
+        return any(_is_weights(path, name) for name in names_in(path))
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. Symbolic links are never followed."""
@@ -112,19 +107,10 @@ class NemoDirectory(Format):
         return conversion
 
     def parts(self, path: Path) -> frozenset[str]:
-        return frozenset(name for name in _names(path) if _is_weights(path, name))
+        return frozenset(name for name in names_in(path) if _is_weights(path, name))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        packed = files_in_directory(path)
-        sizes = {name: stored.nbytes for name, stored in packed.files.items()}
-        return nemo_details(path, packed.read(CONFIG, MAX_CONFIG_BYTES), sizes)
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
+        return _details(files_in_directory(path))
 
 
 def _is_weights(path: Path, name: str) -> bool:
@@ -136,18 +122,13 @@ def _is_weights(path: Path, name: str) -> bool:
 
 def read_config(packed: PackedFiles) -> dict[str, Any]:
     """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
-    return parse_config(packed.path, packed.read(CONFIG, MAX_CONFIG_BYTES))
-
-
-def parse_config(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the config in *content*, which is that of the model *path*. Raises :class:`CheckpointUnusable`."""
     try:
-        value = parse_yaml(content.decode())
+        value = parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode())
     except ValueError as error:
-        raise unusable("the model's config cannot be read", path / CONFIG, error) from error
+        raise unusable("the model's config cannot be read", packed.path / CONFIG, error) from error
     if not isinstance(value, dict):
         what = "the model's config is not a mapping"
-        raise unusable(what, path / CONFIG, type(value).__name__)
+        raise unusable(what, packed.path / CONFIG, type(value).__name__)
     return value
 
 
@@ -203,19 +184,15 @@ def _number(value: object) -> int | None:
     return None
 
 
-def nemo_details(
-    path: Path, content: bytes, sizes: Mapping[str, int] | None
-) -> Mapping[str, tuple[str, ...]]:
-    """Return the sections for ``ckpt show``: the artifacts, with their *sizes* in bytes if these are known, and the
-    config as written, which is *content*."""
+def _details(packed: PackedFiles) -> Mapping[str, tuple[str, ...]]:
+    """Return the sections for ``ckpt show``: the artifacts with their sizes, and the config as written."""
     artifacts: list[str] = []
-    for key, name in artifacts_in(parse_config(path, content)):
-        line = f"{key}: {name}"
-        if sizes is not None:
-            size = f"{sizes[name]} bytes" if name in sizes else "missing"
-            line = f"{line} ({size})"
-        artifacts.append(line)
-    return {"artifacts": tuple(artifacts), CONFIG: tuple(content.decode().splitlines())}
+    for key, name in artifacts_in(read_config(packed)):
+        stored = packed.files.get(name)
+        size = "missing" if stored is None else f"{stored.nbytes} bytes"
+        artifacts.append(f"{key}: {name} ({size})")
+    content = packed.read(CONFIG, MAX_CONFIG_BYTES).decode()
+    return {"artifacts": tuple(artifacts), CONFIG: tuple(content.splitlines())}
 
 
 # ---------------------------------------------------------------- weights
@@ -226,22 +203,18 @@ def _source(packed: PackedFiles, directory: Path) -> Source:
     if WEIGHTS not in packed.files:
         raise _no_weights(packed)
     stored = packed.files[WEIGHTS]
-    model = read_model(packed.root / stored.file, start=stored.start, nbytes=stored.nbytes)
-    num_values = model.num_values
-    notes = [_UNCHECKED]
-    omitted: list[str] = []
-    if num_values:
-        omitted.append(values_text(num_values))
-        notes.append(left_out(values_text(num_values), num_values))
+    place = {"start": stored.start, "nbytes": stored.nbytes}
+    model = read_model(packed.root / stored.file, stored.file, **place)
+    notes, omitted = reports(0, model.num_values)
     names = sorted({name for _, name in artifacts_in(config)})
     if names:
-        omitted.append(f"artifacts of NeMo ({', '.join(names[:5])})")
+        omitted = (*omitted, f"artifacts of NeMo ({', '.join(names[:5])})")
     return Source(
         packed.root,
         directory,
-        model.tensors_in(stored.file),
-        notes=tuple(notes),
-        omitted=tuple(omitted),
+        model.tensors,
+        notes=notes,
+        omitted=omitted,
         stated_config=_stated_config(config),
     )
 

@@ -99,32 +99,6 @@ def has_member(path: Path, name: str) -> bool:
         return False
 
 
-def read_beginning(path: Path, name: str, limit: int) -> tuple[bytes, Mapping[str, int] | None]:
-    """Return the content of the member *name*, of at most *limit* bytes, and the sizes of all files in the archive.
-
-    If the archive is compressed with gzip, only the part up to *name* is read, and the sizes are None. Raises
-    :class:`CheckpointUnusable` for a damaged archive, or if it has no such member.
-    """
-    content: bytes | None = None
-    sizes: dict[str, int] = {}
-    with TarReader(Path(os.path.realpath(path))) as reader:
-        for member in reader:
-            if member.is_directory:
-                continue
-            sizes[member.name] = member.nbytes
-            if member.name != name:
-                continue
-            if member.nbytes > limit:
-                what = f"the file {name} is too large"
-                raise unusable(what, path / name, f"{member.nbytes} bytes, more than {limit}")
-            content = b"".join(reader.blocks(member))
-            if reader.is_compressed:
-                return content, None
-    if content is None:
-        raise unusable(f"the file {name} is missing", path, "no such file")
-    return content, sizes
-
-
 def files_in_archive(path: Path) -> PackedFiles:
     """Describe the files in the archive *path*. Symbolic links to it are followed.
 

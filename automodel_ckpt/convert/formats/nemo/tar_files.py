@@ -118,7 +118,7 @@ class TarReader:
     ) -> None:
         self.path = path
         self._max_members = max_members
-        self._faults = (
+        self._faults: tuple[type[Exception], ...] = (
             *(TarFault, tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile),
             # tarfile, of damaged numbers, names and chains of attributes.
             *(ValueError, OverflowError, RecursionError),
@@ -147,7 +147,7 @@ class TarReader:
         """Yield the members in the order of the archive. A member's content is skipped unless it was read."""
         seen: dict[str, bool] = {}
         with self._reported():
-            archive = tarfile.TarFile(
+            archive: Any = tarfile.TarFile(
                 fileobj=cast(BinaryIO, self._file), encoding="utf-8", errors="strict"
             )
             entry = archive.firstmember

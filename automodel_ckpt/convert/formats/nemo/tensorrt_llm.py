@@ -25,7 +25,6 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
     files_in_archive,
     files_in_directory,
     has_member,
-    read_beginning,
 )
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows
@@ -56,8 +55,7 @@ class QnemoFile(Format):
         return _stored(files_in_archive(path))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        content, _ = read_beginning(path, CONFIG, _MAX_CONFIG_BYTES)
-        return _details(content)
+        return _details(files_in_archive(path))
 
 
 class TensorRtLlmDirectory(Format):
@@ -84,11 +82,11 @@ class TensorRtLlmDirectory(Format):
         return _stored(files_in_directory(path))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        packed = files_in_directory(path)
-        return _details(packed.read(CONFIG, _MAX_CONFIG_BYTES))
+        return _details(files_in_directory(path))
 
 
-def _details(content: bytes) -> Mapping[str, tuple[str, ...]]:
+def _details(packed: PackedFiles) -> Mapping[str, tuple[str, ...]]:
+    content = packed.read(CONFIG, _MAX_CONFIG_BYTES)
     return {CONFIG: tuple(content.decode(errors="replace").splitlines())}
 
 

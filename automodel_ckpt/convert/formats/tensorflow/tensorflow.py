@@ -15,13 +15,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from automodel_ckpt.base.units import left_out, others_text, values_text
+from automodel_ckpt.base.units import others_text
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
 from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.files import check_regular_files, names_in, reports
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import (
     FOOTER_BYTES,
@@ -44,7 +44,6 @@ _OPTIMIZER = re.compile(
     r"|save_counter|global_step|(.*/)?beta[12]_power|_CHECKPOINTABLE_OBJECT_GRAPH)",
     re.ASCII,
 )
-_UNCHECKED = "the variables are unchecked: only the index has checksums that are compared"
 
 
 class TensorFlowCheckpoint(Format):
@@ -70,14 +69,9 @@ class TensorFlowCheckpoint(Format):
         if not model:
             what = "there are no weights in this checkpoint"
             raise unusable(what, checkpoint.index, others_text(num_others))
-        notes = [_UNCHECKED]
-        omitted: list[str] = []
-        for number, text in ((num_others, others_text), (checkpoint.num_values, values_text)):
-            if number:
-                omitted.append(text(number))
-                notes.append(left_out(text(number), number))
+        notes, omitted = reports(num_others, checkpoint.num_values)
         root = checkpoint.index.parent
-        return Source(root, root, model, notes=tuple(notes), omitted=tuple(omitted))
+        return Source(root, root, model, notes=notes, omitted=omitted)
 
     def stored_tensors(self, path: Path) -> StoredTensors:
         checkpoint = _Checkpoint(_index_of(path))

@@ -2,7 +2,8 @@
 
 Layout (source: tensorflow/core/lib/io/table_format.txt, tensorflow/core/util/tensor_bundle and
 tensorflow/core/protobuf/tensor_bundle.proto, TensorFlow 2.21). A table is a sequence of blocks, each followed by a byte
-for its compression and a masked CRC-32C. A block has entries, whose keys share a prefix with the key before them,
+for its compression and a checksum, which is not compared. A block has entries, whose keys share a prefix with the key
+before them,
 and the positions of some entries at its end. The footer, the last 48 bytes, points to the block that lists the other
 blocks.
 
@@ -27,8 +28,6 @@ _MAX_KEY_BYTES = 4096
 # The keys of a block share prefixes, so that a small file could describe long names.
 _MAX_ALL_KEYS_BYTES = 32 << 20
 _MAX_DIMENSIONS = 64
-_CRC_DELTA = 0xA282EAD8
-_POLYNOMIAL = 0x82F63B78
 _DTYPES = {
     1: "F32",
     2: "F64",
@@ -111,8 +110,8 @@ def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     if not is_index(data[-FOOTER_BYTES:]):
         raise IndexFault("its end is missing: it is truncated, or no index")
     footer = _Bytes(data[-FOOTER_BYTES:-8])
-    # The block with metadata is empty. Its checksum is compared, so that every byte of the index is.
-    _block(data, *_handle(footer))
+    # The block with metadata is empty.
+    _handle(footer)
     blocks = _block(data, *_handle(footer))
     last_key: bytes | None = None
     num_entries = 0
@@ -138,9 +137,6 @@ def _block(data: bytes, offset: int, size: int) -> bytes:
     compression = data[end]
     if compression != 0:
         raise IndexFault(f"it is compressed (kind {compression}), which TensorFlow does not do")
-    (stored,) = struct.unpack_from("<I", data, end + 1)
-    if stored != _masked_crc(data[offset : end + 1]):
-        raise IndexFault("the checksum of one of its blocks is wrong")
     return data[offset:end]
 
 
@@ -165,28 +161,6 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _handle(content: _Bytes) -> tuple[int, int]:
     return content.varint(), content.varint()
-
-
-def _crc_table() -> tuple[int, ...]:
-    table: list[int] = []
-    for byte in range(256):
-        value = byte
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        table.append(value)
-    return tuple(table)
-
-
-_TABLE = _crc_table()
-
-
-def _masked_crc(data: bytes) -> int:
-    """Return the masked CRC-32C of *data* (source: tensorflow/core/lib/hash/crc32c.h)."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + _CRC_DELTA) & 0xFFFFFFFF
 
 
 # ---------------------------------------------------------------- protocol buffers

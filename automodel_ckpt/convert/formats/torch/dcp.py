@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.files import check_regular_files, names_in, reports
 from automodel_ckpt.convert.formats.format import Counters, Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
@@ -34,7 +33,6 @@ from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
 from automodel_ckpt.errors import CheckpointUnusable
 
 DATA_SUFFIX = ".distcp"
-_UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
 # The keys under which programs nest the state dict of the model in the one that they save.
 _MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict", "model_state")
 
@@ -67,17 +65,8 @@ class PyTorchDcp(Format):
                 value=f"{len(content.values)} other values",
                 hint="name the directory that the model was saved to",
             )
-        num_others = len(content.tensors) - len(tensors)
-        num_values = len(content.values)
-        notes = [_UNCHECKED]
-        omitted: list[str] = []
-        if num_others:
-            omitted.append(others_text(num_others))
-            notes.append(left_out(others_text(num_others), num_others))
-        if num_values:
-            omitted.append(values_text(num_values))
-            notes.append(left_out(values_text(num_values), num_values))
-        return Source(path, path, tensors, notes=tuple(notes), omitted=tuple(omitted))
+        notes, omitted = reports(len(content.tensors) - len(tensors), len(content.values))
+        return Source(path, path, tensors, notes=notes, omitted=omitted)
 
     def names(self, content: DcpContent) -> Mapping[str, str]:
         """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""

@@ -1,8 +1,8 @@
 """The contents of a PyTorch DCP directory of another program: ``.metadata`` and the archives in the ``.distcp`` files.
 
 Checkpoints of this program describe themselves in their manifest, and their ``.metadata`` is not read. Without a
-manifest, ``.metadata`` is the only description. It is a pickle, so it is read as plain records
-(``files/pickle_records.py``): nothing is imported, called or executed. There are no digests to check. Imports no torch.
+manifest, ``.metadata`` is the only description. It is a pickle, so it is read as a description (``torch_objects.py``):
+nothing is imported, called or executed. There are no digests to check. Imports no torch.
 
 Layout (source: torch.distributed.checkpoint.metadata and .filesystem, torch 2.13): ``.metadata`` pickles a ``Metadata``
 with, per name, the tensor's dtype, shape and chunks; per chunk the file, offset and length of an item; and the path in
@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import CODES, DTYPE_BITS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, counts, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
-from automodel_ckpt.checkpoint.pickles.pickle_records import RECORD, Names, Record, read_records
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
+    Opaque,
     StoredView,
     describe_archive,
+    describe_pickle,
 )
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
@@ -43,48 +44,12 @@ _MAX_PATH = 64
 # The limit of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
-_KINDS = (f"{_META}.Metadata", f"{_MEGATRON}.MCoreMetadata")
-
-
-def _nothing(*_: Any) -> None:
-    """Replaces a call whose result is not needed (a path, a memory format)."""
-
-
-def _pair(value: Any = ()) -> Any:
-    return value
-
-
-def _names(module: str, names: str, replacement: Any) -> dict[str, Any]:
-    return {f"{module}.{name}": replacement for name in names.split()}
-
-
-_PATHS = "Path PosixPath PurePath PurePosixPath WindowsPath PureWindowsPath"
-_METADATA_NAMES: Names = {
-    **_names(
-        _META,
-        "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex "
-        "StorageMeta",
-        RECORD,
-    ),
-    "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
-    # Megatron-Core also stores the plan of each rank, which repeats the information of the tensors and chunks.
-    **_names(_PLANNER, "SavePlan WriteItem TensorWriteData", RECORD),
-    **_names(_MEGATRON, "MCoreSavePlan MCoreMetadata", RECORD),
-    **{f"torch.{name}": code for name, code in CODES.items()},
-    "torch.Size": _pair,
-    "collections.OrderedDict": dict,
-    f"{_PLANNER}.WriteItemType": _nothing,
-    "torch.serialization._get_layout": _nothing,
-    f"{_META}._MEM_FORMAT_ENCODING": _nothing,
-    # How some versions of Python pickle the member of an enumeration (the memory format).
-    "builtins.getattr": _nothing,
-    "__builtin__.getattr": _nothing,
-    **_names("pathlib", _PATHS, _nothing),
-    **_names("pathlib._local", _PATHS, _nothing),
-}
+# Megatron-Core has a class of its own, with the same attributes and others.
+_KINDS = (
+    f"{_META}.Metadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +94,7 @@ def read_content(directory: Path) -> DcpContent:
         )
         limit = min(_MAX_BYTES, max(_FREE_BYTES, on_disk * 512 // _DATA_RATIO))
         program = read_safely(directory, layout.DCP_METADATA, limit=limit)
-        return _content(read_records(program, _METADATA_NAMES), len(program))
+        return _content(describe_pickle(program), len(program))
 
 
 def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
@@ -178,7 +143,7 @@ def _content(value: Any, budget: int) -> DcpContent:
     Each described tensor or chunk takes at least one byte, unless the program refers to the same one again. A small
     program could do that to describe any number of them, so that is an error. Other damage raises any exception.
     """
-    if type(value) is not Record or value.kind not in _KINDS:
+    if not isinstance(value, Opaque) or value.kind not in _KINDS:
         raise Fault("it is not a Metadata of PyTorch DCP")
     items = dict(_items(value.get("storage_data")))
     tensors: dict[str, Described] = {}
@@ -215,7 +180,7 @@ def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, Item]]:
         yield (index.get("fqn"), chunk), Item(file, start, nbytes)
 
 
-def _described(fqn: str, entry: Record, items: Mapping[_Key, Item]) -> Described:
+def _described(fqn: str, entry: Opaque, items: Mapping[_Key, Item]) -> Described:
     dtype = _dtype(entry.get("properties"))
     if dtype not in DTYPE_BITS:
         raise Fault(f"the tensor {fqn[:200]!r} is not described in full")

@@ -63,11 +63,10 @@ def read_run_state(checkpoint: Path) -> RunState | None:
         raise unusable(what, checkpoint, ", ".join(optimizers))
     (name,) = optimizers
     tree = manifest.trees[name]
-    reader = _Values(checkpoint)
     if f"{name}.{_FORMS}" in tree.objects:
         what = "the optimizer's state has containers, which other programs do not load"
         raise unusable(what, checkpoint, name)
-    groups = tuple(_groups(name, tree, reader))
+    groups = tuple(_groups(name, tree, checkpoint))
     parameters = {parameter for group in groups for parameter in group.parameters}
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -77,9 +76,9 @@ def read_run_state(checkpoint: Path) -> RunState | None:
     for fqn, blob in tree.objects.items():
         if fqn.startswith(f"{name}.state."):
             parameter, entry = _entry(name, fqn, parameters, checkpoint)
-            values.setdefault(parameter, {})[entry] = reader.read(fqn, blob)
+            values.setdefault(parameter, {})[entry] = _value(checkpoint, fqn, blob)
     epochs_done, steps_in_epoch = _position(checkpoint, manifest)
-    schedule = _schedule(manifest, tree, reader)
+    schedule = _schedule(manifest, tree, checkpoint)
     return RunState(
         checkpoint,
         manifest.step,
@@ -104,12 +103,12 @@ def first_renamed(run: RunState, names: Container[str]) -> str | None:
     return None
 
 
-def _groups(name: str, tree: Tree, reader: _Values) -> Iterator[ParameterGroup]:
+def _groups(name: str, tree: Tree, checkpoint: Path) -> Iterator[ParameterGroup]:
     found: dict[int, dict[str, Any]] = {}
     for fqn, blob in tree.objects.items():
         match = _OPTION.fullmatch(fqn.removeprefix(f"{name}."))
         if match is not None:
-            found.setdefault(int(match[1]), {})[match[2]] = reader.read(fqn, blob)
+            found.setdefault(int(match[1]), {})[match[2]] = _value(checkpoint, fqn, blob)
     for number in sorted(found):
         options = found[number]
         parameters = options.pop("params", [])
@@ -131,12 +130,12 @@ def _entry(name: str, fqn: str, parameters: set[str], checkpoint: Path) -> tuple
     return parameter, entry
 
 
-def _schedule(manifest: Manifest, tree: Tree, reader: _Values) -> Mapping[str, Any] | None:
+def _schedule(manifest: Manifest, tree: Tree, checkpoint: Path) -> Mapping[str, Any] | None:
     for name, record in manifest.state.items():
         if record.kind != "lr_scheduler" or name not in tree.objects:
             continue
         # The state is stored in a tuple of one, which DCP keeps whole.
-        value = reader.read(name, tree.objects[name])
+        value = _value(checkpoint, name, tree.objects[name])
         if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], dict):
             return value[0]
     return None
@@ -174,25 +173,16 @@ def _state(checkpoint: Path, path: str) -> dict[str, Any]:
     return archive.value if isinstance(archive.value, dict) else {}
 
 
-class _Values:
-    """Reads the values of a checkpoint that are not tensors, and compares them with their digests."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-
-    def read(self, fqn: str, blob: Blob) -> Any:
-        """Return the plain value *fqn*. Raises :class:`CheckpointUnusable` if it is damaged."""
-        where = self._checkpoint / blob.file
+def _value(checkpoint: Path, fqn: str, blob: Blob) -> Any:
+    """Return the plain value *fqn*, compared with its digest. Raises :class:`CheckpointUnusable` if it is damaged."""
+    where = checkpoint / blob.file
+    with faults_of(where, "a value of the optimizer cannot be read"):
         if blob.nbytes > _MAX_STATE_BYTES:
-            raise unusable("a value of the optimizer is too large", where, f"{fqn}: {blob.nbytes}")
-        with os.fdopen(open_safely(self._checkpoint, blob.file), "rb") as file:
+            raise Fault(f"{fqn} is too large: {blob.nbytes} bytes")
+        with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
             file.seek(blob.start)
             data = file.read(blob.nbytes)
         if blob.digest is not None and digest_of(data) != blob.digest:
-            raise unusable("a value of the optimizer is damaged: its digest differs", where, fqn)
-        with faults_of(where):
-            # In a mapping, because the function copies only containers.
-            plain = plain_values({"value": describe_archive(data).value})
-            if "value" not in plain:
-                raise Fault(f"{fqn} is not plain data")
-            return plain["value"]
+            raise Fault(f"{fqn} is damaged: its digest differs")
+        # In a mapping, because the function copies only containers; one that is not plain data is left out.
+        return plain_values({"value": describe_archive(data).value})["value"]

@@ -14,12 +14,11 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.other_weights import is_torch_script
-from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
@@ -27,7 +26,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import first_bytes, names_in
+from automodel_ckpt.convert.formats.files import first_bytes, names_in, reports
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.torch.nested_state import (
     Keys,
@@ -49,7 +48,6 @@ BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """The key in every file of PyTorch Lightning."""
-UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
 _MAX_DEPTH = 32
 # The elements of a tensor that is larger than its storage.
@@ -87,11 +85,14 @@ class TorchFile(Format):
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model in the file. Symbolic links are followed: the user chose this file."""
         real = Path(os.path.realpath(path))
-        model = read_model(real)
         # Slices name files below a root. Behind a link, a file can be anywhere.
         root = Path("/") if follow_links else real.parent
         file = str(real).lstrip("/") if follow_links else real.name
-        return model.source(root, path.parent, file)
+        model = read_model(real, file)
+        notes, omitted = reports(model.num_others, model.num_values)
+        side = path.parent if (path.parent / "config.json").is_file() else None
+        tensors = model.tensors
+        return Source(root, path.parent, tensors, notes=notes, omitted=omitted, side_files=side)
 
     def training_left(self, path: Path) -> str:
         try:
@@ -121,9 +122,8 @@ class TorchModelDirectory(Format):
         num_values = num_others = 0
         for name in names:
             real = Path(os.path.realpath(path / name)) if follow_links else path / name
-            model = read_model(real)
-            file = str(real).lstrip("/") if follow_links else name
-            found = model.tensors_in(file)
+            model = read_model(real, str(real).lstrip("/") if follow_links else name)
+            found = model.tensors
             twice = sorted(found.keys() & tensors.keys())
             if twice:
                 raise unusable(f"two files hold the tensor {twice[0]!r}", path / name, BIN_INDEX)
@@ -132,46 +132,19 @@ class TorchModelDirectory(Format):
             tensors |= found
             num_values += model.num_values
             num_others += model.num_others
-        notes, omitted = _reports(num_others, num_values)
+        notes, omitted = reports(num_others, num_values)
         root = Path("/") if follow_links else path
         side_files = path if (path / "config.json").is_file() else None
         return Source(root, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
 
 
+@dataclass(frozen=True, slots=True)
 class TorchModel:
     """The model in one file: its tensors by name, and the number of other tensors and of other values."""
 
-    def __init__(
-        self,
-        views: Mapping[str, StoredView],
-        archive: Archive,
-        *,
-        num_others: int,
-        num_values: int,
-    ) -> None:
-        self.views = views
-        self.num_others = num_others
-        self.num_values = num_values
-        self._archive = archive
-
-    def tensors_in(self, file: str) -> dict[str, Tensor]:
-        """Return the tensors, as slices of *file*. Raises :class:`Fault` for one that is not in the file."""
-        return {
-            fqn: tensor_of_view(fqn, view, self._archive, file) for fqn, view in self.views.items()
-        }
-
-    def source(self, root: Path, directory: Path, file: str) -> Source:
-        """Return the description of a model that consists of this file, which is *file* below *root*."""
-        notes, omitted = _reports(self.num_others, self.num_values)
-        side_files = directory if (directory / "config.json").is_file() else None
-        return Source(
-            root,
-            directory,
-            self.tensors_in(file),
-            notes=notes,
-            omitted=omitted,
-            side_files=side_files,
-        )
+    tensors: Mapping[str, Tensor]
+    num_others: int
+    num_values: int
 
 
 def is_torch_archive(head: bytes) -> bool:
@@ -184,19 +157,15 @@ def is_torch_archive(head: bytes) -> bool:
     return first_name.rpartition("/")[2] in _TORCH_RECORDS
 
 
-def read_model(path: Path, *, start: int = 0, nbytes: int | None = None) -> TorchModel:
-    """Describe the model in the file *path*, which is not a symbolic link.
+def read_model(path: Path, file: str, *, start: int = 0, nbytes: int | None = None) -> TorchModel:
+    """Describe the model in the file *path*, which is not a symbolic link, as slices of *file* below a root.
 
     If the model's file is packed in another one, *start* and *nbytes* are its byte range in *path*.
     Raises :class:`CheckpointUnusable` if the file is damaged, contains no model, or only a part of one.
     """
-    return model_of(read_archive(path, start=start, nbytes=nbytes), path)
-
-
-def model_of(archive: Archive, path: Path) -> TorchModel:
-    """Describe the model in *archive*, the description of the file *path*. Raises :class:`CheckpointUnusable`."""
+    archive = read_archive(path, start=start, nbytes=nbytes)
     with faults_of(path):
-        return _model_of(archive, path)
+        return _model_of(archive, path, file)
 
 
 def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Archive:
@@ -250,12 +219,11 @@ def faults_of(
         raise CheckpointUnusable(what, where=str(path), value=value, hint=hint) from error
 
 
-def _model_of(archive: Archive, path: Path) -> TorchModel:
+def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
     value = archive.value
-    if isinstance(value, Opaque):
-        raise _no_model(path, f"an object of the class {value.kind}")
     if not isinstance(value, dict):
-        raise _no_model(path, f"a {type(value).__name__}")
+        kind = value.kind if isinstance(value, Opaque) else type(value).__name__
+        raise _no_model(path, f"an object of the class {kind}")
     for key, (what, hint) in _PARTS.items():
         if key in value:
             raise CheckpointUnusable(f"this file is {what}", where=str(path), value=key, hint=hint)
@@ -278,8 +246,10 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     if state_dict is not value:
         num_values += len(value) - 1
     plain = plain_names(value, list(views))
-    renamed = {plain[name]: view for name, view in views.items()}
-    return TorchModel(renamed, archive, num_others=num_all - num_used, num_values=num_values)
+    tensors: dict[str, Tensor] = {}
+    for name, view in views.items():
+        tensors[plain[name]] = tensor_of_view(plain[name], view, archive, file)
+    return TorchModel(tensors, num_all - num_used, num_values)
 
 
 def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -441,17 +411,6 @@ def _check_index(
     if missing:
         what = "the index names a tensor that is not in its file"
         raise unusable(what, directory / BIN_INDEX, f"{missing[0]} ({file})")
-
-
-def _reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the notes for the user, and what is omitted."""
-    notes = [UNCHECKED]
-    omitted: list[str] = []
-    for number, text in ((num_others, others_text), (num_values, values_text)):
-        if number:
-            omitted.append(text(number))
-            notes.append(left_out(text(number), number))
-    return tuple(notes), tuple(omitted)
 
 
 def _no_model(path: Path, value: str) -> CheckpointUnusable:

@@ -98,6 +98,10 @@ class Opaque:
         """Add items: the unpickler calls it for a subclass of list."""
         self.items.extend(values)
 
+    def get(self, name: str) -> Any:
+        """Return the attribute *name*, or None if the state is not a mapping or lacks it."""
+        return self.state.get(name) if type(self.state) is dict else None
+
     def contents(self) -> tuple[Any, ...]:
         """Return everything that the pickle makes the object of."""
         return (*self.arguments, self.state, *self.items)
@@ -131,6 +135,11 @@ def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None 
         if name.startswith("data/")
     }
     return Archive(_Reader(program).load(), storages)
+
+
+def describe_pickle(program: bytes) -> Any:
+    """Describe the object in the pickle *program*, which has no storages. Raises as :func:`describe_archive`."""
+    return _Reader(program).load()
 
 
 def views_in(value: Any) -> Iterator[StoredView]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import warnings
@@ -18,12 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.convert.formats.torch.dcp_directory import read_content
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import ranks
@@ -123,99 +119,6 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     arguments = ["consolidate", str(tmp_path / "dcp"), "-o", str(tmp_path / "out")]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
     assert (tmp_path / "out" / "model-00001-of-00001.safetensors").is_file()
-
-
-def damaged(change: Callable[[Path, Metadata], None]) -> Callable[[Path], None]:
-    """A change of the metadata's content, written back as torch writes it."""
-
-    def apply(directory: Path) -> None:
-        metadata = pickle.loads((directory / ".metadata").read_bytes())
-        change(directory, metadata)
-        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return apply
-
-
-def _first(metadata: Metadata) -> Any:
-    return next(iter(metadata.storage_data.values()))
-
-
-def _missing_chunk(_: Path, metadata: Metadata) -> None:
-    metadata.state_dict_metadata["w"].chunks.clear()  # type: ignore[union-attr]
-
-
-def _no_place(_: Path, metadata: Metadata) -> None:
-    metadata.storage_data = {}
-
-
-def _outside(_: Path, metadata: Metadata) -> None:
-    _first(metadata).relative_path = "../x.distcp"
-
-
-def _beyond(_: Path, metadata: Metadata) -> None:
-    _first(metadata).length += 1
-
-
-def _compressed(_: Path, metadata: Metadata) -> None:
-    _first(metadata).transform_descriptors = ["zstd"]
-
-
-def _wrong_dtype(_: Path, metadata: Metadata) -> None:
-    metadata.state_dict_metadata["w"].properties.dtype = torch.int32  # type: ignore[union-attr]
-
-
-def _of_no_tensor(directory: Path, metadata: Metadata) -> None:
-    buffer = io.BytesIO()
-    torch.save({"a": 1}, buffer)
-    (directory / "__0_0.distcp").write_bytes(buffer.getvalue())
-    _first(metadata).length = len(buffer.getvalue())
-
-
-def _transposed(directory: Path, metadata: Metadata) -> None:
-    buffer = io.BytesIO()
-    torch.save(torch.arange(6.0).reshape(2, 3).t(), buffer)
-    (directory / "__0_0.distcp").write_bytes(buffer.getvalue())
-    _first(metadata).length = len(buffer.getvalue())
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (damaged(_missing_chunk), "elements are not in any slice"),
-        (damaged(_no_place), "does not state where the chunk"),
-        (damaged(_outside), "'..' component"),
-        (damaged(_beyond), "the item ends at"),
-        (damaged(_compressed), "compressed"),
-        (damaged(_wrong_dtype), "another dtype"),
-        (damaged(_of_no_tensor), "not a plain tensor"),
-        (damaged(_transposed), "row-major"),
-        (lambda d: (d / ".metadata").unlink(), "No such file"),
-        (lambda d: (d / ".metadata").write_bytes(pickle.dumps({"a": 1})), "not a Metadata"),
-        (lambda d: (d / ".metadata").write_bytes(b""), "cannot be read"),
-        (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp"),
-        (lambda d: (d / "__0_0.distcp").write_bytes(b"\0" * 40), "__0_0.distcp"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_does_not_fit_together_is_refused(
-    tmp_path: Path, change: Callable[[Path], None], said: str
-) -> None:
-    directory = save(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(3, 2)})
-    (directory / "other.distcp").write_bytes(b"")
-    change(directory)
-    with pytest.raises(CheckpointUnusable) as caught:
-        consolidate(directory, output=tmp_path / "out", opener=open_source)
-    assert said in str(caught.value) and not (tmp_path / "out").exists()
-
-
-def test_the_paths_of_a_nested_state_dict_are_known(tmp_path: Path) -> None:
-    content = read_content(
-        save(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "list": [{"x": 1}], "step": 5})
-    )
-    assert content.paths["model.w"] == ("model", "w") and set(content.values) == {
-        "list.0.x",
-        "step",
-    }
 
 
 def test_nothing_but_optimizer_state_or_values_is_no_model(tmp_path: Path) -> None:

@@ -122,23 +122,6 @@ def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files
     assert open_weights(tmp_path / "out").modules["model"].tensors.keys() == found.keys()
 
 
-def test_a_source_of_another_function_is_reported(tmp_path: Path, capsys: Capture) -> None:
-    paths, _ = models(tmp_path, 2)
-    for path, theta in zip(paths, (10000.0, 500.0), strict=True):
-        Path(path, "config.json").write_text(json.dumps({"rope_theta": theta, "dtype": theta}))
-    averaged(tmp_path, *paths)
-    found = capsys.readouterr()
-    described = f"config.json of {paths[1]} describes a model that computes something else"
-    assert f"{described} than {paths[0]}" in found.out + found.err
-    assert "rope_theta: 500.0 there, 10000.0 here\n" in found.out + found.err
-
-
-def test_equal_weights_are_the_mean(tmp_path: Path) -> None:
-    paths, tensors = models(tmp_path, 3)
-    expected = combine(tensors, lambda _, x: torch.stack(x).mean(0))
-    assert_close(averaged(tmp_path, *paths), expected)
-
-
 def test_a_result_that_cannot_be_written_is_no_failed_import(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,54 +147,6 @@ def test_an_archive_that_cannot_be_opened_is_named_and_no_run_directory_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_that_does_not_fit_is_not_extracted(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from automodel_ckpt.convert import checkpoint_archive as reading
-
-    file = tmp_path / "run.tar.zst"
-    assert main(["archive", str(run_of(tmp_path / "run")), "-o", str(file)]) == 0
-    monkeypatch.setattr(reading, "_free_bytes", lambda _: 10_000)
-    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) in (3, 4)
-    assert not list((tmp_path / "back").glob("*epoch*"))
-
-
-def test_a_link_to_a_run_directory_means_all_its_checkpoints(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    run = run_of(tmp_path / "run")
-    (tmp_path / "link").symlink_to("run")
-    file = tmp_path / "run.tar.zst"
-    assert main(["archive", str(tmp_path / "link"), "-o", str(file), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["checkpoints"]) == 3
-    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
-    assert_equal_runs(run, tmp_path / "back")
-    file.unlink()
-    capsys.readouterr()
-    assert main(["archive", str(tmp_path / "link" / "LATEST"), "-o", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["checkpoints"] == ["epoch_0_step_3"]
-
-
-def test_what_exists_already_needs_no_free_space(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from automodel_ckpt.convert import checkpoint_archive as reading
-
-    run = run_of(tmp_path / "run")
-    file = tmp_path / "run.tar.zst"
-    assert main(["archive", str(run), "-o", str(file)]) == 0
-    back = tmp_path / "back"
-    shutil.copytree(run, back, symlinks=True)
-    shutil.rmtree(back / "epoch_0_step_3")
-    monkeypatch.setattr(reading, "_free_bytes", lambda _: 10)
-    assert main(["unarchive", str(file), "-o", str(back)]) == 4
-    assert "epoch_0_step_3" in capsys.readouterr().err
-    size = sum(map(len, contents(run / "epoch_0_step_3").values()))
-    monkeypatch.setattr(reading, "_free_bytes", lambda _: size)
-    assert main(["unarchive", str(file), "-o", str(back)]) == 0
-    assert_equal_runs(run, back)
-
-
 def test_options_and_archives_of_earlier_versions_are_named(
     tmp_path: Path, capsys: Capture
 ) -> None:

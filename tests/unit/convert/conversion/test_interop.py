@@ -6,7 +6,6 @@ need a separate environment, are `make clients`.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,15 +59,6 @@ def test_what_automodel_saved_is_exported_as_it_was(tmp_path: Path, form: str, i
     )
     assert not report.checked and any("unchecked" in warning for warning in report.warnings)
     assert_same(exported(tmp_path / "out"), load_file(FIXTURES / "expected.safetensors"))
-
-
-def test_an_automodel_checkpoint_with_a_shard_missing_is_refused(tmp_path: Path) -> None:
-    from automodel_ckpt.errors import CheckpointUnusable
-
-    shutil.copytree(FIXTURES / "safetensors" / "epoch_0_step_1", tmp_path / "c")
-    next((tmp_path / "c" / "model").glob("shard-00001*")).unlink()
-    with pytest.raises(CheckpointUnusable, match=r"slices|tensors"):
-        consolidate(tmp_path / "c", output=tmp_path / "out", opener=open_source)
 
 
 def shards_by_torch(directory: Path) -> dict[str, torch.Tensor]:

@@ -15,8 +15,7 @@ from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
 from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
-from automodel_ckpt.convert.open import open_source, open_weights
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.open import open_source
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "megatron"
 NAMES = ("llama", "qwen3", "mixtral")
@@ -89,38 +88,6 @@ def test_weights_for_an_unknown_model_are_an_error_that_asks_for_its_config(
     nothing = ["--config", str(tmp_path)]
     assert ckpt.main(["import", str(source), str(tmp_path / "run"), *nothing]) == 3
     assert "no config.json" in capsys.readouterr().err
-
-
-def test_a_config_for_weights_with_other_names_gives_them_its_side_files(tmp_path: Path) -> None:
-    config = FIXTURES / "llama" / "expected"
-    model = (
-        write_checkpoint(
-            prepare(FIXTURES / "llama", tmp_path / "run", ImportOptions(config=config))
-        )
-        / "model"
-    )
-    other = shutil.copytree(model, tmp_path / "other")
-    (other / "config.json").unlink()
-    assert not prepare(other, tmp_path / "second").has_config
-    assert prepare(other, tmp_path / "second", ImportOptions(config=config)).has_config
-
-
-def test_a_run_whose_newest_checkpoint_is_missing_is_an_error(tmp_path: Path) -> None:
-    run = shutil.copytree(FIXTURES / "qwen3", tmp_path / "run")
-    latest = run / "latest_checkpointed_iteration.txt"
-    for text, said in (
-        ("40", "newest checkpoint of this run is missing"),
-        ("../../etc", "does not name an iteration"),
-        ("", "does not name an iteration"),
-        ("9" * 60, "does not name an iteration"),
-    ):
-        latest.write_text(text)
-        with pytest.raises(CheckpointUnusable, match=said):
-            open_weights(run)
-    latest.write_text("release")
-    (run / "release").symlink_to(run / "iter_0000020")
-    with pytest.raises(CheckpointUnusable, match="missing"):
-        open_weights(run)
 
 
 def test_nemo_2_and_the_older_backend_are_recognized(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
 from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.inspect.signature import ModelSignature, read_signature
 from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
@@ -328,18 +328,6 @@ def test_what_cannot_be_merged_is_refused_by_name(
         )
 
 
-def test_an_adapter_that_learned_nothing_needs_no_tensor_of_the_base(tmp_path: Path) -> None:
-    """The pooler of an encoder takes no part in embeddings, and bases of masked language models lack it."""
-    save_file({"y.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
-    factors = {"lora_A.weight": torch.ones(2, 3), "lora_B.weight": torch.zeros(4, 2)}
-    named = {f"base_model.model.x.{name}": value for name, value in factors.items()}
-    save_file(named, tmp_path / "adapter_model.safetensors")
-    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
-    merged = MergedModel(Adapter(tmp_path, tensors, {"lora_alpha": 2}), tmp_path, NO_NAMES)
-    assert set(merged.tensors) == {"y.weight"}
-    assert merged.notes == ["not in the base, and its adapter learned nothing: x.weight"]
-
-
 @pytest.mark.parametrize("values", [1.0, 2.0])
 def test_tied_tensors_of_a_base_that_differ_are_not_tied_in_the_merged_model(
     values: float, tmp_path: Path
@@ -404,24 +392,3 @@ def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:
     ours = MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES)
     for name, value in adapted.merge_and_unload().state_dict().items():
         assert np.allclose(ours.value(name, "F32"), value.numpy(), atol=1e-6), name
-
-
-@pytest.mark.parametrize("patterns", [{"(a+)+": 5}, [5], {"x": "5"}])
-def test_an_alpha_pattern_that_cannot_be_followed_is_refused(tmp_path: Path, patterns: Any) -> None:
-    save_file({"x.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
-    file = tmp_path / "adapter_model.safetensors"
-    factors = {f"base_model.model.{name}": torch.ones(shape) for name, shape in FITTING.items()}
-    save_file(factors, file)
-    tensors = tensors_in_file(tmp_path, file.name, follow_links=True)
-    config = {"lora_alpha": 2, "alpha_pattern": patterns}
-    with pytest.raises(CheckpointUnusable, match=r"alpha_pattern|lora_alpha"):
-        MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES).value("x.weight", "F32")
-
-
-def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["MyLlama"]}')
-    with pytest.raises(CheckpointUnusable, match="not a model of the transformers library"):
-        read_signature(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(RecipeError, match="not in safetensors files"):
-        MergedModel(Adapter(tmp_path, {}, {}), tmp_path, ModelSignature({}, {}, frozenset(), {}))

@@ -16,10 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors.stored import whole
-from automodel_ckpt.convert.names.conversion import has_megatron_names
 from automodel_ckpt.convert.names.dimensions import (
     Dimensions,
-    dimensions_of_arguments,
     dimensions_of_config,
 )
 from automodel_ckpt.convert.names.megatron_names import (
@@ -215,30 +213,3 @@ def test_names_of_wrappers_the_local_implementation_and_grouped_experts_are_the_
     assert not is_model_tensor("optimizer.state.exp_avg.decoder.final_layernorm.weight")
     assert not is_model_tensor("decoder.layers.mlp.linear_fc1._extra_state/shard_0_2")
     assert is_model_tensor("module.output_layer.weight")
-
-
-def test_similar_names_of_other_models_are_not_megatrons() -> None:
-    def named(name: str) -> dict[str, Tensor]:
-        return {name: whole_tensor(name, "F32", (4, 2), "f", 0)}
-
-    assert has_megatron_names(named("module.model.decoder.final_layernorm.weight"))
-    assert not has_megatron_names(named("transformer.embedding.word_embeddings.weight"))
-    assert not has_megatron_names(named("bert.embeddings.word_embeddings.weight"))
-
-
-def test_dimensions_come_from_a_config_or_the_arguments_of_megatron() -> None:
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
-    assert dimensions_of_config(config, "c") == Dimensions(2, 4, 4, 8)
-    arguments = {
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "hidden_size": 32,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-    }
-    assert dimensions_of_arguments(arguments, "a") == Dimensions(2, 4, 2, 8)
-    for wrong in (0, -1, True, 2.0, "4", 2**40):
-        with pytest.raises(CheckpointUnusable, match="num_attention_heads"):
-            dimensions_of_config({**config, "num_attention_heads": wrong}, "c")
-    with pytest.raises(CheckpointUnusable, match="num_hidden_layers"):
-        dimensions_of_config({"num_attention_heads": 4, "hidden_size": 32}, "c")

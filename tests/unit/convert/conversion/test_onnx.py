@@ -23,10 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.targets.onnx import export_onnx
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support.models.llamas import llama_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -59,46 +57,6 @@ def test_the_directory_has_the_model_and_its_side_files(tmp_path: Path) -> None:
     assert "warning: a note" in lines
     assert report.num_tensors == len(exported["names"])
     assert report.nbytes == sum(path.stat().st_size for path in report.output.iterdir())
-
-
-def test_hugging_face_files_are_compared_with_their_digests(tmp_path: Path) -> None:
-    llama_checkpoint(tmp_path / "c")
-    files = consolidate(tmp_path / "c", tmp_path / "hf", log=lambda _: None).output
-    report = export_onnx(
-        files, tmp_path / "out", names_as_model, cast_dtype="fp16", log=lambda _: None
-    )
-    assert json.loads((report.output / "model.onnx").read_text())["dtype"] == "float16"
-    path = files / "model-00001-of-00001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckpointUnusable, match="digest"):
-        export_onnx(files, tmp_path / "other", names_as_model, log=lambda _: None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "hf", "out"]
-
-
-def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
-    llama_checkpoint(tmp_path / "c")
-
-    def fail(directory: Path, target: Path, dtype: str) -> str:
-        target.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(target))
-
-    with pytest.raises(SaveFailed, match="ENOSPC"):
-        export_onnx(tmp_path / "c", tmp_path / "out", fail, log=lambda _: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_bytes(b"")
-    with pytest.raises(SaveFailed, match="mine"):
-        export_onnx(tmp_path / "c", tmp_path / "out", names_as_model, log=lambda _: None)
-
-
-def test_a_model_without_a_config_is_an_error(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "model.pt")
-    with pytest.raises(CheckpointUnusable, match=r"config\.json"):
-        export_onnx(tmp_path / "model.pt", tmp_path / "out", names_as_model)
-    with pytest.raises(RecipeError, match="cast"):
-        export_onnx(tmp_path / "model.pt", tmp_path / "out", names_as_model, cast_dtype="int8")
 
 
 def test_without_the_packages_it_says_how_to_get_them(

@@ -15,13 +15,11 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state import fill_modules, stored_rows
 from automodel_ckpt.checkpoint.state.fill_modules import (
     Filling,
     fill_module,
     module_shapes,
 )
-from automodel_ckpt.checkpoint.state.stored_rows import rows_of
 from automodel_ckpt.convert.open import open_base, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
@@ -196,14 +194,6 @@ def test_more_rows_keep_the_stored_ones_and_fill_the_rest(tmp_path: Path, new_ro
     assert torch.equal(net.embed.weight[6:], mean if new_rows == "mean" else before[6:])
 
 
-def test_fewer_rows_take_the_first_stored_ones(tmp_path: Path) -> None:
-    tensors = hugging_face(tmp_path / "hub" / "snapshot")
-    net = Net(5)
-    source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
-    fill_module(net, fillings(source, resized=True), "mean")
-    assert torch.equal(net.embed.weight, tensors["embed.weight"][:5])
-
-
 def test_a_module_is_filled_from_several_sources_and_the_rest_keeps_its_values(
     tmp_path: Path,
 ) -> None:
@@ -226,44 +216,6 @@ def test_a_module_is_filled_from_several_sources_and_the_rest_keeps_its_values(
     fill_module(swapped, {"head.weight": Filling(one, "embed.weight")}, "mean")
     assert torch.equal(swapped.head.weight, first["embed.weight"])
     assert torch.equal(swapped.embed.weight, before)
-
-
-@pytest.mark.parametrize("block_bytes", [1, 16, 40])
-def test_rows_are_read_in_blocks_of_any_size_and_the_mean_is_that_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    tensors = hugging_face(tmp_path / "hub" / "snapshot")
-    source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
-    monkeypatch.setattr(fill_modules, "_BLOCK_BYTES", block_bytes)
-    blocks: list[int] = []
-    read_tree = stored_rows.read_tree
-
-    def recorded(root: Path, tree: Any, targets: Any) -> None:
-        blocks.extend(value.nbytes for value in targets.values())
-        read_tree(root, tree, targets)
-
-    monkeypatch.setattr(stored_rows, "read_tree", recorded)
-    net = Net(9)
-    fill_module(net, {"embed.weight": Filling(source, "embed.weight", resized=True)}, "mean")
-    assert torch.equal(net.embed.weight[:6], tensors["embed.weight"])
-    mean = tensors["embed.weight"].double().mean(0).float()
-    assert torch.equal(net.embed.weight[6:], mean.expand(3, 4))
-    # A row takes 16 bytes: at least one is read at a time.
-    assert max(blocks) <= max(16, block_bytes)
-
-
-def test_rows_of_a_tensor_that_is_cut_both_ways_are_pieces_of_its_slices(tmp_path: Path) -> None:
-    made = SimpleNamespace(model=Net(6))
-    tiny.save(tmp_path, made)
-    stored = open_weights(tmp_path).modules["model"].tensors["embed.weight"]
-    rows = rows_of(stored, 2, 5)
-    assert rows.shape == (3, 4)
-    (piece,) = rows.slices
-    assert (piece.offsets, piece.sizes, piece.start) == (
-        (0, 0),
-        (3, 4),
-        stored.slices[0].start + 2 * 16,
-    )
 
 
 def test_a_damaged_file_is_found_before_it_is_used(tmp_path: Path) -> None:

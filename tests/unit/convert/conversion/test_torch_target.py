@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from tests.support.models.llamas import llama_checkpoint
 
@@ -42,17 +41,6 @@ def test_the_state_dict_loads_strictly_and_is_bit_equal(
     assert (embedding.data_ptr() == head.data_ptr()) == tied
 
 
-def test_an_existing_file_is_replaced_only_with_force(tmp_path: Path, capsys: Capture) -> None:
-    model = llama_checkpoint(tmp_path / "c")
-    target = tmp_path / "c.pt"
-    target.write_text("mine")
-    assert main(["export", str(tmp_path / "c"), "--to", "torch"]) == 4
-    assert target.read_text() == "mine"
-    assert "--force" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "c"), "--to", "torch", "--force"]) == 0
-    assert_model_equals(model, loaded(target))
-
-
 def test_a_prefix_and_a_cast_are_applied(tmp_path: Path) -> None:
     model = llama_checkpoint(tmp_path / "c", tied=False)
     target = tmp_path / "m.pt"
@@ -62,47 +50,7 @@ def test_a_prefix_and_a_cast_are_applied(tmp_path: Path) -> None:
     assert_model_equals(model.bfloat16(), state)
 
 
-def test_hugging_face_files_are_exported(tmp_path: Path) -> None:
-    model = llama_checkpoint(tmp_path / "c", tied=False)
-    files = consolidate(tmp_path / "c", output=tmp_path / "hf").output
-    assert main(["export", str(files), "--to", "torch", "-o", str(tmp_path / "m.pt")]) == 0
-    assert_model_equals(model, loaded(tmp_path / "m.pt"))
-
-
 def test_what_is_exported_can_be_imported(tmp_path: Path, capsys: Capture) -> None:
     llama_checkpoint(tmp_path / "c", tied=False)
     assert main(["export", str(tmp_path / "c"), "--to", "torch"]) == 0
     assert main(["diff", str(tmp_path / "c"), str(tmp_path / "c.pt")]) == 0
-
-
-@pytest.mark.parametrize("damage", ["bit", "size"])
-def test_a_damaged_checkpoint_yields_no_file(tmp_path: Path, capsys: Capture, damage: str) -> None:
-    llama_checkpoint(tmp_path / "c")
-    shard = next((tmp_path / "c" / "model").glob("shard-00002*"))
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content if damage == "bit" else content[:-1])
-    assert main(["export", str(tmp_path / "c"), "--to", "torch"]) == 3
-    assert shard.name in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--merge"], "no effect with --to torch"),
-        (["--cast-dtype", "int8"], "unknown dtype"),
-    ],
-)
-def test_wrong_arguments_are_errors(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    options: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    llama_checkpoint(tmp_path / "c")
-    assert main(["export", "c", "--to", "torch", *options]) in (2, 4)
-    assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]

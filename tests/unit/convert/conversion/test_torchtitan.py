@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
-from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA
 from automodel_ckpt.convert.open import open_source
@@ -40,10 +37,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded(name: str) -> Any:
     return json.loads((FIXTURES / name).read_text())
-
-
-def planned_import(checkpoint: Path, run: Path) -> NewCheckpoint:
-    return prepare(checkpoint, run, ImportOptions(config=CONFIG))
 
 
 def test_a_converted_model_has_the_logits_of_torchtitans(checkpoint: Path, tmp_path: Path) -> None:
@@ -127,16 +120,6 @@ def test_an_export_in_torchtitans_names_is_converted_back(tied: bool, tmp_path: 
         assert np.array_equal(found, value.numpy()), name
 
 
-def test_damage_is_found_before_an_export_in_torchtitans_names(tmp_path: Path) -> None:
-    llama_checkpoint(tmp_path / "c", tied=False)
-    file = next((tmp_path / "c" / "model").glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-    assert ckpt.main(["export", str(tmp_path / "c"), "--to", "dcp", "--names", "torchtitan"]) != 0
-    assert not (tmp_path / "c-dcp").exists()
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -154,38 +137,3 @@ def test_a_config_of_another_model_is_an_error(
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointUnusable, match=message):
         prepare(checkpoint, tmp_path / "run", ImportOptions(config=tmp_path))
-
-
-def test_pickles_with_code_in_a_checkpoint_of_torchtitan_are_not_executed(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "step-3"
-    shutil.copytree(checkpoint, directory)
-    marker = tmp_path / "executed"
-    metadata = directory / ".metadata"
-    content = metadata.read_bytes()
-    call = b"cos\nsystem\n(V" + f"touch {marker}".encode() + b"\ntR0"
-    # After the opcode of the protocol and its number.
-    metadata.write_bytes(content[:2] + call + content[2:])
-    with pytest.raises(CheckpointUnusable):
-        planned_import(directory, tmp_path / "run")
-    assert not marker.exists()
-
-
-def test_a_truncated_file_of_torchtitan_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "step-3"
-    shutil.copytree(checkpoint, directory)
-    data = directory / "__0_0.distcp"
-    os.truncate(data, data.stat().st_size // 2)
-    with pytest.raises(CheckpointUnusable):
-        planned_import(directory, tmp_path / "run")
-
-
-def test_the_step_is_that_of_the_files(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(checkpoint, tmp_path / "step-70")
-    arguments = ["import", str(tmp_path / "step-70"), str(tmp_path / "run"), "--dry-run", "--json"]
-    assert ckpt.main(arguments) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["step"], report["position_from"]) == (3, "stated in the files")

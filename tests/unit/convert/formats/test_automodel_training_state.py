@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.formats.registry import detect_run
 from automodel_ckpt.convert.formats.torch.training_state import TrainingState
-from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import moments, no_parameters, values
 
 RUN = Path(__file__).parents[3] / "fixtures" / "automodel" / "run"
@@ -64,27 +63,6 @@ def test_the_run_is_imported_and_its_parts_are_not_left_out(
     assert document["checkpoint"].endswith("epoch_0_step_5") and document["has_config"]
     assert document["left_out"] == ["rng"]
     assert "learning-rate schedule (after 5 steps)" in document["training_state"]
-
-
-def copied(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(SOURCE, tmp_path / "source"))
-
-
-def test_links_and_damage_are_errors(tmp_path: Path) -> None:
-    source = copied(tmp_path)
-    (source / "step_scheduler.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(CheckpointUnusable, match=r"step_scheduler\.pt"):
-        state_of(source)
-    shutil.move(source / "optim", tmp_path / "elsewhere")
-    (source / "optim").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointUnusable, match="symbolic link"):
-        state_of(source)
-
-
-def test_a_save_without_counters_has_no_step(tmp_path: Path) -> None:
-    source = copied(tmp_path)
-    (source / "step_scheduler.pt").unlink()
-    assert state_of(source).step is None
 
 
 def test_the_step_is_that_of_the_counters_in_every_command(

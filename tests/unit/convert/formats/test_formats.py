@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.registry import DCP, FORMATS, detect, formats_in
+from automodel_ckpt.convert.formats.registry import detect, formats_in
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import no_parameters
-from tests.support.models.shards import checkpoint_in, cut, write_checkpoint
+from tests.support.models.shards import checkpoint_in
 
 AUTOMODEL = Path(__file__).parents[3] / "fixtures" / "automodel"
 
@@ -28,37 +28,6 @@ def saved(directory: Path, name: str, metadata: dict[str, str] | None = None) ->
     directory.mkdir(exist_ok=True)
     save_file({"w": torch.ones(2)}, directory / name, metadata)
     return directory
-
-
-def test_each_format_has_a_name_of_its_own() -> None:
-    names = [known.name for known in FORMATS]
-    assert len(set(names)) == len(names) and all(names)
-
-
-def test_the_first_format_in_the_list_that_recognizes_a_path_is_taken(tmp_path: Path) -> None:
-    checkpoint = AUTOMODEL / "safetensors" / "epoch_0_step_1"
-    complete = saved(tmp_path / "hf", "model.safetensors")
-    megatron = saved(tmp_path / "megatron", "x.safetensors")
-    (megatron / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (megatron / ".metadata").touch()
-    archive = tmp_path / "archive.safetensors"
-    torch.save({"w": torch.ones(2)}, archive)
-    for path, name in (
-        (checkpoint / "model", "safetensors shards"),
-        (checkpoint / "optim", "PyTorch DCP"),
-        (complete, "Hugging Face files"),
-        (saved(tmp_path / "adapter", "adapter_model.safetensors"), "PEFT adapter"),
-        (megatron, "a distributed checkpoint of Megatron-Core"),
-        (complete / "model.safetensors", "a safetensors file"),
-        (archive, "a file of torch.save"),
-    ):
-        known = detect(path)
-        assert known is not None and known.name == name, path
-    archive.unlink()
-    assert detect(tmp_path) is None
-    (tmp_path / "ranks" / "mp_rank_00").mkdir(parents=True)
-    assert detect(tmp_path / "ranks") is not None
-    assert detect(tmp_path / "ranks", readable_only=True) is None
 
 
 def test_formats_are_found_in_a_directory_and_right_below_it(tmp_path: Path) -> None:
@@ -78,24 +47,11 @@ def test_a_model_is_described_alike_by_both_ways_to_open_it(form: str) -> None:
     assert source.tensors == module.tensors and source.notes and not source.has_digests
 
 
-def test_an_inventory_needs_the_metadata_only() -> None:
-    optimizer = AUTOMODEL / "safetensors" / "epoch_0_step_1" / "optim"
-    assert not list(optimizer.glob("*.distcp"))
-    inventory = DCP.inventory(optimizer)
-    assert inventory.tensors and inventory.num_values > 10
-
-
 def test_data_files_without_their_metadata_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").touch()
     for open_it in (open_source, open_weights):
         with pytest.raises(CheckpointUnusable, match=r"\.metadata cannot be read"):
             open_it(tmp_path)
-
-
-def test_complete_files_of_another_program_need_no_consolidation(tmp_path: Path) -> None:
-    complete = saved(tmp_path / "hf", "model.safetensors")
-    with pytest.raises(CheckpointUnusable, match="need no consolidation"):
-        consolidate(complete, tmp_path / "out", opener=open_source)
 
 
 def test_an_adapter_of_another_program_is_imported_before_it_is_merged(
@@ -206,22 +162,6 @@ def test_tensors_that_only_the_index_has_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_several_models_in_a_state_keep_their_keys(tmp_path: Path) -> None:
-    parts = {
-        "encoder": {"layers.0.weight": torch.ones(2), "norm.weight": torch.ones(1)},
-        "decoder": {"layers.0.weight": torch.zeros(2)},
-    }
-    dcp.save(parts, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    torch.save(parts, tmp_path / "parts.pt")
-    for path in (tmp_path / "dcp", tmp_path / "parts.pt"):
-        assert sorted(open_weights(path).modules["model"].tensors) == [
-            "decoder.layers.0.weight",
-            "encoder.layers.0.weight",
-            "encoder.norm.weight",
-        ]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("key", ["", "model"])
 def test_prefixes_of_wrappers_are_removed_from_the_names_in_a_dcp_directory(
     tmp_path: Path, key: str
@@ -243,16 +183,6 @@ def test_prefixes_of_wrappers_are_removed_from_the_names_in_a_dcp_directory(
         training = detect(directory).training_state(directory, no_parameters)
         assert training is not None and training.optimizer is not None
         assert sorted(training.optimizer.tensors) == ["bias", "weight"]
-
-
-def test_an_export_of_a_model_that_wraps_another_one_keeps_its_names(tmp_path: Path) -> None:
-    """The user's model may store another one in an attribute that is called like a wrapper's."""
-    tensors = {"module.w": torch.ones(4, 3)}
-    checkpoint = tmp_path / "epoch_0_step_20"
-    write_checkpoint(checkpoint, tensors, cut("module.w", tensors["module.w"], 2), step=20)
-    consolidate(checkpoint)
-    found = open_weights(checkpoint / "model" / "consolidated").modules["model"].tensors
-    assert sorted(found) == ["module.w"]
 
 
 def test_a_checkpoint_without_its_manifest_is_opened_as_shards(tmp_path: Path) -> None:

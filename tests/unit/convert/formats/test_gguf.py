@@ -6,7 +6,6 @@ That llama.cpp then gives the same tokens is shown by `make clients`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.gguf.model import name_faults, read_model
+from automodel_ckpt.convert.formats.gguf.model import read_model
 from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.errors import CheckpointUnusable
@@ -121,54 +117,6 @@ def test_an_output_layer_that_the_config_ties_is_written_if_it_is_no_copy(
         assert found["output.weight"].data.tobytes() == bits(head).tobytes()
 
 
-def test_other_sources_and_a_cast_give_the_same_file(tmp_path: Path, capsys: Capture) -> None:
-    gguf = pytest.importorskip("gguf")
-    llama_checkpoint(tmp_path / "c", tied=False, dtype=torch.bfloat16)
-    whole = consolidate(tmp_path / "c", output=tmp_path / "hf", cast_dtype="fp32").output
-    for source, name, *more in (
-        ("hf", "a"),
-        ("c", "b", "--cast-dtype", "fp32"),
-        ("c/model", "b", "--force", "--json"),
-    ):
-        arguments = [
-            "export",
-            str(tmp_path / source),
-            "--to",
-            "gguf",
-            "-o",
-            str(tmp_path / name),
-            *more,
-        ]
-        assert main([*arguments, *(["--cast-dtype", "fp32"] if "--force" in more else [])]) == 0
-    report = json.loads(capsys.readouterr().out.split("\n", 2)[2])
-    assert report["checked"] is True and 0 < report["seconds"] < 60
-    one, other = (gguf.GGUFReader(tmp_path / name) for name in "ab")
-    assert [(t.name, t.data.tobytes()) for t in one.tensors] == [
-        (t.name, t.data.tobytes()) for t in other.tensors
-    ]
-    assert whole.is_dir() and sorted(tmp_path.iterdir()) == [
-        tmp_path / name for name in ("a", "a.Modelfile", "b", "b.Modelfile", "c", "hf")
-    ]
-
-
-def test_what_a_killed_export_left_goes_with_the_next_one_and_what_is_in_use_stays(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    pytest.importorskip("gguf")
-    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
-    target = tmp_path / "out" / "m.gguf"
-    target.parent.mkdir()
-    killed, used = (target.with_name(f".m.gguf.staging-{digit * 32}") for digit in "ab")
-    other = target.with_name(f".n.gguf.staging-{'a' * 32}")
-    for path in (killed, used, other):
-        path.write_bytes(b"half")
-    with owned(used):
-        assert main(["export", str(tmp_path / "c"), "--to", "gguf", "-o", str(target)]) == 0
-    assert "left by an interrupted export" in capsys.readouterr().err
-    left = {path.name for path in target.parent.iterdir()}
-    assert left == {"m.gguf", "m.Modelfile", used.name, other.name}
-
-
 def test_an_export_ends_with_the_commands_that_serve_it(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("gguf")
     llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
@@ -198,21 +146,6 @@ def test_a_damaged_shard_yields_no_file(tmp_path: Path, capsys: Capture) -> None
     shard.write_bytes(data)
     assert main(["export", str(tmp_path / "c"), "--to", "gguf"]) == 3
     assert shard.name in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["c"]
-
-
-def test_a_damaged_export_yields_no_file(tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("gguf")
-    llama_checkpoint(tmp_path / "c")
-    export = consolidate(tmp_path / "c", output=tmp_path / "hf").output
-    for name in ("model-00001-of-00001.safetensors", "tokenizer.json"):
-        intact = (export / name).read_bytes()
-        (export / name).write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
-        assert main(["export", str(export), "--to", "gguf"]) == 3
-        assert re.search("digest (differs|does not match)", capsys.readouterr().err)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "hf"]
-        (export / name).write_bytes(intact)
-    assert main(["export", str(export), "--to", "gguf", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["checked"] is True
 
 
 @pytest.mark.parametrize(
@@ -256,44 +189,6 @@ def test_without_its_side_files_a_model_is_no_gguf(tmp_path: Path, capsys: Captu
     assert "tokenizer.json" in capsys.readouterr().err
 
 
-def test_hf_is_what_consolidate_writes(tmp_path: Path, capsys: Capture) -> None:
-    llama_checkpoint(tmp_path / "c")
-    assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "config.json").is_file()
-    assert main(["export", str(tmp_path / "c"), "--force"]) == 2
-    assert "--force" in capsys.readouterr().err
-
-
-def test_the_rotation_of_neighbours_after_reordering_is_that_of_halves() -> None:
-    heads, size = 3, 8
-    vector = torch.randn(heads * size, dtype=torch.float64)
-    cos, sin = (
-        f(torch.linspace(0, 2, size // 2, dtype=torch.float64)) for f in (torch.cos, torch.sin)
-    )
-    a, b = vector.view(heads, 2, -1).unbind(1)
-    halves = torch.cat([a * cos - b * sin, b * cos + a * sin], 1).flatten()
-    x, y = vector[rotary_order(heads, size)].view(heads, -1, 2).unbind(2)
-    neighbours = torch.stack([x * cos - y * sin, y * cos + x * sin], 2).flatten()
-    assert torch.allclose(neighbours, halves[rotary_order(heads, size)])
-
-
-def test_the_frequency_factors_are_transformers_own() -> None:
-    config = LlamaConfig(
-        hidden_size=128,
-        num_attention_heads=2,
-        max_position_embeddings=1024,
-        rope_parameters=LLAMA_3_ROPE | {"original_max_position_embeddings": 256},
-    )
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 500_000.0 ** (-torch.arange(0, 64, 2) / 64)
-    factors = torch.tensor(
-        read_model(
-            config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, ""
-        ).positions.factors(64)
-    )
-    assert torch.allclose(plain / factors, scaled, rtol=1e-5) and len(set(factors.tolist())) > 5
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -315,26 +210,6 @@ def test_models_that_it_cannot_hold_are_refused_by_name(change: dict[str, Any], 
     with pytest.raises(CheckpointUnusable) as caught:
         read_model(CONFIG | change, "config.json")
     assert said in str(caught.value)
-
-
-def test_linear_scaling_is_two_keys() -> None:
-    model = read_model(CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "")
-    assert (
-        "llama.rope.scaling.factor",
-        "float32",
-        4.0,
-    ) in model.key_values() and model.positions.factors(4) == []
-
-
-def test_tensors_that_are_not_the_configs_are_named() -> None:
-    expected = {tensor.fqn: tensor.shape for tensor in read_model(CONFIG, "").tensors()}
-    shapes: dict[str, Any] = dict(expected)
-    assert name_faults(expected, shapes) is None
-    assert "model.norm.weight" in str(
-        name_faults(expected, {f: s for f, s in shapes.items() if "model.norm" not in f})
-    )
-    assert "extra" in str(name_faults(expected, shapes | {"extra": (1,)}))
-    assert "[3]" in str(name_faults(expected, shapes | {"model.norm.weight": (3,)}))
 
 
 def keys(change: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[str, Any]:
@@ -445,23 +320,6 @@ def test_text_that_no_file_can_hold_is_refused(
 ) -> None:
     with pytest.raises(CheckpointUnusable, match="not valid Unicode"):
         convert_tokenizer(TOKENIZER, settings, 6, "tokenizer.json", template)
-
-
-def test_a_config_of_more_layers_than_there_are_is_refused_at_once(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    pytest.importorskip("gguf")
-    llama_checkpoint(tmp_path / "c")
-    whole = consolidate(tmp_path / "c", output=tmp_path / "hf").output
-    (whole / "export_manifest.json").unlink()
-    config = json.loads((whole / "config.json").read_text())
-    for number in (2**31 - 1, 1):
-        (whole / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
-        assert main(["export", str(whole), "--to", "gguf"]) == 3
-        assert (
-            f"num_hidden_layers: {number}, but there are tensors of 2 layers"
-            in capsys.readouterr().err
-        )
 
 
 def test_llama_3_splits_text_in_its_own_way() -> None:

@@ -229,23 +229,6 @@ def test_of_two_processes_that_start_together_one_decodes_and_neither_waits_for_
         assert found == [base / name]
 
 
-def test_a_failed_decoding_leaves_nothing(tmp_path: Path, own_temporary_directory: Path) -> None:
-    (tmp_path / "source").write_bytes(b"")
-
-    def fail(directory: Path) -> None:
-        (directory / "half").write_bytes(b"x")
-        raise OSError(28, "No space left on device", str(directory / "half"))
-
-    with pytest.raises(CheckpointUnusable, match="TMPDIR"):
-        decoded.decoded_directory(tmp_path / "source", "test", fail)
-    (base,) = own_temporary_directory.iterdir()
-    assert [path.suffix for path in base.iterdir()] in ([], [".lock"])
-    calls: list[Path] = []
-    first = decoded.decoded_directory(tmp_path / "source", "test", calls.append)
-    assert decoded.decoded_directory(tmp_path / "source", "test", calls.append) == first
-    assert len(calls) == 1
-
-
 def test_a_directory_that_others_can_write_is_not_used(
     tmp_path: Path, own_temporary_directory: Path
 ) -> None:

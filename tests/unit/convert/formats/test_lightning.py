@@ -16,10 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.lightning import finished_epochs
 from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, TrainingState
-from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import moments, no_parameters, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
@@ -138,11 +136,6 @@ def test_a_file_with_only_a_model_has_no_training_state(tmp_path: Path) -> None:
     assert known.training_state(path, list) is None
 
 
-def test_the_optimizer_of_another_model_is_an_error() -> None:
-    with pytest.raises(CheckpointUnusable, match="numbers its parameters"):
-        state_of(LIGHTNING_FILE, STATES)
-
-
 def test_names_of_an_optimizer_lose_the_prefix_of_the_model(tmp_path: Path) -> None:
     def named(saved: dict[str, Any]) -> None:
         (optimizer,) = saved["optimizer_states"]
@@ -154,35 +147,6 @@ def test_names_of_an_optimizer_lose_the_prefix_of_the_model(tmp_path: Path) -> N
     stored = load(LIGHTNING_FILE)["optimizer_states"][0]["state"]
     names = [name for name, _ in model_of(LIGHTNING).named_parameters()]
     assert_moments(state, {name: stored[n] for n, name in enumerate(names)})
-
-
-def test_progress_of_another_form_leaves_the_epoch_of_the_file(tmp_path: Path) -> None:
-    def bad(saved: dict[str, Any]) -> None:
-        saved["loops"] = {"fit_loop": {"epoch_progress": {"current": {"completed": "1"}}}}
-
-    assert state_of(changed(tmp_path / "x.ckpt", bad), LIGHTNING).epoch == 0
-
-
-@pytest.mark.parametrize(
-    ("ready", "completed", "is_last_batch", "expected"),
-    [
-        (1, 0, False, 0),  # in the first epoch
-        (1, 0, True, 1),  # after its last batch
-        (2, 1, False, 1),  # in the second one
-        (1, 1, True, 1),  # the run has ended after a full epoch
-        (1, 1, False, 1),  # the run has ended in an epoch, which Lightning counts
-    ],
-)
-def test_finished_epochs_follow_from_the_progress_of_the_loops(
-    ready: int, completed: int, is_last_batch: bool, expected: int
-) -> None:
-    loops = {
-        "fit_loop": {
-            "epoch_progress": {"current": {"ready": ready, "completed": completed}},
-            "epoch_loop.batch_progress": {"is_last_batch": is_last_batch},
-        }
-    }
-    assert finished_epochs(loops, 9) == expected
 
 
 @pytest.mark.parametrize("path", [LIGHTNING_FILE, DISTRIBUTED, STATE_FILE])
@@ -283,12 +247,3 @@ def test_consumed_samples_in_the_name_belong_to_the_training_state(
     options = ["--training-state", "--config", str(LIGHTNING)]
     assert main(["import", str(tmp_path / name), str(tmp_path / "run"), *options]) == 0
     assert "20 consumed samples" in capsys.readouterr().out
-
-
-def test_without_a_config_the_error_says_how_to_name_it(tmp_path: Path, capsys: Capture) -> None:
-    path = shutil.copy(LIGHTNING_FILE, tmp_path / "x.ckpt")
-    assert main(["import", str(path), str(tmp_path / "run"), "--training-state"]) == 3
-    assert "--config" in capsys.readouterr().err
-    missing = ["--config", str(tmp_path)]
-    assert main(["import", str(path), str(tmp_path / "run"), *missing]) == 3
-    assert "there is no config.json" in capsys.readouterr().err

@@ -20,8 +20,6 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter, tar_members
-from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
@@ -152,15 +150,6 @@ def test_packing_the_same_files_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.nemo").read_bytes() == (tmp_path / "b.nemo").read_bytes()
 
 
-def test_pack_does_not_replace_a_file_without_force(tmp_path: Path) -> None:
-    target = tmp_path / "model.nemo"
-    target.write_bytes(b"mine")
-    assert ckpt.main(["pack", str(FIXTURES / "unpacked"), str(target)]) == 4
-    assert target.read_bytes() == b"mine"
-    assert ckpt.main(["pack", str(FIXTURES / "unpacked"), str(target), "--force"]) == 0
-    assert_equal(values(target), EXPECTED)
-
-
 def test_pack_warns_of_a_missing_artifact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,29 +197,6 @@ def test_pack_and_unpack_state_what_to_name_instead(
     assert sorted(os.listdir(tmp_path)) == ["model", "there"]
 
 
-def test_pack_rejects_a_directory_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = Path(shutil.copytree(FIXTURES / "unpacked", tmp_path / "model"))
-    (directory / "weights").mkdir()
-    scandir = os.scandir
-
-    # The tests may run as root, who can read everything.
-    def denied(path: Any) -> Any:
-        if os.path.basename(path) in unreadable:
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    unreadable: list[str] = []
-    monkeypatch.setattr(os, "scandir", denied)
-    for name in ("weights", "model"):
-        unreadable.append(name)
-        assert ckpt.main(["pack", str(directory), str(tmp_path / "model.nemo")]) == 3
-        message = capsys.readouterr().err
-        assert "cannot be read" in message and "Permission denied" in message
-        assert os.listdir(tmp_path) == ["model"]
-
-
 def test_unpack_needs_an_empty_directory_and_a_known_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,53 +210,6 @@ def test_unpack_needs_an_empty_directory_and_a_known_model(
 
 
 # ---------------------------------------------------------------- tar archives
-
-
-@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_members_are_found_where_tarfile_finds_them(form: int, tmp_path: Path) -> None:
-    directory = tmp_path / "files"
-    names = ["a", "sub/b", "sub/" + "n" * 90 + "/" + "m" * 90, "sub/empty"]
-    if form != tarfile.USTAR_FORMAT:
-        names += ["sub/" + "x" * 200, "sub/größe.txt"]
-    for number, name in enumerate(names):
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes([number]) * (number * 400))
-    archive = tmp_path / "archive.tar"
-    with tarfile.open(archive, "w", format=form) as file:
-        file.add(directory, arcname=".")
-    with tarfile.open(archive) as file:
-        expected = {}
-        for entry in file:
-            if entry.isfile():
-                expected[entry.name.removeprefix("./")] = (entry.offset_data, entry.size)
-    found = {}
-    for member in tar_members(archive):
-        if not member.is_directory:
-            found[member.name] = (member.start, member.nbytes)
-    assert found == expected
-    assert found.keys() == set(names)
-
-
-def test_written_archives_are_read_by_tarfile_and_by_this_program(tmp_path: Path) -> None:
-    path = tmp_path / "archive.tar"
-    contents = {"long/" + "n" * 150: b"abc", "größe": b"", "streamed": b"x" * 1000}
-    with open(path, "wb") as file:
-        writer = TarWriter(file)
-        for name, content in contents.items():
-            if name == "streamed":
-                writer.add_streamed(name, lambda file: file.write(b"x" * 1000) and None)
-            else:
-                writer.add_bytes(name, content)
-        writer.finish()
-    with tarfile.open(path, "r:") as archive:
-        for name, content in contents.items():
-            extracted = archive.extractfile(f"./{name}")
-            assert extracted is not None and extracted.read() == content
-    data = path.read_bytes()
-    for member in tar_members(path):
-        if not member.is_directory:
-            assert data[member.start : member.start + member.nbytes] == contents[member.name]
 
 
 # ---------------------------------------------------------------- several ranks
@@ -321,13 +240,6 @@ def test_a_distributed_checkpoint_is_read_after_it_was_unpacked(tmp_path: Path) 
     assert "ckpt unpack" in error_of(path)
     assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
     assert "model.layers.1.mlp.gate_proj.weight" in values(tmp_path / "model")
-
-
-def test_a_tar_archive_of_something_else_is_not_a_model_of_nemo(tmp_path: Path) -> None:
-    path = tmp_path / "model.nemo"
-    path.write_bytes(tar_of({"readme.txt": b"x"}))
-    known = detect(path)
-    assert known is not None and known.name == "a tar or gzip archive"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
     Parameters,
 )
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 
 
 class Model(nn.Module):
@@ -166,27 +166,6 @@ def test_names_that_the_file_states_are_used_and_validated(tmp_path: Path) -> No
     assert "optimizer" in error_of(tmp_path / "twice.pt", by_name, model)
 
 
-class Vectors(nn.Module):
-    """Two parameters of one shape, of which the Trainer decays the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.ones(3))
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return (self.bias * self.scale).sum()
-
-
-def test_names_can_be_added_to_a_file_that_has_only_numbers(tmp_path: Path) -> None:
-    model = Vectors()
-    optimizer = trained(model, two_groups(model))
-    value = optimizer.state_dict()
-    for group, names in zip(value["param_groups"], (["scale"], ["bias"]), strict=True):
-        group["param_names"] = names
-    assert_same(read(tmp_path / "o.pt", value, model), optimizer, model)
-
-
 def test_state_of_other_shapes_than_the_parameters_is_an_error(tmp_path: Path) -> None:
     model = Model()
     optimizer = trained(model, list(model.parameters()), torch.optim.Adafactor)
@@ -227,14 +206,3 @@ def test_damaged_state_dicts_are_errors(tmp_path: Path) -> None:
     ]
     for number, value in enumerate(damaged):
         assert "optimizer" in error_of(tmp_path / f"{number}.pt", value, model), number
-
-
-def test_an_error_about_the_model_is_not_reported_as_damage_of_the_file(tmp_path: Path) -> None:
-    def fail() -> Sequence[ModelParameter]:
-        raise RecipeError("no config.json", where="x", value="y", hint="z")
-
-    path = tmp_path / "o.pt"
-    torch.save({}, path)
-    archive = read_archive(path)
-    with pytest.raises(RecipeError):
-        optimizer_state(archive.value, archive, fail, root=tmp_path, file="o.pt")

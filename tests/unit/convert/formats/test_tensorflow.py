@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import IndexFault, read_index
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
@@ -142,27 +140,3 @@ def test_missing_truncated_and_linked_data_files_are_errors(tmp_path: Path) -> N
     (tmp_path / "elsewhere").write_bytes(content)
     second.symlink_to(tmp_path / "elsewhere")
     assert "not a regular file" in error_of(directory)
-
-
-def test_every_changed_byte_of_an_index_is_an_error_or_the_format_is_not_recognized(
-    tmp_path: Path,
-) -> None:
-    directory = copied("objects", tmp_path)
-    index = directory / "ckpt-2.index"
-    content = index.read_bytes()
-    for position in range(0, len(content), 7):
-        changed = bytearray(content)
-        changed[position] ^= 0x41
-        index.write_bytes(changed)
-        known = detect(index)
-        if known is None or known.name != "a checkpoint of TensorFlow":
-            assert position >= len(content) - 8
-        elif position < len(content) - 48:
-            assert "cannot be read" in error_of(index), position
-
-
-def test_a_truncated_index_is_an_error() -> None:
-    content = (FIXTURES / "saver" / "model.ckpt.index").read_bytes()
-    for end in range(0, len(content), 41):
-        with pytest.raises(IndexFault):
-            read_index(content[:end])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import zipfile
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.state.stored_rows import rows_of
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive, views_in
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
@@ -146,31 +141,7 @@ def test_views_parameters_and_nested_mappings_are_read(tmp_path: Path) -> None:
     assert strided == {"columns", "transposed", "expanded"}
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
 COMPLEX = torch.complex(torch.ones(2), torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        # Their values are stored with the other sign, beside a flag.
-        (COMPLEX.conj(), "save its resolve_conj().resolve_neg()"),
-        (COMPLEX.conj().imag, "save its resolve_conj().resolve_neg()"),
-        (
-            torch.ones(2).as_subclass(Subclass),
-            "w: tests.unit.convert.formats.test_torch_files.Subclass",
-        ),
-        (torch.ones(2, device="meta"), "w: torch._utils._rebuild_meta_tensor_no_storage"),
-    ],
-    ids=["conjugate", "negative", "subclass", "meta"],
-)
-def test_a_tensor_that_is_more_than_its_storage_is_an_error(
-    tmp_path: Path, value: torch.Tensor, text: str
-) -> None:
-    assert text in error_of(write(tmp_path / "m.pt", {"w": value, "b": torch.ones(1)}))
 
 
 def test_a_large_expanded_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -215,26 +186,6 @@ def test_strided_tensors_are_imported_exported_and_compared(tmp_path: Path) -> N
     assert ckpt.main(["show", str(path), "--stats", "--json"]) == 0
 
 
-@pytest.mark.parametrize("rows", [(0, 900), (100, 333)])
-def test_strided_tensors_fill_modules_by_rows(tmp_path: Path, rows: tuple[int, int]) -> None:
-    expected = strided_tensors()["t"]
-    path = write(tmp_path / "m.pt", {"t": expected})
-    module = open_weights(path).modules["model"]
-    part = rows_of(module.tensors["t"], *rows)
-    target = torch.empty(part.shape)
-    read_tree(module.root, Tree("", {"t": part}, {}), {"t": target})
-    assert torch.equal(target, expected[rows[0] : rows[1]])
-
-
-def test_a_strided_tensor_beyond_its_storage_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.pt", {"big": torch.zeros(30, 40).t()})
-    content = path.read_bytes()
-    # The shape (40, 30) becomes (40, 31): its last elements are not in the storage.
-    assert content.count(b"K(K\x1e\x86") == 1
-    path.write_bytes(content.replace(b"K(K\x1e\x86", b"K(K\x1f\x86"))
-    assert "ends after its storage" in error_of(path)
-
-
 class OwnClass:
     def __init__(self) -> None:
         self.weight = torch.ones(2)
@@ -257,41 +208,6 @@ class OwnClass:
 )
 def test_what_is_no_model_is_named(tmp_path: Path, value: Any, message: str) -> None:
     assert message in error_of(write(tmp_path / "x.pt", value))
-
-
-def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.pt", state_dict())
-    content = path.read_bytes()
-    (tmp_path / "short.pt").write_bytes(content[:-30])
-    assert "cannot be read" in error_of(tmp_path / "short.pt")
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "less.pt", "w") as other:
-        for name in archive.namelist():
-            if not name.endswith("data/0"):
-                other.writestr(name, archive.read(name))
-    assert "are not in the file" in error_of(tmp_path / "less.pt")
-
-
-def test_a_view_beyond_its_storage_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.pt", {"w": torch.arange(8.0)[2:6]})
-    # The shape (4,) of the view becomes (9,): the elements 2 to 10 of 8.
-    changed = path.read_bytes().replace(b"K\x04\x85", b"K\x09\x85")
-    path.write_bytes(changed)
-    assert "ends after its storage" in error_of(path)
-
-
-def test_containers_that_contain_themselves_are_walked_once() -> None:
-    inner: dict[str, Any] = {}
-    inner["again"] = [inner, (inner,)]
-    assert list(views_in(inner)) == []
-
-
-def test_big_endian_files_are_an_error(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
-        archive.writestr("m/data.pkl", b"\x80\x02}.")
-        archive.writestr("m/byteorder", b"big")
-    assert "other byte order" in error_of(tmp_path / "m.pt")
-    with pytest.raises(Exception, match="archive"):
-        describe_archive(b"PK\x03\x04")
 
 
 def pytorch_files(directory: Path, *, num_files: int) -> Path:

@@ -18,8 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
 from automodel_ckpt.cli.ckpt import main
@@ -114,30 +112,6 @@ def test_copies_of_the_base_that_peft_saves_with_an_adapter_are_left_out(
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
 
 
-def test_an_adapter_that_an_old_version_pickled_is_imported(
-    tmp_path: Path, imported: Callable[..., dict[str, Any]]
-) -> None:
-    base = base_in(tmp_path / "base")
-    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
-    logits = logits_of(base, adapter)
-    torch.save(load_file(adapter / FILE), adapter / "adapter_model.bin")
-    (adapter / FILE).unlink()
-    model = Path(imported(adapter)["checkpoint"]) / "model"
-    assert torch.equal(logits, logits_of(base, model))
-
-
-def test_a_copy_of_the_base_may_have_the_dtype_of_training(
-    tmp_path: Path, imported: Callable[..., dict[str, Any]]
-) -> None:
-    base = base_in(tmp_path / "base")
-    adapter = adapter_on(base, tmp_path / "adapter", "bfloat16", target_modules=["lm_head"])
-    copy = load_file(adapter / FILE)["base_model.model.lm_head.base_layer.weight"]
-    assert copy.dtype == torch.bfloat16
-    model = Path(imported(adapter)["checkpoint"]) / "model"
-    theirs, ours = (logits_of(base, each, "bfloat16") for each in (adapter, model))
-    assert torch.equal(theirs, ours)
-
-
 def test_embeddings_that_were_saved_unchanged_are_left_out(
     tmp_path: Path, imported: Callable[..., dict[str, Any]]
 ) -> None:
@@ -206,18 +180,6 @@ def test_adapters_on_a_resized_vocabulary_are_imported(
     model = Path(report["checkpoint"]) / "model"
     assert not any("original_module" in name for name in load_file(model / FILE))
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
-
-
-def test_tied_adapters_are_an_error_without_the_key_of_a_recipe(
-    tmp_path: Path, error: Error
-) -> None:
-    base = base_in(tmp_path / "base", tied=True)
-    adapter = adapter_on(
-        base, tmp_path / "adapter", target_modules=["embed_tokens"], ensure_weight_tying=True
-    )
-    text = error(adapter)
-    assert "adapters on an embedding and on its tied output layer" in text
-    assert "merge_and_unload" in text and "peft.ensure_weight_tying" not in text
 
 
 @pytest.mark.parametrize(
@@ -335,31 +297,6 @@ def test_an_adapter_of_another_head_is_an_error_that_names_it(tmp_path: Path, er
     text = error(adapter)
     assert "another head" in text and "task_type: SEQ_CLS; a LlamaForCausalLM has no score" in text
     assert "recipe: sequence_classification" in text and "init_from.path" in text
-
-
-def test_adapters_on_single_experts_are_an_error_that_says_so(tmp_path: Path, error: Error) -> None:
-    base = tmp_path / "base"
-    config = MixtralConfig(
-        vocab_size=24,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-    )
-    MixtralForCausalLM(config).save_pretrained(base)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    layer = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
-    tensors = {
-        f"{layer}.lora_A.weight": torch.ones(2, 8),
-        f"{layer}.lora_B.weight": torch.ones(8, 2),
-    }
-    save_file(tensors, adapter / FILE)
-    options = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(options))
-    assert "layers of single experts" in error(adapter, "--base", str(base))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "model.safetensors"])

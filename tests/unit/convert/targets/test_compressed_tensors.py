@@ -175,24 +175,3 @@ def test_experts_are_quantized_and_routers_are_not(tmp_path: Path) -> None:
     ignored = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
     assert "model.layers.0.block_sparse_moe.gate" in ignored["ignore"]
     assert f"{experts}.w2" in ignored["ignore"] and f"{experts}.w1" not in ignored["ignore"]
-
-
-def test_without_a_scheme_nothing_is_written(llama: Path, tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "out"
-    assert main(["export", str(llama), "--to", "compressed-tensors", "-o", str(out)]) == 2
-    assert "W8A8" in capsys.readouterr().err and not out.exists()
-
-
-def test_a_model_whose_columns_fit_no_group_is_an_error(tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("compressed_tensors")
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    arguments = ["--to", "compressed-tensors", "--scheme", "W4A16", "-o", str(tmp_path / "out")]
-    assert main(["export", str(tmp_path / "hf"), *arguments]) == 3
-    assert "divisible by 128" in capsys.readouterr().err and not (tmp_path / "out").exists()

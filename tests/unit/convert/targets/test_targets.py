@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.targets.table import TARGETS as _ALL
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 from automodel_ckpt.convert.targets.trainer import unloaded_warning
-from automodel_ckpt.errors import EXIT_SAVE_FAILED
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.llamas import llama_checkpoint
 
@@ -75,44 +73,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_missing_directories_of_the_output_are_created(
-    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
-    require_library(target)
-    output = tmp_path / "missing" / "as well" / "x"
-    arguments = [str(checkpoint), "--to", target, *OPTIONS.get(target, [])]
-    assert main(["export", *arguments, "-o", str(output)]) == 0
-    beside = {output.with_suffix(".Modelfile")} if target == "gguf" else set()
-    assert set(output.parent.iterdir()) == {output, *beside}
-    capsys.readouterr()
-    (tmp_path / "file").touch()
-    below_file = str(tmp_path / "file" / "x")
-    assert main(["export", *arguments, "-o", below_file]) == EXIT_SAVE_FAILED
-    assert str(tmp_path / "file") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("target", "suffix"),
-    [
-        ("dcp", "-dcp"),
-        ("lightning", ".ckpt"),
-        ("megatron", "-megatron"),
-        ("nemo", ".nemo"),
-        ("torch", ".pt"),
-    ],
-)
-def test_the_default_output_is_next_to_the_directory_of_a_gguf_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, suffix: str
-) -> None:
-    shutil.copytree(GGUF, tmp_path / "model")
-    assert main(["export", str(tmp_path / "model" / "model.gguf"), "--to", target]) == 0
-    output = tmp_path / f"model{suffix}"
-    assert capsys.readouterr().out.strip() == str(output)
-    assert output.exists()
-
-
-@pytest.mark.parametrize("words", ["--to trainer", "--to lightning", "--to dcp --optimizer nested"])
+@pytest.mark.parametrize("words", ["--to trainer", "--to lightning"])
 def test_no_run_is_exported_with_the_average_of_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
