@@ -28,14 +28,18 @@ from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.training.counters.cadence import Due, planned_end
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.gradients import GradientAccumulation
-from automodel_ckpt.training.measure.cadence import steps_per_epoch
 from automodel_ckpt.training.measure.measurements import (
     Batches,
     Measured,
     Measurements,
     ValidationSets,
 )
-from automodel_ckpt.training.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
+from automodel_ckpt.training.measure.validation_metrics import (
+    TRAIN_LOSS,
+    measures_of,
+    metric_names,
+    steps_per_epoch,
+)
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.run_end import RunEnd
 from automodel_ckpt.training.saves.saves import Saves

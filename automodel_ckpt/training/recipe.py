@@ -43,24 +43,17 @@ from automodel_ckpt.parallel.ranks.agree import gather_objects, raise_on_all_ran
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.cadence import total_steps
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.extension_checks import (
-    built,
-    check_classes,
-    check_hidden_methods,
-    check_model,
-    check_pipeline_extensions,
-)
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.cadence import cadence_of, steps_per_epoch
 from automodel_ckpt.training.measure.measurements import Benchmark
 from automodel_ckpt.training.measure.validation_metrics import (
     TRAIN_LOSS,
+    cadence_of,
     measures_of,
     metric_names,
+    steps_per_epoch,
     validate_metric_keys,
 )
-from automodel_ckpt.training.model.model_config import read_model_config, with_model_limits
-from automodel_ckpt.training.model.sections import parallelism
+from automodel_ckpt.training.model.sections import parallelism, read_model_config, with_model_limits
 from automodel_ckpt.training.model.trainable import Trainable, build_trainable
 from automodel_ckpt.training.parts.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
@@ -78,7 +71,15 @@ from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.base_commit import pin_base
 from automodel_ckpt.training.start.resume import check_own, load_checkpoint
 from automodel_ckpt.training.start.resume_overrides import log_omitted_state
-from automodel_ckpt.training.start.start_rank import start_rank, validate_equal_lengths
+from automodel_ckpt.training.start.start_rank import (
+    built,
+    check_classes,
+    check_hidden_methods,
+    check_model,
+    check_pipeline_extensions,
+    start_rank,
+    validate_equal_lengths,
+)
 from automodel_ckpt.training.stop_tokens import add_stop_tokens, use_chat_template
 from automodel_ckpt.training.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.training.values.run_log import RunLog

@@ -68,11 +68,10 @@ from automodel_ckpt.training.forecast.activations import num_in_progress
 from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks
 from automodel_ckpt.training.kinds.teacher import teacher_model
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.cadence import cadence_of
+from automodel_ckpt.training.measure.validation_metrics import cadence_of
 from automodel_ckpt.training.model.adapters import adapt, quantization
 from automodel_ckpt.training.model.deferred_model import DeferredModel
-from automodel_ckpt.training.model.model_config import read_model_config
-from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.sections import read_model_config, row_multiple
 from automodel_ckpt.training.model.sharding import shard
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective

@@ -43,7 +43,8 @@ class Activations:
     pass of the output layer, and that of the other layers. *saved* exist before the last one. *backward* has (share of
     the gradients of the model without its output layer that were complete before, peak) of each part of it: gradients
     take the place of activations. *step* is the peak of all phases beside the gradients that remain after the step.
-    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases.
+    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases. *last_other* are
+    those of one of them that is complete when there are gradients of earlier micro-batches; 0 if none is.
     """
 
     forward: int
@@ -53,6 +54,7 @@ class Activations:
     backward: tuple[tuple[float, int], ...]
     step: int
     others: int = 0
+    last_other: int = 0
 
 
 def estimate_activations(recipe: Any, pipeline_rank: int = 0) -> Activations | None:
@@ -84,10 +86,11 @@ def estimate_activations(recipe: Any, pipeline_rank: int = 0) -> Activations | N
         head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
     # Between their forward and backward passes, the other micro-batches of a pipeline keep what was saved.
     num_others = num_in_progress(recipe.config, layout.sizes, pipeline_rank) - 1
-    of_other = trace.after_forward
-    if recipe.config.distributed.pp_schedule == "gpipe":
-        # Other schedules begin the backward pass of a loss before they compute the next one.
-        of_other += head.waiting_bytes
+    of_other, last_other = trace.after_forward, 0
+    if recipe.config.distributed.pp_schedule == "gpipe" and num_others:
+        # Other schedules begin the backward pass of a loss before they compute the next one. This one computes all
+        # losses before there are gradients.
+        of_other = last_other = of_other + head.waiting_bytes
     of_others = int(num_others * of_other)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones.
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
@@ -106,6 +109,7 @@ def estimate_activations(recipe: Any, pipeline_rank: int = 0) -> Activations | N
         ),
         step=of_all(_peak(recipe, trace, head)),
         others=int(of_others * factor),
+        last_other=int(last_other * factor),
     )
 
 

@@ -208,7 +208,7 @@ def _peak(
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
     phases = [_Peak(gradients, 0, temporary)]
     # The phases below have the activations of all micro-batches that are in progress at one time.
-    in_progress = gradients
+    in_progress = max(gradients - activations.last_other, 0)
     if not _has_separate_phases(recipe):
         phases.append(_Peak(in_progress, gathered.heap, activations.step))
         return max(phases, key=lambda phase: phase.total)

@@ -21,7 +21,7 @@ from automodel_ckpt.training.counters.cadence import planned_end
 from automodel_ckpt.training.forecast.advice import Advice, advice_for
 from automodel_ckpt.training.forecast.memory import Memory, estimate_memory, num_shards
 from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape, micro_batch_shape
-from automodel_ckpt.training.measure.cadence import steps_per_epoch
+from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
 from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 

@@ -35,8 +35,7 @@ from automodel_ckpt.models.loss.fused_distillation import CapturedHidden
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.parallelize import gather_root, reshard
-from automodel_ckpt.training.model.model_config import text_tokenizer
-from automodel_ckpt.training.model.sections import naming_keys, repository_options
+from automodel_ckpt.training.model.sections import naming_keys, repository_options, text_tokenizer
 from automodel_ckpt.training.model.trainable import Trainable
 
 log = logging.getLogger("automodel_ckpt")

@@ -27,11 +27,9 @@ from automodel_ckpt.models.inspect.vocabulary import (
     vocabulary_names,
     wanted_size,
 )
-from automodel_ckpt.models.layers.freezing import freeze, narrow_frozen
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.training.model.deferred_model import DeferredModel
-from automodel_ckpt.training.model.model_config import text_tokenizer
 from automodel_ckpt.training.model.pretrained_files import layout_in_files, types_in_files
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
@@ -39,6 +37,7 @@ from automodel_ckpt.training.model.sections import (
     compiles_kernels,
     fuses_adapters,
     fuses_layers,
+    text_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +62,8 @@ class ChangedModel:
 def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel:
     """Resize the vocabulary, record the stored layout, and add adapters or freeze parameters."""
     section, model = request.config.model, deferred.model
+    from automodel_ckpt.models.layers.freezing import freeze
+
     if isinstance(section, Target):
         if request.is_trained:
             freeze(model, [])  # raises if the model has nothing to train
@@ -155,6 +156,8 @@ def _freeze(
     request: ModelRequest, model: nn.Module, section: ModelConfig, directory: Path | None
 ) -> None:
     """Apply ``model.freeze`` to *model*, whose pretrained files are in *directory* (None: fresh weights)."""
+    from automodel_ckpt.models.layers.freezing import freeze, narrow_frozen
+
     freeze(model, section.freeze, section.freeze_if_present)
     if not request.keeps_frozen_types or directory is None:
         return

@@ -43,13 +43,12 @@ from automodel_ckpt.models.model_checks import check_complete
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.training.model.model_config import text_tokenizer
 from automodel_ckpt.training.model.pretrained_files import (
     NotDeferrable,
     PretrainedFiles,
     layout_in_files,
 )
-from automodel_ckpt.training.model.sections import ModelRequest, repository_options
+from automodel_ckpt.training.model.sections import ModelRequest, repository_options, text_tokenizer
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.loss.mtp_families import MtpPlan

@@ -23,7 +23,6 @@ from automodel_ckpt.models.attention.document_kernels import (
     preferred_kernels,
 )
 from automodel_ckpt.models.attention.packing_probe import Answer, keeps_samples_apart
-from automodel_ckpt.models.attention.position_masks import mask_by_positions
 from automodel_ckpt.models.inspect.forward import attention_of
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
@@ -109,6 +108,8 @@ def probe_with_masks(
     # Each pipeline stage probes its own layers, and all stages need the same rows.
     if on_all_ranks(layout.gloo_group, bool(answer)):
         return Answer(True)
+    from automodel_ckpt.models.attention.position_masks import mask_by_positions
+
     handle = None if layout.in_stages else mask_by_positions(probe_model)
     if handle is None:
         return replace(answer, holds=False)

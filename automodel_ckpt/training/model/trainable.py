@@ -32,18 +32,17 @@ from automodel_ckpt.parallel.precision import (
     with_parameter_type,
 )
 from automodel_ckpt.parallel.running_statistics import keep_frozen_statistics
-from automodel_ckpt.training.model.additions import (
+from automodel_ckpt.training.model.changes import change_model
+from automodel_ckpt.training.model.deferred_model import build_unsharded
+from automodel_ckpt.training.model.probes import (
     add_embedding_noise,
     add_fake_quantization,
     choose_router_settings,
     install_mtp,
+    probe,
     remove_dropout,
 )
-from automodel_ckpt.training.model.changes import change_model
-from automodel_ckpt.training.model.deferred_model import build_unsharded
-from automodel_ckpt.training.model.model_config import read_model_config
-from automodel_ckpt.training.model.probes import probe
-from automodel_ckpt.training.model.sections import ModelRequest, logs_mfu
+from automodel_ckpt.training.model.sections import ModelRequest, logs_mfu, read_model_config
 from automodel_ckpt.training.model.sharding import (
     check_cuda_graphs,
     check_mesh,

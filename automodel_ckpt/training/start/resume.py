@@ -21,7 +21,7 @@ from automodel_ckpt.config.help.changes import Change, effective_recipe, ignored
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.measure.cadence import steps_per_epoch
+from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.training.values.run_log import RunLog

@@ -183,26 +183,6 @@ def test_shards_are_updated_as_by_torch(calls: list[int]) -> None:
     ranks.run(on_two_ranks, 2)
 
 
-def test_a_kernel_that_fails_is_reported_once_and_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from automodel_ckpt.optim import adamw_kernel
-
-    def fails(device: torch.device) -> None:
-        raise RuntimeError("no C compiler\nand more")
-
-    monkeypatch.setattr(adamw_kernel, "try_once", fails)
-    monkeypatch.setattr(optim, "LEAST_ELEMENTS", 64)
-    monkeypatch.setattr(optim, "_counts_on_host", lambda steps: False)
-    optim._large_update.cache_clear()
-    with caplog.at_level("INFO", logger="automodel_ckpt"):
-        parameters, _ = after_steps(FusedAdamW)
-    optim._large_update.cache_clear()
-    expected, _ = after_steps(torch.optim.AdamW)
-    assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
-    assert caplog.text.count("kernel fails here: RuntimeError: no C compiler\n") == 1
-
-
 def test_the_kernel_can_be_tried() -> None:
     from automodel_ckpt.optim import adamw_kernel
 

@@ -18,18 +18,10 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.loss.contrastive import (
     Candidates,
     Texts,
-    contrastive_losses,
     hidden_rows,
-    ranks_of,
 )
 from automodel_ckpt.models.loss.pooling import pool
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
-from automodel_ckpt.training.kinds.embedding_pairs import (
-    Parts,
-    num_pairs_of,
-    own_candidates,
-    parts_of,
-)
 from tests.fixtures.embedding import tiny_pairs as tiny
 from tests.support.runs import pair_recipes
 
@@ -85,34 +77,6 @@ def test_negatives_of_one_micro_batch_are_those_of_a_smaller_batch(tmp_path: Pat
         trained(recipe, *sizes, *half, *rate, run).close()
         halves.append(losses_in(tmp_path / "half")[-1])
     assert losses_in(tmp_path / "run")[0] == pytest.approx(sum(halves) / 2, rel=1e-6)
-
-
-@pytest.mark.parametrize("hides_equal", [False, True])
-def test_own_negatives_are_those_of_the_row(hides_equal: bool) -> None:
-    draw = torch.Generator().manual_seed(3)
-    texts = torch.randn(11, 4, generator=draw, dtype=torch.float64)
-    # In the second micro-batch, the second negative of the first pair has the text of its document.
-    digests = torch.tensor([1, 2, 3, 2, 4, 5, 6, 7, 8, 9, 6])
-    labels = torch.ones(6, 1)
-    first = {"num_negatives": torch.tensor([1, 0]), "labels": labels, "digests": digests[:5]}
-    second = {"num_negatives": torch.tensor([2, 0]), "labels": labels, "digests": digests[5:]}
-    filler = {"num_negatives": torch.tensor([1]), "labels": torch.full((3, 1), IGNORE_INDEX)}
-    filler["digests"] = digests[:3]
-    batches = [first, filler, second]
-    values = [texts[:5], texts[:3], texts[5:]]
-    parts = [
-        Parts.joined([parts_of(each, batch) for each, batch in zip(of_texts, batches, strict=True)])
-        for of_texts in ([batch["digests"] for batch in batches], values)
-    ]
-    found = own_candidates(batches, *parts, hides_equal=hides_equal)
-    losses, ranks = contrastive_losses(found, temperature=0.5)
-    expected = []
-    own = [(0, [1, 4]), (2, [3]), (5, [6, 9] if hides_equal else [6, 9, 10]), (7, [8])]
-    for query, documents in own:
-        scores = texts[documents] @ texts[query] / 0.5
-        expected.append(torch.nn.functional.cross_entropy(scores, torch.tensor(0)))
-        assert ranks[len(expected) - 1] == (scores >= scores[0]).sum()
-    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_a_loss_of_own_negatives_does_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -360,29 +324,6 @@ def test_equal_texts_are_no_negatives() -> None:
     assert not found.hides_queries.any()
 
 
-def test_the_loss_is_the_cross_entropy_of_the_own_document() -> None:
-    found = candidates(hides_equal=False)
-    scores = found.queries @ found.documents[:5].T / 0.5
-    reverse = found.documents[:4] @ found.queries.T / 0.5
-    right = torch.arange(4)
-    forward = torch.nn.functional.cross_entropy(scores, right, reduction="none")
-    backward = torch.nn.functional.cross_entropy(reverse, right, reduction="none")
-    losses, ranks = contrastive_losses(found, temperature=0.5)
-    torch.testing.assert_close(losses, forward)
-    losses, _ = contrastive_losses(found, temperature=0.5, symmetric=True)
-    torch.testing.assert_close(losses, (forward + backward) / 2)
-    expected = [(row >= row[number]).sum() for number, row in enumerate(scores)]
-    assert ranks.tolist() == ranks_of(found).tolist() == expected
-
-
-def test_equal_embeddings_are_never_right() -> None:
-    found = candidates(hides_equal=True)
-    same = Candidates(
-        torch.ones(4, 3), torch.ones(6, 3), found.own, found.hides_documents, found.hides_queries
-    )
-    assert ranks_of(same).tolist() == [4, 4, 4, 4]
-
-
 @pytest.mark.parametrize("how", ["mean", "cls", "last"])
 def test_pooling_ignores_padding_on_either_side(how: Any) -> None:
     tokens = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -395,9 +336,3 @@ def test_pooling_ignores_padding_on_either_side(how: Any) -> None:
     whole = pool(tokens.half(), torch.ones(1, 3), how, normalize=True)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(whole.norm(dim=-1), torch.ones(1))
-
-
-def test_a_batch_without_labels_has_no_pairs() -> None:
-    batch = {"num_negatives": torch.tensor([0, 2]), "labels": torch.ones(6, 3)}
-    assert num_pairs_of(batch) == 2
-    assert num_pairs_of({**batch, "labels": torch.full((6, 3), IGNORE_INDEX)}) == 0

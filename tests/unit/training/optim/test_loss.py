@@ -19,7 +19,6 @@ from automodel_ckpt.loss.causal import (
     cross_entropy_sum,
     next_token_loss,
     num_label_tokens,
-    shift_labels,
 )
 from automodel_ckpt.training.gradients import checked
 from automodel_ckpt.training.values.records import LossSum
@@ -50,17 +49,6 @@ def test_it_is_the_mean_of_transformers_times_the_label_tokens() -> None:
     assert float(next_token_loss(logits, labels) / num_label_tokens(labels)) == pytest.approx(
         float(mean), rel=1e-6
     )
-
-
-def test_position_i_predicts_token_i_plus_one_and_the_last_predicts_nothing() -> None:
-    assert shift_labels(torch.tensor([[5, 6, 7], [8, -100, 9]])).tolist() == [
-        [6, 7, -100],
-        [-100, 9, -100],
-    ]
-
-
-def test_the_first_label_of_a_row_does_not_count() -> None:
-    assert num_label_tokens(torch.tensor([[5, -100, 7], [8, -100, -100]])) == 1
 
 
 def test_a_batch_without_labels_has_the_loss_zero_and_zero_gradients() -> None:

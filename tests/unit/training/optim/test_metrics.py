@@ -98,14 +98,6 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
     assert JsonlLog(path).truncate_after(4).num_lines == 0
 
 
-def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
-    path = tmp_path / "training.jsonl"
-    filled(path, 2).close()
-    before = path.stat().st_ino
-    assert JsonlLog(path).truncate_after(2) == Removed(num_lines=0, last_step=None)
-    assert path.stat().st_ino == before
-
-
 def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log.jsonl")
     log.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})

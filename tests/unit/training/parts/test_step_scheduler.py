@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.checkpoint import SaveReport
-from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.training.counters.cadence import (
     Cadence,
     due_after,
 )
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.saves.saves import Saves
 
 counts = st.none() | st.integers(1, 12)
 
@@ -184,51 +173,6 @@ def test_a_resumed_run_has_nothing_to_save_before_its_first_step() -> None:
     assert not resumed.unsaved
 
 
-def test_a_step_whose_save_was_lost_is_unsaved_again() -> None:
-    clock = Clock()
-    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
-    drive(scheduler, clock, 10)
-    assert not scheduler.unsaved
-    scheduler.note_lost_save()
-    assert scheduler.unsaved
-
-
-class FullDisk(Saves):
-    """Saves that all fail, asynchronous ones after they returned; a step takes 5 s."""
-
-    def __init__(self, cadence: Cadence, is_async: bool) -> None:
-        self.config = RecipeConfig(
-            checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async)
-        )
-        self.clock, self.attempts = Clock(), list[int]()
-        self.step_scheduler = StepScheduler(cadence, clock=self.clock)
-        unused: Any = object()
-        run_log: Any = SimpleNamespace(timeline=Timeline())
-        super().__init__(
-            self.config, unused, self.step_scheduler, run_log, dict, config_yaml="", num_ranks=1
-        )
-
-    def wait(self) -> None:
-        if self.attempts and self.config.checkpoint.is_async and not self.step_scheduler.unsaved:
-            self.step_scheduler.note_lost_save()
-
-    def save_now(self, *_: Any, **options: Any) -> SaveReport:
-        self.attempts.append(self.step_scheduler.step)
-        if self.config.checkpoint.is_async:
-            return SaveReport(Path(), self.step_scheduler.step, 0.0, published=False)
-        raise SaveFailed("no space", where="", value="", hint="")
-
-    def train(self) -> list[int]:
-        while not self.step_scheduler.is_finished():
-            self.clock.now += 5.0
-            self.step_scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
-            due = self.step_scheduler.apply_clock(self.step_scheduler.read_clock(), stop=False)
-            self.wait()
-            if due.save:
-                self.save({}, validated=False, started=0.0, last=due.last)
-        return self.attempts
-
-
 @pytest.mark.parametrize(
     ("cadence", "sentence"),
     [
@@ -257,14 +201,6 @@ def test_without_num_epochs_a_run_goes_to_max_steps_and_without_both_it_is_one_e
     assert StepSchedulerConfig(max_steps=100, num_epochs=2).effective_num_epochs == 2
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_after_a_failed_save_the_next_attempt_waits_until_it_is_due(is_async: bool) -> None:
-    by_clock = FullDisk(Cadence(max_steps=32, ckpt_every_minutes=1.0), is_async)
-    assert by_clock.train() == [12, 24, 32]
-    by_cost = FullDisk(Cadence(max_steps=35, mtbf_seconds=1e6), is_async)
-    assert by_cost.train() == [10, 20, 30, 35]
-
-
 def test_minutes_count_from_the_last_save_whatever_caused_it() -> None:
     clock = Clock()
     scheduler = StepScheduler(
@@ -280,13 +216,6 @@ def test_an_epoch_that_the_data_cut_short_ends_the_run_with_a_save() -> None:
     assert not due_after(cadence, 7, 0, epoch_ended=False).last
 
 
-def test_best_asks_for_a_save_only_when_told_to() -> None:
-    assert not StepScheduler(Cadence()).note_best(1.0)
-    scheduler = StepScheduler(Cadence(ckpt_on_best=True))
-    assert scheduler.note_best(1.0)
-    assert scheduler.state_dict()["best"] == 1.0
-
-
 def test_elapsed_seconds_continue_after_a_resume_without_its_start_up() -> None:
     clock = Clock()
     scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
@@ -297,27 +226,3 @@ def test_elapsed_seconds_continue_after_a_resume_without_its_start_up() -> None:
     resumed.load_state_dict(scheduler.state_dict())
     clock.now += 4.0
     assert resumed.measured_seconds() == pytest.approx(scheduler.elapsed_seconds + 4.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("step", 2**63 - 1),
-        ("epoch", -1),
-        ("consumed_tokens", 1.0),
-        ("step", True),
-        ("best", math.inf),
-        ("elapsed_seconds", math.nan),
-        ("best", "low"),
-        ("elapsed_seconds", 10**400),
-    ],
-    ids=str,
-)
-def test_counters_that_no_run_comes_to_are_refused(name: str, value: Any) -> None:
-    scheduler = StepScheduler(Cadence(max_steps=2))
-    with pytest.raises(
-        CheckpointUnusable,
-        match=rf"the saved step counters are invalid(.|\n)*'{name}': {re.escape(repr(value))[:40]}",
-    ):
-        scheduler.load_state_dict({**scheduler.state_dict(), name: value})
-    assert scheduler.step == 0

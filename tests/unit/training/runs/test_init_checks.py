@@ -18,8 +18,6 @@ from transformers import (
 )
 
 from automodel_ckpt.config.keys.init_from import InitFromConfig
-from automodel_ckpt.convert.formats.nemo.nemo import _stated_config
-from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.convert.targets.gguf import export_gguf
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
@@ -80,19 +78,6 @@ def test_tied_tensors_with_different_values_are_an_error(twice: Path) -> None:
     start(twice, llama())
 
 
-def test_buffers_of_earlier_versions_are_not_read(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    former = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    save_file(weights | former, tmp_path / "model.safetensors", {"format": "pt"})
-    start(tmp_path, llama())
-    # This model has no buffer of that name.
-    other = {"model.layers.0.position_ids": torch.ones(2)}
-    save_file(weights | other, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RecipeError, match=r"- model.layers.0.position_ids: only there"):
-        start(tmp_path, llama())
-
-
 def test_modules_trained_beside_adapters_can_be_tied_too(tmp_path: Path) -> None:
     both = {"modules_to_save": ["embed_tokens", "lm_head"]}
     tied = adapted(**both, ensure_weight_tying=True)
@@ -151,14 +136,6 @@ def test_other_adapters_are_an_error_with_their_section(
     with pytest.raises(RecipeError) as caught:
         start(tmp_path, adapted())
     assert hint in str(caught.value)
-
-
-def test_a_scale_that_is_not_known_is_not_compared(tmp_path: Path) -> None:
-    adapted(lora_alpha=32).save_pretrained(tmp_path)
-    path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"lora_alpha": None}))
-    start(tmp_path, adapted())
 
 
 def test_another_function_by_the_config_is_a_warning(
@@ -230,22 +207,6 @@ def test_another_function_by_the_metadata_of_a_gguf_file_is_a_warning(
     assert "rms_norm_eps: 1e-06 there, 0.5 here" in caplog.text
 
 
-def test_a_gguf_file_does_not_state_which_class_its_architecture_is_of(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    # Its architecture in the file is llama.
-    there = BY_NAME["Mistral"]
-    source = there.save(tmp_path / "hf")
-    path = export_gguf(
-        source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
-    ).output
-    model: Any = there.build()
-    assert differences(path, model) == {}
-    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 5.0}
-    theta = there.build().config.rope_parameters["rope_theta"]
-    lines = differences(path, model)[f"their metadata {ANOTHER}"]
-    assert lines == [f"rope_parameters.rope_theta: {theta} there, 5.0 here"]
-
-
 def test_the_config_beside_a_single_file_is_compared(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -254,38 +215,6 @@ def test_the_config_beside_a_single_file_is_compared(tmp_path: Path) -> None:
     assert differences(tmp_path / "model.safetensors", llama()) == {
         f"their config.json {ANOTHER}": lines
     }
-
-
-def test_another_function_by_the_arguments_of_megatron_is_a_warning() -> None:
-    config = json.loads((MEGATRON / "llama/expected/config.json").read_text())
-    path = MEGATRON / "llama"
-    assert differences(path, LlamaForCausalLM(LlamaConfig(**config))) == {}
-    half = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    found = differences(path, LlamaForCausalLM(LlamaConfig(**config | half)))
-    assert found == {
-        f"their metadata {ANOTHER}": [
-            "head_dim: 4 there, 8 here",
-            "num_attention_heads: 4 there, 2 here",
-            "num_key_value_heads: 2 there, 1 here",
-        ]
-    }
-
-
-def test_what_arguments_of_megatron_and_nemo_state_of_a_config() -> None:
-    arguments = {"num_attention_heads": 4, "norm_epsilon": 1e-5, "rotary_base": 5000}
-    expected = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-    }
-    assert config_of_arguments(arguments) == expected
-    assert config_of_arguments(arguments | {"rotary_base": "x", "norm_epsilon": True}) == {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
-    config = {"num_attention_heads": "4", "layernorm_epsilon": "1e-05", "rotary_base": "5000"}
-    assert _stated_config(config | {"num_query_groups": "null"}) == expected
 
 
 def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(

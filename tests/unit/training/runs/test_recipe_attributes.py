@@ -22,11 +22,11 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training import recipe as recipe_module
 from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.extension_checks import check_model
 from automodel_ckpt.training.model.sharding import check_cuda_graphs
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions
+from automodel_ckpt.training.start.start_rank import check_model
 
 
 class Recipe(recipe_module.Recipe):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS, VALIDATION
 from automodel_ckpt.config.keys.monitoring import ThroughputConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import Stopped
 from automodel_ckpt.logs.speed import MeasuredStep, speed_of, speed_text
-from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training.values.run_log import RunLog
@@ -56,34 +53,6 @@ def test_without_operations_or_a_rate_there_is_no_mfu(
     speed = speed_of([MeasuredStep(1, 1.0, 0.0, 10, flops)], num_devices=1, device_rate=device_rate)
     assert speed["mfu"] is None
     assert "MFU" not in speed_text(speed, num_devices=1, device_word="rank")
-
-
-def test_steps_of_the_warmup_and_the_time_of_validations_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = {STEPS: 0.0, DATA: 0.0, VALIDATION: 0.0}
-
-    def seconds_in(_: Timeline, names: Collection[str]) -> float:
-        return sum(clock[name] for name in names)
-
-    def seconds_outside(_: Timeline, names: Collection[str]) -> float:
-        return sum(value for name, value in clock.items() if name not in names)
-
-    monkeypatch.setattr(Timeline, "seconds_in", seconds_in)
-    monkeypatch.setattr(Timeline, "seconds_outside", seconds_outside)
-    file = str(tmp_path / "new/speed.json")
-    with measuring(warmup_steps=1, file=file) as throughput, throughput.reporting():
-        throughput.note(launched_step(1, start=0.0, end=50.0))
-        throughput.note(launched_step(2, start=50.0, end=52.0))
-        clock[VALIDATION] += 30.0
-        clock[DATA] += 1.0
-        throughput.note(launched_step(3, start=83.0, end=86.0))
-    report = json.loads(Path(file).read_text())
-    # Step 3 ends 34 seconds after step 2: 30 of a validation, 1 of waiting for data, and 3 of training.
-    assert (report["num_steps"], report["seconds"], report["data_seconds"]) == (2, 6.0, 1.0)
-    assert report["seconds_per_step"]["max"] == 4.0
-    assert report["device"] == "cpu"
-    assert report["packages"]["torch"]
 
 
 def test_a_stopped_run_reports_and_a_failed_one_does_not(
