@@ -13,7 +13,6 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Blob, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.save import SaveReport, json_values
 from automodel_ckpt.checkpoint.state import optimizer_loading
 from automodel_ckpt.checkpoint.state.loading import Loader
@@ -157,10 +156,6 @@ def test_parameters_that_no_step_had_updated_have_no_state() -> None:
     groups = [["model.a", "model.b"], ["model.b.c", "model.never"]]
     found = optimizer_loading._without_state("opt", tree, groups)
     assert found == {"model.never"}
-
-
-def test_a_checkpoint_that_just_fits_fits() -> None:
-    assert Forecast(10, 10).fits and not Forecast(11, 10).fits
 
 
 def test_speed_and_values_of_a_report_can_be_written_as_json() -> None:
