@@ -57,12 +57,11 @@ def slices_by_file(
     return found
 
 
-def slices_in(trees: Iterable[Tree], file: str, rank: int | None = None) -> list[FileSlice]:
-    """Return the slices of a file that tables describe and that are not empty, in the same order; those of one
-    *rank*, or of all."""
+def slices_in(trees: Iterable[Tree], file: str) -> list[FileSlice]:
+    """Return the slices of a file that tables describe and that are not empty, in the same order."""
     found: list[FileSlice] = []
     for tree in trees:
-        for tensor, stored in slices_in_rank_file(tree, file, rank):
+        for tensor, stored in slices_in_rank_file(tree, file):
             if stored.nbytes:
                 found.append(FileSlice(stored, tensor.shape))
     _sort(found)

@@ -219,19 +219,16 @@ class SliceTable:
             if segment["file"] != NO_FILE:
                 yield self.files[segment["file"]], int(segment["start"]), int(segment["stop"])
 
-    def segments_in(self, file: str) -> Any:
-        """Return the segments in a file, as an array of SEGMENT."""
-        if file not in self._file_numbers:
-            return self.segments[:0]
-        return self.segments[self.segments["file"] == self._file_numbers[file]]
-
     @cached_property
     def _file_numbers(self) -> dict[str, int]:
         return {file: number for number, file in enumerate(self.files)}
 
     def ranks_in(self, file: str) -> list[int]:
         """Return the ranks that store slices in a file."""
-        return sorted({int(rank) for rank in self.segments_in(file)["rank"]})
+        if file not in self._file_numbers:
+            return []
+        is_in_file = self.segments["file"] == self._file_numbers[file]
+        return sorted({int(rank) for rank in self.segments["rank"][is_in_file]})
 
     def check_counts(self) -> None:
         """Raise the error of :meth:`damaged` if a rank has more or fewer rows than slices; the rows are not read.

@@ -69,15 +69,11 @@ def files_of(tree: Tree) -> set[str]:
     return files
 
 
-def slices_in_rank_file(
-    tree: Tree, file: str, rank: int | None = None
-) -> Iterator[tuple[Tensor, Slice]]:
-    """Yield the slices in a file that the tree's table describes, of one *rank* or of all, each with its tensor."""
+def slices_in_rank_file(tree: Tree, file: str) -> Iterator[tuple[Tensor, Slice]]:
+    """Yield the slices in a file that the tree's table describes, each with its tensor."""
     if tree.table is None:
         return
     ranks = tree.table.ranks_in(file)
-    if rank is not None:
-        ranks = [rank] if rank in ranks else []
     for tensor in tree.stored if ranks else ():
         if isinstance(tensor.slices, RegularSlices) and tensor.slices.position is None:
             for each in ranks:

@@ -42,10 +42,6 @@ class Forecast:
     free_bytes: int
     export_bytes: int = 0
 
-    @property
-    def fits(self) -> bool:
-        return self.nbytes <= self.free_bytes
-
 
 def free_bytes(directory: Path) -> int:
     """Bytes that this user may write to the file system of *directory*, which need not exist yet."""

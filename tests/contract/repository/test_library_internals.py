@@ -125,7 +125,6 @@ PRIVATE_NAMES: dict[str, str] = {
     "_nested_dict": "torch.distributed.checkpoint",
     "_StridedShard": "torch.distributed.tensor.placement_types",
     # The names that torch.save writes into files.
-    "_dtype_to_storage_type_map": "torch.storage",
     "_get_dtype_from_pickle_storage_type": "torch.storage",
     "_get_layout": "torch.serialization",
     "_rebuild_device_tensor_from_numpy": "torch._utils",

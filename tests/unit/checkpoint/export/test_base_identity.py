@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -136,21 +135,3 @@ def test_the_files_of_another_base_that_differ_are_listed() -> None:
     text = str(caught.value)
     assert "saved with there, now here; files that differ: other, new, gone" in text
     assert "relative to the run it was ../base" in text
-
-
-def test_reading_a_base_is_timed_and_counted_and_costs_nothing_again(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
-    (base / "model.safetensors").write_bytes(bytes(1000))
-    started = time.monotonic()
-    first = identify_base(str(base), base, run=tmp_path / "run", cache=tmp_path / "cache")
-    assert 0 <= first.seconds <= time.monotonic() - started
-    assert first.nbytes == 1002 and first.relative == "../base"
-    again = identify_base(str(base), base, run=tmp_path / "run", cache=tmp_path / "cache")
-    assert again.nbytes == 0 and again.digest == first.digest
-    (base / "config.json").write_text("{ }")
-    changed = identify_base(str(base), base, run=tmp_path / "run", cache=tmp_path / "cache")
-    assert changed.nbytes == 3 and changed.digest != first.digest
-    uncached = identify_base(str(base), base, run=tmp_path / "run")
-    assert uncached.nbytes == 1003 and uncached.digest == changed.digest

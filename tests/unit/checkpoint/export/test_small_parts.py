@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.export import base_identity
-from automodel_ckpt.checkpoint.export.adapter_record import read_peft_record
 from automodel_ckpt.checkpoint.export.export_manifest import (
     DigestedRange,
     ExportManifest,
@@ -24,66 +21,10 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import reuse
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint
 
 # ---------------------------------------------------------------- records and indexes
-
-
-def write_record(checkpoint: Path, **changes: Any) -> None:
-    record = {"format_version": 1, "base": {"name": "b", "digest": "d"}, "adapter": {}} | changes
-    (checkpoint / "model").mkdir(parents=True, exist_ok=True)
-    (checkpoint / "model" / layout.AUTOMODEL_PEFT_CONFIG).write_text(json.dumps(record))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"base": {"name": "\ud800"}}, "does not state where the base is"),
-        ({"base": {"name": "a\0b"}}, "does not state where the base is"),
-        ({"base": {"name": "b", "relative_to_run": 5}}, "does not state where the base is"),
-        ({"base": {}}, "does not state where the base is"),
-        ({"base": []}, "it lacks base or adapter"),
-        ({"adapter": None}, "it lacks base or adapter"),
-        ({"format_version": 2}, "format_version 2 is later than 1"),
-        ({"format_version": "1"}, "format_version 1 is later than 1"),
-    ],
-)
-def test_a_description_of_adapters_that_names_no_usable_base_is_rejected(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    write_record(tmp_path, **changes)
-    with pytest.raises(CheckpointUnusable, match=message):
-        read_peft_record(tmp_path, "model")
-
-
-def test_a_description_of_adapters_is_read_from_either_place_and_missed_by_name(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(CheckpointUnusable, match="holds no adapters"):
-        read_peft_record(tmp_path, "model")
-    write_record(tmp_path, base={"name": "b", "relative_to_run": None})
-    assert read_peft_record(tmp_path, "model")["base"]["name"] == "b"
-    metadata = tmp_path / "model" / layout.HF_METADATA
-    metadata.mkdir()
-    os.rename(
-        tmp_path / "model" / layout.AUTOMODEL_PEFT_CONFIG, metadata / layout.AUTOMODEL_PEFT_CONFIG
-    )
-    assert read_peft_record(tmp_path, "model")["base"]["name"] == "b"
-
-
-def test_a_base_without_weights_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    index = tmp_path / layout.HF_INDEX
-    assert base_identity.files_of_index(index) == []
-    with pytest.raises(RecipeError, match="no weights"):
-        base_identity.identify_base("base", tmp_path, run=tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "two", "b": "one", "c": "two"}}))
-    assert base_identity.files_of_index(index) == ["one", "two"]
-    # As in the cache of the Hub, where every file is a link.
-    (tmp_path / "snapshot").mkdir()
-    linked = tmp_path / "snapshot" / layout.HF_INDEX
-    linked.symlink_to(index)
-    assert base_identity.files_of_index(linked) == ["one", "two"]
 
 
 # ---------------------------------------------------------------- exports and slices

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from automodel_ckpt.checkpoint.formats import torch_save
@@ -18,11 +16,8 @@ from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
-    DcpChunk,
     DcpLocation,
     DcpMetadata,
-    Extents,
-    Items,
 )
 from automodel_ckpt.convert.formats.torch.dcp_directory import read_content
 from tests.support.dcp_metadata import metadata_by_torch
@@ -112,16 +107,3 @@ def test_a_second_item_of_a_name_is_an_error() -> None:
     metadata.add_value(("a", "b"), DcpLocation("f", 0, 1))
     with pytest.raises(ValueError, match=r"two items have the name 'a\.b'"):
         metadata.add_tensor(("a.b",), "F32", (), [])
-
-
-def test_chunks_as_arrays_and_as_objects_are_the_same() -> None:
-    one, other = DcpMetadata(), DcpMetadata()
-    chunks = [DcpChunk((row, 0), (1, 2), DcpLocation(f"f{row}", 9, 8)) for row in range(3)]
-    one.add_tensor(("a",), "F32", (3, 2), chunks)
-    offsets = np.array([[0, 0], [1, 0], [2, 0]])
-    files = np.array([other.file_number(f"f{row}") for row in range(3)])
-    items = Items(files, np.full(3, 9), np.full(3, 8))
-    other.add_chunks(("a",), "F32", (3, 2), Extents(offsets, np.full((3, 2), (1, 2))), items)
-    first: Any = pickle.loads(one.to_bytes())
-    assert first == pickle.loads(other.to_bytes())
-    assert first.state_dict_metadata["a"].properties.dtype == torch.float32

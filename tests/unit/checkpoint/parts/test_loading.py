@@ -13,7 +13,6 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.save import SaveReport, json_values
 from automodel_ckpt.checkpoint.state.loading import Loader
 from automodel_ckpt.checkpoint.state.param_groups import other_kind
@@ -145,10 +144,6 @@ def test_state_of_each_rank_is_recomputed_or_an_error(caplog: pytest.LogCaptureF
         loader_of(manifest)._load_object(item, record)
     loader_of(manifest, allowed=("x",))._load_object(item, record)
     assert plain.value == "kept"
-
-
-def test_a_checkpoint_that_just_fits_fits() -> None:
-    assert Forecast(10, 10).fits and not Forecast(11, 10).fits
 
 
 def test_speed_and_values_of_a_report_can_be_written_as_json() -> None:
