@@ -264,7 +264,7 @@ def _raw_start(archive: Archive, dtype: str, sizes: tuple[int, ...]) -> int:
     """Return the offset in an item at which the tensor's row-major bytes begin."""
     view = archive.value
     if not isinstance(view, StoredView) or view.dtype != dtype:
-        raise Fault(f"it is not a plain tensor, or of another dtype than {dtype}")
+        raise Fault(f"it is not a plain tensor, or a tensor of another dtype than {dtype}")
     if view.shape != sizes or view.offset != 0:
         raise Fault("it is a tensor of another shape, or a view into a larger one")
     if view.num_outer_dimensions > 0:
