@@ -187,6 +187,8 @@ _DECODERS: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 16,
     },
 }
+_WITHOUT_STAGES = ("gpt2", "falcon_h1")
+"""Types of models for which transformers has no plan of pipeline stages."""
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
 
@@ -386,7 +388,9 @@ def _add_mesh(some: _Some, ranks: int) -> None:
         return
     meshes = ["auto", "fsdp2", "fsdp2", "ddp"]
     if ranks % 2 == 0:
-        meshes += ["tp", "hsdp", "cp", "pp"]
+        meshes += ["tp", "hsdp", "cp"]
+        model_type = some.options.get("model", {}).get("from_config", {}).get("model_type")
+        meshes += ["pp"] * (model_type not in _WITHOUT_STAGES)
         meshes += ["ep"] * _has_experts(some.options)
     mesh = some.numbers.choice(meshes)
     if mesh in ("fsdp2", "ddp"):
