@@ -196,10 +196,10 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
     if found is None or isinstance(found, ast.Assign) or found.decorator_list:
         return None
     if isinstance(found, ast.FunctionDef):
-        return _parameters(found.args, skip=0)
+        return _parameters(found.args, skip=0, module=name.rpartition(".")[0])
     for statement in found.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _parameters(statement.args, skip=1)  # self
+            return _parameters(statement.args, skip=1, module="")  # self
     return None
 
 
@@ -211,7 +211,7 @@ def keywords_of(function: str) -> tuple[str, ...] | None:
     found = definition(function)
     if not isinstance(found, ast.FunctionDef) or found.decorator_list:
         return None
-    parameters = _parameters(found.args, skip=0)
+    parameters = _parameters(found.args, skip=0, module=function.rpartition(".")[0])
     return None if parameters is None else tuple(parameters)
 
 
@@ -290,9 +290,12 @@ def _source_of(statement: ast.ImportFrom, package: str) -> str:
     return ".".join(parts)
 
 
-def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Parameter] | None:
+def _parameters(
+    arguments: ast.arguments, *, skip: int, module: str
+) -> Mapping[str, Parameter] | None:
+    options = {} if arguments.kwarg is None else _options(arguments.kwarg, module)
     # With **kwargs, the source does not show all accepted names: check_targets decides later.
-    if arguments.kwarg is not None or arguments.posonlyargs:
+    if options is None or arguments.posonlyargs:
         return None
     num_required = len(arguments.args) - len(arguments.defaults)
     found = {}
@@ -301,10 +304,22 @@ def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Paramete
             found[argument.arg] = Parameter(_type(argument), number < num_required)
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         found[argument.arg] = Parameter(_type(argument), default is None)
-    return found
+    return found | options
 
 
-def _type(argument: ast.arg) -> Any:
+def _options(argument: ast.arg, module: str) -> dict[str, Parameter] | None:
+    """The fields of ``**options: Unpack[TYPED_DICT]`` in *module*; None for other keywords."""
+    annotation = argument.annotation
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Unpack":
+        return None
+    found = definition(f"{module}.{ast.unparse(annotation.slice)}")
+    if not isinstance(found, ast.ClassDef):
+        return None
+    fields = [each for each in found.body if isinstance(each, ast.AnnAssign)]
+    return {ast.unparse(each.target): Parameter(_type(each), False) for each in fields}
+
+
+def _type(argument: ast.arg | ast.AnnAssign) -> Any:
     if argument.annotation is None:
         return Any
     names = {node.id for node in ast.walk(argument.annotation) if isinstance(node, ast.Name)}

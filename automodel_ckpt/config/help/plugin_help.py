@@ -19,6 +19,7 @@ from automodel_ckpt.config.sample_kinds import recipes_of_builder
 from automodel_ckpt.config.tree.convert import describe, members
 
 PACKAGE = "automodel_ckpt."
+_ROW_DEFAULTS = f"{PACKAGE}data.rows.arguments.ROW_DEFAULTS"
 SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model", "labels")
 """Parameters that the recipe's class adds; they are no keys of a recipe."""
 
@@ -202,6 +203,9 @@ def _defaults(found: ast.FunctionDef | ast.ClassDef, module: str) -> dict[str, s
         return {}
     positional = function.args.args
     texts = {}
+    rows = definition(_ROW_DEFAULTS)
+    if function.args.kwarg and isinstance(rows, ast.Assign) and isinstance(rows.value, ast.Call):
+        texts = {str(each.arg): _text_of(each.value, module) for each in rows.value.keywords}
     given = function.args.defaults
     for argument, default in zip(positional[len(positional) - len(given) :], given, strict=True):
         texts[argument.arg] = _text_of(default, module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from automodel_ckpt.base.hub_access import Kind, is_hub_name
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.config.callables.plugins import callable_of
+from automodel_ckpt.config.callables.signatures import signature_of
 from automodel_ckpt.config.keys.init_from import InitFromConfig
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -125,8 +125,7 @@ def _of_target(target: Target, place: Place) -> Iterator[HubName]:
         # Names without an owner, such as json, are readers of files.
         key = "path" if "/" in str(given.get("path")) else ""
     elif function.startswith(_OWN_DATA):
-        parameters = inspect.signature(callable_of(target)).parameters
-        key = "path" if "revision" in parameters else ""
+        key = "path" if signature_of(callable_of(target)).accepts("revision") else ""
     else:
         return
     name, revision = given.get(key), given.get("revision")
