@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,13 +9,9 @@ from hypothesis import strategies as st
 
 from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
 from automodel_ckpt.data.batches.packing import (
-    IS_TOKEN,
     PackedDataset,
-    RowLayout,
     best_fit_decreasing,
-    longest_sample,
 )
-from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import Stream
 
@@ -47,11 +42,6 @@ def test_each_item_is_in_one_pack_and_no_pack_overflows(lengths: list[int], size
     assert sum(fill <= size / 2 for fill in fills) <= 1
 
 
-def test_an_item_goes_to_the_fullest_pack_with_room() -> None:
-    assert best_fit_decreasing([7, 6, 4, 3, 3], 10) == [[0, 3], [1, 2], [4]]
-    assert best_fit_decreasing([5, 8, 2, 5], 10) == [[1, 2], [0, 3]]
-
-
 def test_positions_start_over_and_first_tokens_have_no_label() -> None:
     packed = PackedDataset(Samples(4, 3, 2), 7)
     assert packed[0] == {
@@ -61,13 +51,6 @@ def test_positions_start_over_and_first_tokens_have_no_label() -> None:
     }
     assert len(packed) == 2
     assert packed.waste == pytest.approx(5 / 14)
-
-
-def test_packs_are_collated_with_their_positions() -> None:
-    batch = PadCollator(9)([PackedDataset(Samples(4, 3, 2), 7)[i] for i in range(2)])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 0, 0, 0, 0]]
-    assert batch["attention_mask"].sum().item() == 9
-    assert longest_sample(batch) == 4
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
@@ -85,11 +68,6 @@ def test_what_cannot_be_packed_is_refused() -> None:
         DocumentRows(pairs, RowRules(7))
 
 
-def collated(*lengths: int) -> dict[str, torch.Tensor]:
-    samples = Samples(*lengths)
-    return PadCollator(9)([samples[i] for i in range(len(samples))])
-
-
 def content(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
     """(position, token, label) of each labelled place, in the order of the tokens."""
     places = zip(
@@ -97,74 +75,3 @@ def content(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
         strict=True,
     )
     return sorted((place for place in places if place[2] != -100), key=lambda place: place[1])
-
-
-@pytest.mark.parametrize(
-    ("layout", "shape"),
-    [
-        (RowLayout(SMALL), (2, 6)),
-        (RowLayout(LARGE), (1, 11)),
-        (RowLayout(LARGE, multiple=8), (2, 6)),
-        (RowLayout(SMALL, one_row=True), (1, 11)),
-        (RowLayout(SMALL, one_row=True, multiple=8), (1, 16)),
-    ],
-)
-def test_samples_share_the_cheapest_rows(layout: RowLayout, shape: tuple[int, int]) -> None:
-    batch = layout(collated(6, 3, 2))
-    assert "attention_mask" not in batch
-    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(
-        batch, shape
-    )
-    assert content(batch) == [(i, i, i) for i in range(2, 6)] + [(2, 12, 12)]
-    lengths = np.diff(np.flatnonzero(np.append(batch["position_ids"].numpy().flatten() == 0, True)))
-    assert sorted(lengths[lengths > 1]) == [2, 3, 6]
-
-
-def test_a_batch_without_padding_but_for_its_mask_or_with_other_tensors_stays_as_it_is() -> None:
-    batches = (collated(5, 5), collated(6), collated(6, 2) | {"pixel_values": torch.zeros(2, 3)})
-    for batch, one_row in itertools.product(batches, (False, True)):
-        after = RowLayout(SMALL, one_row=one_row)(batch)
-        hides = bool((batch["attention_mask"] == 0).any())
-        assert after.keys() == batch.keys() - (set() if hides else {"attention_mask"})
-        assert all(after[name] is batch[name] for name in after)
-
-
-def test_packs_keep_their_rows_or_become_one() -> None:
-    batch = PadCollator(9)([PackedDataset(Samples(4, 3, 2), 7)[i] for i in range(2)])
-    assert RowLayout(LARGE)(batch)["position_ids"].tolist() == batch["position_ids"].tolist()
-    one_row = RowLayout(LARGE, one_row=True)(batch)
-    assert one_row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
-    assert content(one_row) == content(batch)
-
-
-def test_only_padded_places_are_marked_and_only_where_the_layout_marks_them() -> None:
-    padded_packs = PadCollator(9)([PackedDataset(Samples(4, 3, 2), 7)[i] for i in range(2)])
-    full_packs = PadCollator(9)([PackedDataset(Samples(4, 3), 7)[0]])
-    full_rows = collated(5, 5)
-    marks = RowLayout(LARGE, marks_tokens=True)
-    assert torch.equal(marks(padded_packs)[IS_TOKEN], padded_packs["attention_mask"])
-    for batch in (full_packs, full_rows):
-        assert IS_TOKEN not in marks(batch)
-    assert IS_TOKEN not in RowLayout(LARGE)(padded_packs)
-    with_gap = RowLayout(SMALL, one_row=True, multiple=8, marks_tokens=True)(collated(6, 3, 2))
-    assert with_gap[IS_TOKEN].tolist() == [[1] * 11 + [0] * 5]
-    without_gap = RowLayout(SMALL, one_row=True, marks_tokens=True)(collated(6, 3, 2))
-    assert IS_TOKEN not in without_gap
-    assert IS_TOKEN not in RowLayout(SMALL, one_row=True, multiple=8)(collated(6, 3, 2))
-
-
-def test_one_row_is_made_of_full_rows_where_they_are_packs_or_not_a_multiple() -> None:
-    packs = PadCollator(9)([PackedDataset(Samples(4, 3, 4, 3), 7)[i] for i in range(2)])
-    assert packs["attention_mask"].all()
-    assert RowLayout(SMALL, one_row=True)(packs)["input_ids"].shape == (1, 14)
-    assert RowLayout(SMALL, one_row=True, multiple=8)(collated(5, 5))["input_ids"].shape == (1, 16)
-    assert RowLayout(SMALL, one_row=True, multiple=5)(collated(5, 5))["input_ids"].shape == (2, 5)
-
-
-def test_full_rows_stay_only_at_the_length_that_is_wanted() -> None:
-    layout = RowLayout(SMALL, one_row=True, unpadded_length=5)
-    assert layout(collated(5, 5))["input_ids"].shape == (2, 5)
-    others = collated(4, 4)
-    rows = layout(others)
-    assert rows["position_ids"].tolist() == [[0, 1, 2, 3] * 2]
-    assert torch.equal(rows["input_ids"], others["input_ids"].view(1, 8))

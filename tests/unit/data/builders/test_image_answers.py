@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_answers import json_tokens
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.vlm import conversations, image_answers
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data.mock_images import mock_images
 from tests.support.models.vision import TEMPLATE, llava
 
 RECEIPT = {"gt_parse": {"menu": [{"nm": "Tea", "price": "2"}, {"nm": "Pie"}], "total": {"n": 3}}}
@@ -156,14 +154,6 @@ def test_images_are_paths_bytes_or_several(kind: str, processor: Any, tmp_path: 
 )
 def test_an_object_becomes_the_tokens_of_donut(value: Any, expected: str) -> None:
     assert json_tokens(value) == expected
-
-
-def test_an_object_that_is_nested_without_end_is_rejected() -> None:
-    nested: Any = "x"
-    for _ in range(5000):
-        nested = [nested]
-    with pytest.raises(UnusableSample, match="nested too deeply"):
-        json_tokens({"a": nested})
 
 
 UNUSABLE = [
@@ -318,28 +308,3 @@ def test_long_samples_are_skipped_on_request(processor: Any, tmp_path: Path) -> 
     labels = collate([samples[0], samples[1]])["labels"]
     assert (labels[0] >= 0).any() and not (labels[1] >= 0).any()
     assert collate.num_left_out == 1
-
-
-def test_mock_images_depend_on_the_seed_and_the_number_alone(processor: Any) -> None:
-    options: dict[str, Any] = {"num_images_per_sample": 2, "image_size": (12, 8), "num_words": 5}
-    few = mock_images(processor, 2, seed=3, **options)
-    many = mock_images(processor, 4, seed=3, **options)
-    assert len(few) == 2 and few[1].images[0].size == (12, 8)
-    for number in range(2):
-        assert few[number].text == many[number].text
-        assert few[number].images == many[number].images
-    assert mock_images(processor, 2, seed=4, **options)[0].images != few[0].images
-    answers = mock_images(processor, 3, responses=["yes", "no"], image_size=(8, 8))
-    texts = [sample.text.removesuffix("</s>").rpartition("|>")[2] for sample in answers]
-    assert texts == ["yes", "no", "yes"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_samples", 0), ("image_size", (0, 4)), ("image_size", (10**6, 10**6)), ("seed", -1)],
-)
-def test_impossible_sizes_of_mock_images_are_rejected(
-    name: str, value: Any, processor: Any
-) -> None:
-    with pytest.raises(RecipeError, match=rf"dataset\.{name}"):
-        mock_images(processor, **{name: value})

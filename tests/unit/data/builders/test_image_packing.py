@@ -13,10 +13,8 @@ from PIL import Image
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.image_packing import (
     PACK_IDS,
-    ImagePack,
     ImageRowLayout,
     PackCollator,
     PackedImages,
@@ -26,7 +24,6 @@ from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from tests.support.models.vision import qwen2_5_vl, write_conversations
-from tests.unit.data.toys import Stream
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +73,6 @@ def test_rows_have_positions_that_restart_and_no_label_on_first_tokens(
     assert rows["labels"][0, 1:first].tolist() == rows["input_ids"][0, 1:first].tolist()
     assert int(rows[IS_TOKEN].sum()) == sum(packs[0].lengths)
     assert torch.equal(rows["pixel_values"], batch["pixel_values"])
-
-
-def test_a_blank_image_is_added_to_the_shortest_row(collate: ImageTextCollator) -> None:
-    short, long = (
-        ImageText(text, images=[], labeled_spans=[(0, 2)]) for text in ("one", "one two three four")
-    )
-    lengths = collate([short, long])["attention_mask"][:2].sum(1).tolist()
-    assert lengths[0] < lengths[1]
-    first, second = ImagePack([short], lengths[:1]), ImagePack([long], lengths[1:])
-    collated = PackCollator(collate)
-    # The third sample has the image, with which the vision tower runs.
-    assert collated([first, second])[PACK_IDS].tolist() == [0, 1, 0]
-    assert collated([second, first])[PACK_IDS].tolist() == [0, 1, 1]
-    # Its tokens do not count, nor does the padding of rows.
-    for marks_tokens in (True, False):
-        rows = ImageRowLayout(multiple=64, marks_tokens=marks_tokens)(collated([first, second]))
-        assert rows[IS_TOKEN].sum(1).tolist() == lengths
 
 
 def test_lengths_are_counted_once_for_the_same_data_and_processor(
@@ -150,17 +130,3 @@ def test_an_image_that_changed_after_it_was_measured_is_reported(
     with pytest.raises(RecipeError, match="another number of tokens") as caught:
         PackCollator(collate)(list(packs))
     assert "sample 0 of" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (Stream(3), "an iterable data set"),
-        ([{"input_ids": [1]}], "a sample is not a conversation with images"),
-    ],
-)
-def test_other_data_sets_are_rejected(
-    dataset: Any, message: str, collate: ImageTextCollator
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        measure(dataset, collate)

@@ -14,10 +14,8 @@ from automodel_ckpt.data.preference import (
     PreferenceCollator,
     PreferenceDataset,
     pairs,
-    require_pairs,
 )
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data import python_docs
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
@@ -222,23 +220,3 @@ def test_micro_batches_have_pairs_in_adjacent_rows(tokenizer: Any, tmp_path: Pat
     assert second.sample_ids == [4, 5]
     with pytest.raises(RecipeError, match="not a pair"):
         PreferenceCollator(PadCollator(0))([{"input_ids": [1], "labels": [1]}])
-
-
-def test_a_data_set_of_other_samples_is_reported_with_what_they_have() -> None:
-    with pytest.raises(RecipeError, match="is not a pair of a preferred") as caught:
-        require_pairs([{"input_ids": [1], "labels": [1]}])
-    assert caught.value.problems[0].value == "input_ids, labels"
-    with pytest.raises(RecipeError, match="is not a pair of a preferred"):
-        PreferenceCollator(PadCollator(0))(["a text"])  # type: ignore[list-item]
-
-
-def test_documentation_is_preferred_to_its_shuffled_words(tokenizer: Any) -> None:
-    dataset = python_docs.preferences(tokenizer, split="validation")
-    again = python_docs.preferences(tokenizer, split="validation", max_samples=20)
-    assert len(dataset) > 100
-    for number, pair in enumerate(again):
-        assert pair == dataset[number]
-        (prompt, chosen), (other_prompt, rejected) = texts(tokenizer, pair)
-        assert prompt == other_prompt and prompt.endswith(":\n")
-        words = [sorted(text.removesuffix("</s>").split()) for text in (chosen, rejected)]
-        assert words[0] == words[1] and chosen != rejected

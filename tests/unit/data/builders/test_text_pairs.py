@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.text_pairs import PairCollator, text_pairs
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data import python_docs
 from tests.fixtures.embedding.tiny_pairs import tokenizer_of
 
 TOKENIZER = tokenizer_of("bert")
@@ -124,38 +122,3 @@ def test_rows_are_pairs_then_negatives(data: str) -> None:
     assert len(set(batch["digests"].tolist())) == 7
     with pytest.raises(RecipeError, match="a sample is no pair of texts"):
         PairCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
-
-
-def test_descriptions_of_functions_are_paired_with_their_signatures() -> None:
-    tokenizer = python_docs.train_tokenizer(300)
-    dataset = python_docs.description_pairs(
-        tokenizer, 64, "validation", query_prompt="q: ", max_samples=5
-    )
-    sample = dataset[0]
-    starts = [n for n, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
-    query = tokenizer.decode(sample["input_ids"][: starts[1]])
-    assert len(starts) == 2
-    assert query.startswith("q: ")
-    assert tokenizer.decode(sample["input_ids"][starts[1] :]).startswith(("def ", "class "))
-    assert len(dataset) == 5
-
-
-def test_descriptions_have_signatures_of_other_functions_as_negatives() -> None:
-    tokenizer = python_docs.train_tokenizer(600)
-    dataset = python_docs.description_pairs(
-        tokenizer, 64, "validation", max_samples=40, num_negatives=3
-    )
-    first_documents: list[str] = []
-    lists: list[list[str]] = []
-    for number in range(len(dataset)):
-        sample = dataset[number]
-        starts = [n for n, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
-        bounds = [*starts[1:], None]
-        texts = [tokenizer.decode(sample["input_ids"][slice(*each)]) for each in pairwise(bounds)]
-        lists.append(texts)
-        first_documents.append(texts[0])
-    assert {len(texts) for texts in lists} == {4}
-    # Truncated texts can be equal.
-    assert lists[0][1:] == first_documents[1:4]
-    with pytest.raises(RecipeError, match="num_negatives must be at least 0"):
-        python_docs.description_pairs(tokenizer, 64, "validation", num_negatives=-1)

@@ -17,15 +17,14 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.images import open_image
-from automodel_ckpt.data.vlm import ImageConversations, conversations
+from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data import digits
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from tests.support.models.vision import FAMILIES, TEMPLATE, write_conversations
 
@@ -392,53 +391,12 @@ def test_the_brightness_of_16_bits_is_scaled_and_not_clipped(kind: str, tmp_path
             open_image(encoded(pixels.astype(kind_of_32_bits), "TIFF"), tmp_path)
 
 
-@pytest.mark.parametrize("largest", [0xFFFF, 999])
-def test_the_brightness_of_a_pgm_file_is_relative_to_its_largest_value(
-    largest: int, tmp_path: Path
-) -> None:
-    pixels = np.array([0, largest // 2, largest], dtype=">u2").tobytes()
-    opened = open_image(f"P5 3 1 {largest}\n".encode() + pixels, tmp_path)
-    assert np.asarray(opened)[0, :, 0].tolist() == [0, 127, 255]
-    text = f"P2 3 1 {largest}\n0 {largest // 2} {largest}\n".encode()
-    assert open_image(text, tmp_path).tobytes() == opened.tobytes()
-
-
 def test_images_are_turned_as_their_exif_data_state(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x112] = 6  # the top of the scene is at the right
     pixels = np.array([[[0] * 3, [250] * 3]], dtype=np.uint8)
     turned = open_image(encoded(pixels, exif=exif), tmp_path)
     assert np.asarray(turned)[..., 0].tolist() == [[0], [250]]
-
-
-@pytest.mark.parametrize("orientation", range(10))
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_every_orientation_is_that_of_pillow(kind: str, orientation: int, tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x112] = orientation
-    content = encoded(np.arange(18, dtype=np.uint8).reshape(2, 3, 3), kind, exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    assert np.array_equal(open_image(content, tmp_path), expected)
-
-
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_damaged_exif_data_do_not_make_an_image_unusable(kind: str, tmp_path: Path) -> None:
-    pixels = np.zeros((1, 2, 3), dtype=np.uint8)
-    opened = open_image(encoded(pixels, kind, exif=b"Exif\0\0damaged"), tmp_path)
-    assert np.array_equal(opened, pixels)
-
-
-def test_errors_of_every_type_of_a_decoder_name_the_image(tmp_path: Path) -> None:
-    class Broken(Image.Image):
-        def load(self) -> Any:
-            raise RuntimeError("Failed to decode frame 0")
-
-    with pytest.raises(UnusableSample, match="cannot be read") as caught:
-        open_image(Broken(), tmp_path)
-    assert "Failed to decode frame 0" in str(caught.value.value)
-    with pytest.raises(UnusableSample) as caught:
-        open_image(b"text", tmp_path)
-    assert caught.value.value == "4 bytes of the data (not an image of a known format)"
 
 
 def test_bytes_and_images_are_images_too(tmp_path: Path) -> None:
@@ -514,16 +472,6 @@ def test_samples_of_a_language_model_are_rejected(processors: Any) -> None:
         assert caught.value.problems[0].value == "dict with input_ids, labels"
 
 
-def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -> None:
-    _, processor = FAMILIES["llava"]()
-    processor.chat_template = None
-    with pytest.raises(RecipeError, match="no chat template"):
-        conversations(processor, str(data))
-    assert isinstance(
-        conversations(processor, str(data), chat_template=TEMPLATE), ImageConversations
-    )
-
-
 def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(
     processors: Any, data: Path
 ) -> None:
@@ -536,20 +484,6 @@ def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(
     padding = processor.tokenizer.pad_token_id
     assert padding != 0 and long[-1] != padding
     assert short[-3:] == [padding] * 3
-
-
-def test_the_digits_have_a_fixed_validation_split_that_is_not_trained_on() -> None:
-    processor = digits.processor()
-    train, validation = digits.scans(processor), digits.scans(processor, split="validation")
-    with pytest.raises(
-        RecipeError, match=r"dataset.split\s+value:\s+test\s+hint:\s+use one of: train, validation"
-    ):
-        digits.scans(processor, split="test")
-    assert (len(train), len(validation)) == (1497, 300)
-    scans = [{image.tobytes() for image in split.images} for split in (train, validation)]
-    assert scans[0].isdisjoint(scans[1])
-    assert validation.image(0).size == (32, 32)
-    assert validation.digits == digits.scans(processor, split="validation").digits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -571,14 +505,3 @@ def test_truncation_changes_only_what_has_a_value_for_each_token(
     assert shorter["attention_mask"][0].sum() == length - 1
     fitting = conversations(processor, str(data), seq_length=length)
     assert collate([fitting[0]])["attention_mask"].sum() == length
-
-
-@pytest.mark.parametrize("setting", [{"learn": "first"}, {"truncation": "left"}])
-def test_another_choice_of_images_settings_is_rejected_with_the_choices(
-    setting: dict[str, Any], processors: Any, data: Path
-) -> None:
-    [(name, value)] = setting.items()
-    with pytest.raises(
-        RecipeError, match=rf"dataset\.{name}\s+value:\s+{value}\s+hint:\s+use one of"
-    ):
-        conversations(processors["llava"][1], str(data), **setting)

@@ -61,16 +61,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable() ->
         cached("samples", (), write)
 
 
-def test_a_full_disk_is_reported_with_the_directory_of_the_cache() -> None:
-    def build(directory: Path) -> None:
-        with open("/dev/full", "wb", buffering=0) as file:
-            file.write(b"samples")
-
-    with pytest.raises(RecipeError, match="ENOSPC") as caught:
-        cached("full", (1,), build)
-    assert caught.value.problems[0].where == str(cache_directory())
-
-
 def test_a_process_that_waits_for_another_one_reports_for_which(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,11 +108,6 @@ def test_a_child_that_was_forked_while_the_data_was_built_does_not_keep_the_lock
         os.close(release[1])
         os.waitpid(children[0], 0)
         os.close(release[0])
-
-
-def test_without_the_variable_it_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AUTOMODEL_CKPT_CACHE")
-    assert cache_directory() == Path(os.path.expanduser("~/.cache/automodel_ckpt"))
 
 
 def test_without_a_home_that_can_be_written_it_is_this_users_in_the_temporary_directory(

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import os
-import pty
 import signal
-import struct
-import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.rows import preparation
-from automodel_ckpt.data.rows.preparation import prepare
 from automodel_ckpt.data.rows.row_workers import in_order
-from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.fast_encoding import encode_all, encode_one
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
@@ -104,32 +91,6 @@ def test_workers_write_the_same_bytes_as_one_process(
         assert other.read_bytes() == path.read_bytes(), path
 
 
-@pytest.mark.parametrize("policy", ["error", "right", "skip"])
-def test_the_samples_are_those_of_all_rows_at_once(
-    tokenizer: Any, data: str, workers: Callable[[int], None], tmp_path: Path, policy: str
-) -> None:
-    def encode(rows: Rows) -> list[TokenizedSample]:
-        prompts, completions = rows.texts(["prompt", "completion"])
-        return Encoder(tokenizer).pairs(prompts, completions)
-
-    workers(2)
-    seq_length = 1000 if policy == "error" else 40
-    source = Source.of(data)
-    whole = Truncation(policy, seq_length).apply_to_all(encode(source), source.place)
-    expected, found = tmp_path / "expected", tmp_path / "found"
-    expected.mkdir()
-    found.mkdir()
-    whole.save(expected)
-    assert prepare(source, encode, Truncation(policy, seq_length), found) is None
-    for path in expected.iterdir():
-        assert (found / path.name).read_bytes() == path.read_bytes(), path.name
-    in_memory = prepare(source, encode, Truncation(policy, seq_length))
-    assert in_memory is not None
-    for name in ("tokens", "ends", "labelled", "counts"):
-        assert np.array_equal(getattr(in_memory, name), getattr(whole, name))
-    assert len(TokenizedDataset.load(found)) == len(whole) > 0
-
-
 def test_the_first_unusable_row_is_reported_with_its_line(
     chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -179,21 +140,6 @@ def test_a_killed_worker_costs_no_row() -> None:
     assert found == list(range(200))
 
 
-def test_workers_end_if_the_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-
-    def process(start: int, stop: int) -> int:
-        return os.getpid()
-
-    results = in_order(process, [(number, number + 1) for number in range(50)], 2)
-    worker = next(results)
-    assert worker != os.getpid()
-    results.close()  # type: ignore[attr-defined]
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
 def test_messages_are_recognized_after_many_rows_without_a_value(
     chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -233,38 +179,3 @@ def test_a_tokenizer_that_changes_texts_is_called(tokenizer: Any) -> None:
     lower = tokenizer(["hello"] * 9, add_special_tokens=False)["input_ids"]
     assert encode_all(lowering, upper) == lower
     assert encode_one(lowering, "HELLO") == lower[0]
-
-
-def test_a_long_preparation_logs_its_progress(
-    tokenizer: Any,
-    data: str,
-    workers: Callable[[int], None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workers(1)
-    with caplog.at_level(logging.INFO):
-        text(tokenizer, data, field="prompt")
-    assert "rows/s" not in caplog.text
-    workers(2)
-    monkeypatch.setattr(preparation, "_LINE_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO):
-        text(tokenizer, data, field="prompt")
-    assert f"{data}: tokenized 20 of 230 rows, " in caplog.text
-    assert "tokenized 230 of" not in caplog.text
-
-
-def test_a_terminal_shows_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    master, slave = pty.openpty()
-    # A new terminal has no columns, and the bar then no width (ioctl_tty(2)).
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with os.fdopen(slave, "w") as terminal:
-        monkeypatch.setattr("sys.stderr", terminal)
-        with preparation._progress("rows", 100) as show:
-            time.sleep(1.1)
-            show(50)
-        terminal.flush()
-        shown = os.read(master, 4000).decode()
-    os.close(master)
-    assert "tokenizing:  50%" in shown
-    assert "50/100" in shown
