@@ -24,9 +24,7 @@ from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.samples.teacher_targets import (
     LOG_PROBS,
     REST,
-    TOKENIZED,
     TOKENS,
-    SampleKind,
     TargetCollator,
     TargetedDataset,
 )
@@ -206,10 +204,6 @@ class DistillationRecipe(Recipe):
             tp_size=self.layout.sizes.tp,
         )
 
-    def sample_kind(self) -> SampleKind:
-        """Describe the samples of the data sets to the cache of the teacher's predictions."""
-        return TOKENIZED
-
     def build_collate_fn(self) -> Any:
         """Build the collate function of a fine-tuning; with ``top_k``, it collates what the teacher predicts too."""
         collate_fn = super().build_collate_fn()
@@ -256,7 +250,7 @@ class DistillationRecipe(Recipe):
 
     def _with_targets(self, dataset: Any) -> TargetedDataset:
         check_countable(dataset)
-        self._targeted.append(TargetedDataset(dataset, self.sample_kind()))
+        self._targeted.append(TargetedDataset(dataset))
         return self._targeted[-1]
 
     def _read_or_compute(self, identity: str) -> None:
@@ -272,7 +266,6 @@ class DistillationRecipe(Recipe):
             directory=self.section.cache_dir,
             batch_size=self.config.step_scheduler.local_batch_size,
             collate_fn=collate_fn,
-            kind=self.sample_kind(),
         )
         missing = []
         for dataset in self._targeted:

@@ -5,8 +5,6 @@ Student and teacher get the same tokens and pixels, which the processor of the s
 
 from __future__ import annotations
 
-from automodel_ckpt.data.media.image_targets import image_samples
-from automodel_ckpt.data.samples.teacher_targets import SampleKind
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.recipes.distill import DistillationRecipe
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
@@ -19,16 +17,12 @@ class VLMDistill(DistillationRecipe, VLMFinetune):
 
     def config_problems(self) -> list[Problem]:
         problems = super().config_problems()
-        collate_fn = self.config.dataloader.collate_fn
-        if self.section.top_k is not None and collate_fn is not None:
-            what = "the teacher's logits are cached by sample, whose rows only the default collate function shows"
-            hint = "remove dataloader.collate_fn, or distill.top_k"
+        if self.section.top_k is not None:
+            what = "the teacher's logits are cached for texts only"
+            hint = "remove distill.top_k: the teacher predicts during training"
             problems.append(Problem(what, "distill.top_k", str(self.section.top_k), hint))
         return problems
 
     def compare_with_teacher(self, teacher: PretrainedTeacher) -> None:
         super().compare_with_teacher(teacher)
         check_images(teacher, self.model_config, self.processor)
-
-    def sample_kind(self) -> SampleKind:
-        return image_samples(self.processor)

@@ -30,6 +30,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING
+from automodel_ckpt.data.rows.arguments import RowOptions
 from tools import features
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,17 +185,24 @@ def data_page() -> str:
         "Most builders have these. Each builder lists them by name.",
         "",
     ]
-    lines += [*ARGUMENT_HEADER, *map(_argument_cells, shared)]
+    of_rows = [each for each in shared if each.name in typing.get_type_hints(RowOptions)]
+    others = [each for each in shared if each not in of_rows]
+    lines += [*ARGUMENT_HEADER, *map(_argument_cells, others), "", "### Row options", ""]
+    lines += ["Which rows a builder reads, and when.", "", *ARGUMENT_HEADER]
+    lines += map(_argument_cells, of_rows)
     for builder in builders:
         lines += ["", f"## {builder.short_name}", "", f"`_target_: {builder.name}`"]
         for paragraph in (builder.summary, *builder.text.split("\n\n")):
             lines += ["", markdown(paragraph)] if paragraph else []
         own = [each for each in builder.arguments if each not in shared]
         lines += ["", *ARGUMENT_HEADER, *map(_argument_cells, own)] if own else []
-        if also := [f"`{each.name}`" for each in builder.arguments if each in shared]:
-            lines += ["", f"Shared arguments: {', '.join(also)}."]
-    others = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
-    lines += ["", "## Other builders", "", f"Without `--trust`: {others}.", ""]
+        also = [f"`{each.name}`" for each in builder.arguments if each in shared]
+        rows = [f"`{name}`" for name in typing.get_type_hints(RowOptions)]
+        if set(rows) <= set(also):
+            also = [*(name for name in also if name not in rows), "the [row options](#row-options)"]
+        lines += ["", f"Shared arguments: {', '.join(also)}."] if also else []
+    elsewhere = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
+    lines += ["", "## Other builders", "", f"Without `--trust`: {elsewhere}.", ""]
     return "\n".join(lines)
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.conversation_changes import ConversationChanges
-from automodel_ckpt.data.conversations.messages import UnusableSample, is_empty
+from automodel_ckpt.data.conversations.messages import REASONING, at_row, is_empty, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.rows.arguments import require_choice
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
-from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +40,7 @@ def messages(
     skip_unanswered: bool = False,
     special_tokens_as_text: bool = False,
     truncation: Literal["error", "right", "skip", "history"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make one sample per conversation, with labels on the assistant's text and the end of its turns.
 
@@ -58,13 +48,12 @@ def messages(
     The field ``conversations`` is read if there is no field ``messages``. An answer with ``"weight": 0`` has no labels.
     Templates that support only text get the text of contents that are lists of text parts; those that require objects
     get the arguments of ``tool_calls`` as objects. Messages with the roles ``tool_call`` and ``tool_response`` are
-    converted (:func:`~automodel_ckpt.data.conversations.tool_turns.with_tool_calls`).
+    converted (:func:`~automodel_ckpt.data.conversations.messages.with_tool_calls`).
 
     Raises :class:`RecipeError` with the location of a sample that is not a conversation, that the template cannot
     render, whose tools it omits, whose answers cannot be located in the template's output, or that has no label.
     """
     require_choice("learn", learn, ("all", "last"))
-    source = Source.of(path, name, split, revision)
     template = ChatTemplate(
         tokenizer,
         template_of(tokenizer, chat_template),
@@ -74,68 +63,81 @@ def messages(
         max_tokens=seq_length if truncation == "history" else None,
         special_tokens_as_text=special_tokens_as_text,
     )
-    changes = ConversationChanges(drop_earlier_reasoning, end_with_answer, skip_unanswered)
-    encoder = ConversationEncoder(template, changes, messages_field, tools_field)
-    _log_template(source, template)
+    changes = {
+        "drop_earlier_reasoning": drop_earlier_reasoning,
+        "end_with_answer": end_with_answer,
+        "skip_unanswered": skip_unanswered,
+    }
+
+    def turns_after_changes(conversation: Any) -> list[dict[str, Any]]:
+        turns = turns_of(conversation)
+        if end_with_answer:
+            turns = _until_last_answer(turns)
+        if drop_earlier_reasoning:
+            turns = _without_earlier_reasoning(turns)
+        if skip_unanswered and not any(turn["role"] == "assistant" for turn in turns):
+            return []
+        return turns
+
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        field = _field_in(rows, messages_field)
+        return conversations(template, rows, [field], tools_field, turns_after_changes)
+
+    _log_template(path, template)
     return samples_of(
-        source,
+        path,
         tokenizer,
-        encoder.encode,
+        encode,
         Truncation.of(truncation, seq_length),
-        fields=encoder.names,
-        key=encoder.key,
+        fields=(messages_field, _OTHER_FIELD, tools_field),
+        # Without changes that are not made, so that the keys of samples that do not need them stay the same.
+        key=("messages", messages_field, tools_field, *template.key, *filter(changes.get, changes)),
         template=template.method,
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )
 
 
-def _log_template(source: Source, template: ChatTemplate) -> None:
+def _log_template(path: str | list[str], template: ChatTemplate) -> None:
     """Log how the assistant's tokens are located, and warn of a template that writes the date."""
-    log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
+    log.info("%s: the assistant's tokens are found by %s", path, template.method)
     if template.renderer.writes_the_date:
         log.warning(
             "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
             "for example dataset.template_kwargs.date_string '26 Jul 2024'",
-            source.path,
+            path,
         )
 
 
-@dataclass(frozen=True)
-class ConversationEncoder:
-    """Tokenizes the conversations in rows, after the *changes* that a recipe asks for.
+def _field_in(rows: Rows, given: str) -> str:
+    """The field of the conversations, or ShareGPT's if the data has that and not the default one."""
+    if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
+        return _OTHER_FIELD
+    return given
 
-    A conversation is in *messages_field*, its tools in *tools_field*, if the data has that.
-    """
 
-    template: ChatTemplate
-    changes: ConversationChanges
-    messages_field: str
-    tools_field: str
+def _until_last_answer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    end = len(turns)
+    while end > 0 and turns[end - 1]["role"] != "assistant":
+        end -= 1
+    # A conversation without an answer stays as it is, and is reported or skipped later.
+    return turns[:end] or turns
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The fields that are read."""
-        return (self.messages_field, _OTHER_FIELD, self.tools_field)
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Everything that the samples depend on besides the rows and the tokenizer."""
-        fields = (self.messages_field, self.tools_field)
-        return ("messages", *fields, *self.template.key, *self.changes.key)
-
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
-        """Make a sample of each row. Raises :class:`RecipeError` with the location of an unusable one."""
-        field = self.field_in(rows)
-        return conversations(self.template, rows, [field], self.tools_field, self.changes.turns)
-
-    def field_in(self, rows: Rows) -> str:
-        """The field of the conversations, or ShareGPT's if the data has that and not the default one."""
-        given = self.messages_field
-        if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
-            return _OTHER_FIELD
-        return given
+def _without_earlier_reasoning(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    remaining: list[dict[str, Any]] = []
+    is_earlier = False
+    for turn in reversed(turns):
+        if turn["role"] != "assistant":
+            remaining.append(turn)
+            continue
+        changed = dict(turn)
+        if is_earlier:
+            for key in REASONING:
+                changed.pop(key, None)
+        remaining.append(changed)
+        is_earlier = True
+    remaining.reverse()
+    return remaining
 
 
 def conversations(
@@ -182,13 +184,3 @@ def conversations_of(
         has_empty_answer = any(is_empty(turn) for turn in found)
         samples.append(sample._replace(is_empty=has_empty_answer))
     return samples
-
-
-@contextmanager
-def at_row(rows: Rows, row: int) -> Iterator[None]:
-    """Raise an :class:`UnusableSample` of the block as :class:`RecipeError` with the location of the row."""
-    try:
-        yield
-    except UnusableSample as error:
-        where = f"sample {rows.number_in_data(row)} ({rows.place(row)})"
-        raise RecipeError(error.what, where=where, value=error.value, hint=error.hint) from error

@@ -7,8 +7,7 @@ beside these. Samples are prepared once and cached under a digest of the rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
+from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_tokenizer
 from automodel_ckpt.data.rows.fields import names_in
@@ -29,9 +28,8 @@ from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.fast_encoding import truncation_on_the_right
 from automodel_ckpt.data.samples.label_values import LabelValues, Reading, reading_of
 from automodel_ckpt.data.samples.labels import Labels
-from automodel_ckpt.data.samples.length_summary import LengthSummary
-from automodel_ckpt.data.samples.sample_arrays import SampleArrays
-from automodel_ckpt.data.samples.samples import identity, stored
+from automodel_ckpt.data.samples.sample_arrays import LengthSummary, SampleArrays
+from automodel_ckpt.data.samples.samples import identity, prepared
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -206,7 +204,7 @@ class TextEncoder:
             )
         rendered = []
         for number, conversation in enumerate(rows.values(self.text_field)):
-            with _located(rows, number):
+            with at_row(rows, number):
                 rendered.append(self._template.text(turns_of(conversation)))
         return [rendered], False
 
@@ -312,7 +310,7 @@ def cached_texts(
     *what* is the name of the data in the log.
     """
     whole_key = (_FORMAT, *key)
-    dataset = stored(name, whole_key, encoder.tokenizer, build, LabeledTexts)
+    dataset = prepared(name, whole_key, encoder.tokenizer, build, LabeledTexts)
     if num_cut := int(dataset.num_cut[0]):
         log.warning(
             "%s: %d of %d samples were truncated to seq_length %d",
@@ -335,7 +333,7 @@ def labeled_texts(
     """Tokenize all *rows* and convert their labels. Raises :class:`RecipeError` with the location of a bad row."""
     targets = []
     for number, value in enumerate(values):
-        with _located(rows, number):
+        with at_row(rows, number):
             targets.append(read(value))
     samples: list[Encoded] = []
     known: dict[tuple[str, ...], bool] = {}
@@ -364,14 +362,3 @@ def labeled_texts(
         np.array(targets, dtype=np.float64).reshape(len(samples), -1),
         np.array([encoder.policy.num_cut], dtype=np.int64),
     )
-
-
-@contextmanager
-def _located(rows: Rows, number: int) -> Iterator[None]:
-    """Raise :class:`RecipeError` with the location of row *number* for a sample that cannot be used."""
-    try:
-        yield
-    except UnusableSample as error:
-        raise RecipeError(
-            error.what, where=rows.place(number), value=error.value, hint=error.hint
-        ) from error

@@ -74,13 +74,25 @@ _HINT = (
 )
 
 
+def has_keys(sample: object, *names: str) -> bool:
+    """Whether a sample is a mapping with these keys."""
+    return isinstance(sample, Mapping) and set(names) <= sample.keys()
+
+
+def require_sample(is_valid: bool, sample: object, what: str, hint: str) -> None:
+    """Raise :class:`RecipeError` with the keys or the type of *sample* unless it *is_valid*."""
+    if is_valid:
+        return
+    found = type(sample).__name__
+    if isinstance(sample, Mapping):
+        found = ", ".join(sorted(map(str, sample)))
+    raise RecipeError(what, where="dataset", value=found, hint=hint)
+
+
 def check_has_tokens(sample: object) -> None:
     """Raise :class:`RecipeError` if a sample is not a mapping with ``input_ids`` and ``labels``."""
-    if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-        found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        raise RecipeError(
-            "a sample lacks input_ids or labels", where="dataset", value=found, hint=_HINT
-        )
+    is_valid = has_keys(sample, "input_ids", "labels")
+    require_sample(is_valid, sample, "a sample lacks input_ids or labels", _HINT)
 
 
 def _check(sample: Mapping[str, Sequence[int]]) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations_of
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.messages import UnusableSample, parsed, turns_of
+from automodel_ckpt.data.conversations.messages import CALL, UnusableSample, parsed, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.conversations.tool_turns import CALL
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
@@ -56,12 +55,7 @@ def xlam(
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make one sample per row: a question with the available functions, and the assistant's calls with labels.
 
@@ -83,16 +77,14 @@ def xlam(
         return conversations_of(template, rows, conversation)
 
     return samples_of(
-        Source.of(path, name, split, revision),
+        path,
         tokenizer,
         encode,
         Truncation.of(truncation, seq_length),
         fields=fields,
         key=("xlam", *fields, *template.key),
         template=template.method,
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
@@ -20,12 +20,8 @@ def hellaswag(
     tokenizer: PreTrainedTokenizerBase,
     path: str | list[str] = "Rowan/hellaswag",
     seq_length: int | None = 512,
-    split: str = "train",
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make a sample of each row: the beginning of the story without labels, and the right ending with labels.
 
@@ -47,14 +43,12 @@ def hellaswag(
         return encoder.pairs(prompts, completions)
 
     return samples_of(
-        Source.of(path, split=split, revision=revision),
+        path,
         tokenizer,
         encode,
         Truncation.of(truncation, seq_length),
         key=("hellaswag",),
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )
 
 

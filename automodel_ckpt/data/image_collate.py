@@ -24,7 +24,6 @@ from automodel_ckpt.data.media.media import (
     AUDIO,
     IMAGE,
     Media,
-    audio_processor_of,
     placeholders_of,
     sampling_rate_of,
     usual_media,
@@ -339,14 +338,13 @@ class ImageTextCollator:
 
     @cached_property
     def _audio_limit(self) -> AudioLimit:
-        """The length of the audio that the processor uses."""
+        """Whether the processor uses a whole audio."""
 
         def features_of(samples: Any) -> list[Any]:
             batch = self._call_with([self.unlabeled(None, ".", audio=samples)])
             return [value.numpy() for value in batch.values() if isinstance(value, torch.Tensor)]
 
-        declared = getattr(audio_processor_of(self.processor), "n_samples", None)
-        return AudioLimit(features_of, sampling_rate_of(self.processor), declared)
+        return AudioLimit(features_of, sampling_rate_of(self.processor))
 
     def _uses_whole_audio(self, sample: ImageText) -> bool:
         """Whether the processor uses all of a sample's audio; if not, the sample is skipped with a warning.
@@ -357,15 +355,14 @@ class ImageTextCollator:
         if not too_long:
             return True
         seconds = max(map(len, too_long)) / sampling_rate_of(self.processor)
-        limit = self._audio_limit.seconds
         if sample.truncation == "error":
             raise RecipeError(
                 "an audio is longer than what the processor uses of it",
                 where=sample.where,
-                value=f"{seconds:.1f} s; {type(self.processor).__name__} cuts audio after {limit} s",
+                value=f"{seconds:.1f} s; {type(self.processor).__name__} cuts its end",
                 hint="divide it into shorter ones with their texts, or leave such samples out: dataset.truncation skip",
             )
-        self._skip(sample, f"its audio has {seconds:.1f} s, of which the processor uses {limit} s")
+        self._skip(sample, f"its audio has {seconds:.1f} s, of which the processor cuts the end")
         return False
 
     def _is_used(self, sample: ImageText, tokens: list[int], labeled: list[bool]) -> bool:

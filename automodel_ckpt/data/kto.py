@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import IGNORE_INDEX, has_keys, require_sample
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
 from automodel_ckpt.data.preference import PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.rows.datasets_library import TableStream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.rows.table_stream import TableStream
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
@@ -46,13 +46,8 @@ def judged_completions(
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
-) -> JudgedDataset | JudgedStream:
+    **options: Unpack[RowOptions],
+) -> TokenizedDataset | RowStream:
     """Make one sample per row: a prompt with a completion, and whether the completion is desirable.
 
     *label_field* contains ``true`` or 1 for desirable completions, ``false`` or 0 for others, also as text. Only the
@@ -77,21 +72,17 @@ def judged_completions(
         "completion",
     )
     encoder = _JudgedEncoder(pairs, label_field)
-    samples = samples_of(
-        Source.of(path, name, split, revision),
+    judged = samples_of(
+        path,
         tokenizer,
         encoder.encode,
         Truncation.of(truncation, seq_length),
         fields=[*pairs.names, label_field],
         key=("judged_completions", label_field, *pairs.key),
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
         kind=JudgedDataset,
-        stream_kind=JudgedStream,
     )
-    judged = cast("JudgedDataset | JudgedStream", samples)
-    if isinstance(judged, JudgedStream) and isinstance(judged.rows, TableStream):
+    if isinstance(judged, RowStream) and isinstance(judged.rows, TableStream):
         names = judged.rows.class_names(label_field)
         if names is not None:
             raise RecipeError(
@@ -100,7 +91,6 @@ def judged_completions(
                 value=f"the names are {', '.join(names)}",
                 hint="set dataset.streaming false",
             )
-    judged.max_tokens = seq_length
     return judged
 
 
@@ -116,16 +106,13 @@ def split_pairs(
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
+    **options: Unpack[RowOptions],
 ) -> SplitPairs:
     """Make two samples per pair of answers: the preferred one is desirable, the rejected one is not.
 
     The data are pairs as for :func:`~automodel_ckpt.data.preference.pairs`, with the same arguments;
-    *max_samples* counts pairs. All preferred answers come first, in the order of the data, and then all rejected ones,
-    so that without shuffling no answer follows another one to the same prompt.
+    ``max_samples`` counts pairs. All preferred answers come first, in the order of the data, and then all rejected
+    ones, so that without shuffling no answer follows another one to the same prompt.
     """
     pairs = preference_pairs(
         tokenizer,
@@ -139,11 +126,15 @@ def split_pairs(
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         truncation=truncation,
-        max_samples=max_samples,
-        name=name,
-        split=split,
-        revision=revision,
+        **options,
     )
+    if isinstance(pairs, RowStream):
+        raise RecipeError(
+            "the two answers of a pair in a stream cannot be separated",
+            where="dataset.streaming",
+            value=True,
+            hint="set dataset.streaming false",
+        )
     return SplitPairs(cast("PreferenceDataset", pairs), seq_length)
 
 
@@ -178,24 +169,10 @@ class JudgedDataset(TokenizedDataset):
 
     # A promise is not inherited: a subclass could draw random numbers.
     draws_nothing = True
-    max_tokens: int | None = None
-    """The limit for prompts with the completions of other samples; None: there is none."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self.sample(index)
-        assert self.numbers is not None
-        return _judged(sample, self.numbers[index] == 1, self.max_tokens)
-
-
-class JudgedStream(RowStream):
-    """A :class:`RowStream` whose samples have the form of :class:`JudgedDataset`."""
-
-    max_tokens: int | None = None
-
-    def prepare(self, row: Row) -> dict[str, Any]:
-        """Tokenize a row, truncated to seq_length; without labels if truncation leaves none."""
-        [sample] = self.samples_of(row)
-        return _judged(with_labels(sample), sample.number == 1, self.max_tokens)
+    @staticmethod
+    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+        return _judged(samples[0], number == 1, limit)
 
 
 class SplitPairs:
@@ -282,14 +259,10 @@ def _num_prompt_tokens(sample: Mapping[str, Any]) -> int:
 
 
 def _require_judgment(sample: object) -> None:
-    needed = {"input_ids", "labels", DESIRABLE}
-    if isinstance(sample, Mapping) and needed <= sample.keys():
-        return
-    found = ", ".join(sample) if isinstance(sample, Mapping) else type(sample).__name__
-    raise RecipeError(
+    require_sample(
+        has_keys(sample, "input_ids", "labels", DESIRABLE),
+        sample,
         "a sample is not a completion that is judged as desirable or undesirable",
-        where="dataset",
-        value=found,
-        hint="use a builder of such samples, such as automodel_ckpt.data.kto.judged_completions or split_pairs, "
+        "use a builder of such samples, such as automodel_ckpt.data.kto.judged_completions or split_pairs, "
         f'or return {{"input_ids": [...], "labels": [...], "{DESIRABLE}": true}}',
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
+from automodel_ckpt.data.collate import has_keys, require_sample
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.pairs.preference_rows import (
     CHOSEN,
@@ -19,12 +20,11 @@ from automodel_ckpt.data.pairs.preference_rows import (
     PreferenceEncoder,
     PreferenceFields,
 )
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
-from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
-from automodel_ckpt.errors import RecipeError
 
 MARGIN = "margin"
 REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
@@ -45,13 +45,8 @@ def pairs(
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
-) -> PreferenceDataset | PreferenceStream:
+    **options: Unpack[RowOptions],
+) -> TokenizedDataset | RowStream:
     """Make one pair per row: the prompt with its preferred answer, and the prompt with its rejected answer.
 
     Only the answers and their end tokens have labels. Prompt and answers are texts, which are concatenated unchanged,
@@ -85,20 +80,16 @@ def pairs(
         )
 
     encoder = PreferenceEncoder(fields, encoder_of(CHOSEN), encoder_of(REJECTED))
-    dataset = samples_of(
-        Source.of(path, name, split, revision),
+    return samples_of(
+        path,
         tokenizer,
         encoder.encode,
         Truncation.of(truncation, seq_length),
         fields=fields.names,
         key=encoder.key,
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
         kind=PreferenceDataset,
-        stream_kind=PreferenceStream,
     )
-    return cast("PreferenceDataset | PreferenceStream", dataset)
 
 
 class PreferenceDataset(TokenizedDataset):
@@ -112,33 +103,12 @@ class PreferenceDataset(TokenizedDataset):
     group_size: ClassVar[int] = 2
     noun: ClassVar[str] = "pair"
 
-    def __len__(self) -> int:
-        return len(self.ends) // 2
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        first = 2 * index
-        chosen = self.sample(first)
-        rejected = self.sample(first + 1)
-        margin = math.nan if self.numbers is None else float(self.numbers[first])
-        return _pair(chosen, rejected, margin)
-
-
-class PreferenceStream(RowStream):
-    """A :class:`RowStream` whose rows are pairs, in the form of :class:`PreferenceDataset`."""
-
-    def prepare(self, row: Row) -> dict[str, Any]:
-        """Tokenize the pair of a row. If truncation leaves one sample without a label, both have none."""
-        chosen, rejected = self.samples_of(row)
-        return _pair(with_labels(chosen), with_labels(rejected), chosen.number)
-
-
-def _pair(chosen: dict[str, Any], rejected: dict[str, Any], margin: float) -> dict[str, Any]:
-    pair: dict[str, Any] = {CHOSEN: chosen, REJECTED: rejected}
-    if not math.isnan(margin):
-        pair[MARGIN] = margin
-    return pair
+    @staticmethod
+    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+        pair: dict[str, Any] = dict(zip((CHOSEN, REJECTED), samples, strict=True))
+        if not math.isnan(number):
+            pair[MARGIN] = number
+        return pair
 
 
 class PreferenceCollator:
@@ -177,13 +147,10 @@ def require_pairs(dataset: Any) -> None:
 
 
 def _require_pair(pair: object) -> None:
-    if isinstance(pair, Mapping) and {CHOSEN, REJECTED} <= pair.keys():
-        return
-    found = ", ".join(pair) if isinstance(pair, Mapping) else type(pair).__name__
-    raise RecipeError(
+    require_sample(
+        has_keys(pair, CHOSEN, REJECTED),
+        pair,
         "a sample is not a pair of a preferred and a rejected answer",
-        where="dataset",
-        value=found,
-        hint="use a builder of pairs, such as automodel_ckpt.data.preference.pairs, or return "
+        "use a builder of pairs, such as automodel_ckpt.data.preference.pairs, or return "
         '{"chosen": {"input_ids": [...], "labels": [...]}, "rejected": {...}}',
     )

@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.pairs.retrieval_sources import (
     WHERE,
     Corpus,
-    RowTable,
+    JsonRows,
     open_source,
 )
 from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.text_pairs import PairReader, TextTruncation, encoder_of
@@ -108,7 +109,7 @@ class _Entry:
 class _Part:
     """The rows of a source, of which *chosen* are used, with their corpora by name ("": of all rows; none: inline)."""
 
-    rows: RowTable
+    rows: Source | JsonRows
     chosen: Sequence[int]
     corpora: Mapping[str, Corpus] = field(default_factory=dict)
 
@@ -205,7 +206,7 @@ class RetrievalRows(Rows):
             if entry.num_samples is not None and entry.num_samples < len(chosen):
                 # As AutoModel draws them.
                 chosen = random.Random(self._seed).sample(chosen, entry.num_samples)
-            parts.append(_Part(rows, chosen, opened.corpora()))
+            parts.append(_Part(rows, chosen, opened.corpora))
         return parts
 
     @cached_property

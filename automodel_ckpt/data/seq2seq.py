@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
-from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
+from automodel_ckpt.data.rows.arguments import RowOptions, require_choice, require_tokenizer
 from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
@@ -38,13 +37,8 @@ def source_target(
     source_prompt: str = "",
     truncation: Literal["error", "right", "skip"] = "error",
     start_token_id: int | None = None,
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
-) -> SourceTargetDataset | SourceTargetStream:
+    **options: Unpack[RowOptions],
+) -> TokenizedDataset | RowStream:
     """Make one sample per row: a source text for the encoder, and a target text for the decoder, which has labels.
 
     *source_field* and *target_field* are fields, or Jinja templates of fields, such as ``"{{ translation.de }}"``.
@@ -65,20 +59,16 @@ def source_target(
         _target_limit(seq_length, target_length),
         start_token_id,
     )
-    dataset = samples_of(
-        Source.of(path, name, split, revision),
+    return samples_of(
+        path,
         tokenizer,
         encoder.encode,
         PairTruncation.of("right", seq_length),
         fields=encoder.fields.names,
         key=("source_target", *encoder.fields, truncation, *encoder.key),
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
         kind=SourceTargetDataset,
-        stream_kind=SourceTargetStream,
     )
-    return cast("SourceTargetDataset | SourceTargetStream", dataset)
 
 
 def _target_limit(seq_length: int | None, target_length: int | None) -> int:
@@ -240,28 +230,16 @@ class SourceTargetDataset(TokenizedDataset):
     # A promise is not inherited: a subclass could draw random numbers.
     draws_nothing = True
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return _pair_of(self.sample(index))
+    @staticmethod
+    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+        # Divided where the labels begin.
+        [sample] = samples
+        tokens = sample["input_ids"]
+        start = sum(label == IGNORE_INDEX for label in sample["labels"])
+        return {"input_ids": tokens[:start], "labels": tokens[start:]}
 
     def limit_text(self, seq_length: int) -> str:
         return "dataset.seq_length or dataset.target_length"
-
-
-class SourceTargetStream(RowStream):
-    """A :class:`RowStream` whose rows are pairs, in the form of :class:`SourceTargetDataset`."""
-
-    def prepare(self, row: Row) -> dict[str, list[int]]:
-        """Tokenize the pair of a row. A row that is to be skipped has a target without tokens."""
-        [sample] = self.samples_of(row)
-        return _pair_of(with_labels(sample))
-
-
-def _pair_of(sample: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Divide the tokens of a sample where its labels begin."""
-    tokens, labels = sample["input_ids"], sample["labels"]
-    num_labels = sum(label != IGNORE_INDEX for label in labels)
-    start = len(tokens) - num_labels
-    return {"input_ids": tokens[:start], "labels": tokens[start:]}
 
 
 class SourceTargetCollator:
@@ -296,14 +274,11 @@ class SourceTargetCollator:
         }
 
 
-def _check(sample: object) -> None:
-    is_pair = isinstance(sample, Mapping) and {"input_ids", "labels"} <= sample.keys()
-    if is_pair and len(sample["input_ids"]):  # type: ignore[index]
-        return
-    raise RecipeError(
+def _check(sample: Mapping[str, Sequence[int]]) -> None:
+    require_sample(
+        has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
+        sample,
         "a sample is no pair of a source and a target",
-        where="dataset",
-        value=sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__,
-        hint='return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
+        'return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
         "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.pairs.chat_pairs import chat_pairs, pair_template
+from automodel_ckpt.data.pairs.pair_encoder import chat_pairs, pair_template
+from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
@@ -25,16 +25,12 @@ def squad(
     tokenizer: PreTrainedTokenizerBase,
     path: str | list[str] = "rajpurkar/squad",
     seq_length: int | None = 1024,
-    split: str = "train",
     no_answer: str | None = None,
     prompt: str = PROMPT,
     as_chat: Literal["auto"] | bool = False,
     chat_template: str | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make a sample of each row: the paragraph and the question without labels, and the first answer with labels.
 
@@ -70,14 +66,12 @@ def squad(
     if template is not None:
         key += ("as_chat", *template.key)
     return samples_of(
-        Source.of(path, split=split, revision=revision),
+        path,
         tokenizer,
         encode,
         Truncation.of(truncation, seq_length),
         key=key,
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )
 
 

@@ -7,15 +7,14 @@ with
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
 from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
@@ -28,12 +27,7 @@ def text(
     seq_length: int | None = 1024,
     field: str = "text",
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make one sample per document, with labels on all tokens, including the end token.
 
@@ -48,15 +42,13 @@ def text(
         return encoder.documents(documents)
 
     return samples_of(
-        Source.of(path, name, split, revision),
+        path,
         tokenizer,
         encode,
         Truncation.of(truncation, seq_length),
         fields=names_in(field),
         key=("text", field),
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )
 
 
@@ -72,12 +64,7 @@ def prompt_completion(
     template_kwargs: dict[str, Any] | None = None,
     learn: Literal["completion", "all"] = "completion",
     truncation: Literal["error", "right", "skip"] = "error",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make one sample per row: the prompt without labels, then the completion and the end token with labels.
 
@@ -107,13 +94,11 @@ def prompt_completion(
         learn,
     )
     return samples_of(
-        Source.of(path, name, split, revision),
+        path,
         tokenizer,
         pairs.encode,
         Truncation.of(truncation, seq_length),
         fields=pairs.names,
         key=("prompt_completion", *pairs.key),
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )

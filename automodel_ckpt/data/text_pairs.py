@@ -11,28 +11,29 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
-from automodel_ckpt.data.pairs.joint_pairs import JointEncoder
-from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
+from automodel_ckpt.data.pairs.joint_pairs import (
+    EmbeddingEncoder,
+    JointEncoder,
+    TemplateEncoder,
+    no_text,
+)
+from automodel_ckpt.data.rows.arguments import RowOptions, require_tokenizer
 from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
-_POLICIES = ("error", "right")
 _NEGATIVES = re.compile(r"negatives?(_\d+)?")
 _NEGATIVES_IN_WORDS = "negative, negatives or negative_N"
 
@@ -49,12 +50,7 @@ def text_pairs(
     document_prompt: str = "",
     pair_template: str | None = None,
     truncation: Literal["error", "right"] = "right",
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    shuffle_block: int = DEFAULT_BLOCK,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
     """Make one sample per row: a query, its document, and any negative documents.
 
@@ -89,15 +85,13 @@ def text_pairs(
     # Keys of earlier versions have no template.
     joint = () if pair_template is None else (pair_template,)
     return samples_of(
-        Source.of(path, name, split, revision),
+        path,
         tokenizer,
         pairs.encode,
         TextTruncation.of("right", seq_length),
         fields=pairs.names,
         key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length, *joint),
-        max_samples=max_samples,
-        streaming=streaming,
-        shuffle_block=shuffle_block,
+        **options,
     )
 
 
@@ -107,11 +101,11 @@ def encoder_of(
     truncation: str,
     pair_template: str | None,
     query_length: int | None = None,
-) -> EmbeddingEncoder | JointEncoder:
+) -> EmbeddingEncoder:
     """The encoder of separate texts (*pair_template* None), or of queries with documents as one text."""
     require_tokenizer(tokenizer)
     if pair_template is None:
-        return EmbeddingEncoder(tokenizer, seq_length, truncation, query_length=query_length)
+        return EmbeddingEncoder(tokenizer, seq_length, truncation, query_length)
     if query_length is not None:
         raise RecipeError(
             "a query with a document is one text, which has one limit",
@@ -119,7 +113,9 @@ def encoder_of(
             value=query_length,
             hint="remove it, and set dataset.seq_length",
         )
-    return JointEncoder(tokenizer, seq_length, truncation, pair_template)
+    if pair_template:
+        return TemplateEncoder(tokenizer, seq_length, truncation, pair_template)
+    return JointEncoder(tokenizer, seq_length, truncation)
 
 
 class TextTruncation(Truncation):
@@ -132,76 +128,11 @@ class TextTruncation(Truncation):
         return list(samples)
 
 
-class EmbeddingEncoder:
-    """Tokenizes texts as libraries that compute embeddings do: with the special tokens that the tokenizer adds.
-
-    Texts of more than *seq_length* tokens (None: no limit) are truncated, or rejected with *truncation* ``error``;
-    *query_length* is the limit of queries (None: *seq_length*).
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        seq_length: int | None,
-        truncation: str = "right",
-        *,
-        query_length: int | None = None,
-    ) -> None:
-        require_choice("truncation", truncation, _POLICIES)
-        self._tokenizer = tokenizer
-        self._limit = seq_length
-        self._query_limit = query_length or seq_length
-        self._rejects = truncation == "error"
-
-    def samples(
-        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
-    ) -> list[TokenizedSample]:
-        """Make a sample of each row of texts: the query, the positive document, and negative documents.
-
-        ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that
-        is too long.
-        """
-        texts = list(chain.from_iterable(rows))
-        encoded = iter(encode_all(self._tokenizer, texts, add_special_tokens=True))
-        samples = []
-        for number, row in enumerate(rows):
-            tokens: list[int] = []
-            labelled: list[bool] = []
-            is_cut = False
-            limit = self._query_limit
-            for text in row:
-                ids = next(encoded)
-                if not ids:
-                    raise _no_text("a text of a pair has no tokens", where(number))
-                if limit is not None and len(ids) > limit:
-                    ids = self._shortened(text, len(ids), limit, partial(where, number))
-                    is_cut = True
-                limit = self._limit
-                tokens += ids
-                labelled += [False] + [True] * (len(ids) - 1)
-            samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
-        return samples
-
-    def _shortened(
-        self, text: str, num_tokens: int, limit: int, where: Callable[[], str]
-    ) -> list[int]:
-        if self._rejects:
-            raise RecipeError(
-                "a text of a pair is longer than seq_length",
-                where=where(),
-                value=f"{num_tokens} tokens, seq_length {limit}",
-                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
-            )
-        # The tokenizer keeps its special tokens at the end.
-        with truncation_on_the_right(self._tokenizer):
-            return list(self._tokenizer(text, truncation=True, max_length=limit)["input_ids"])
-
-
 @dataclass(frozen=True, slots=True)
 class PairReader:
     """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
 
-    encoder: EmbeddingEncoder | JointEncoder
+    encoder: EmbeddingEncoder
     query_field: str
     positive_field: str
     negative_fields: list[str] | None
@@ -227,7 +158,7 @@ class PairReader:
         for number, (query, positive) in enumerate(zip(queries, positives, strict=True)):
             documents = [positive, *negatives[number]]
             if not query.strip() or not all(document.strip() for document in documents):
-                raise _no_text("a text of a pair is empty", rows.place(number))
+                raise no_text("a text of a pair is empty", rows.place(number))
             written = [self.document_prompt + document for document in documents]
             texts.append([self.query_prompt + query, *written])
         return self.encoder.samples(texts, rows.place)
@@ -262,16 +193,6 @@ def _texts_in(value: Any, field: str, rows: Rows, number: int) -> list[str]:
     return texts
 
 
-def _no_text(what: str, where: str) -> RecipeError:
-    return RecipeError(
-        what, where=where, value="an empty text", hint="remove this row, or complete its texts"
-    )
-
-
-def _starts(labelled: Sequence[bool]) -> list[int]:
-    return [position for position, has_label in enumerate(labelled) if not has_label]
-
-
 class PairCollator:
     """Pads the texts of pairs to rows of one length: query and document of each pair in turn, then all negatives.
 
@@ -301,18 +222,16 @@ class PairCollator:
 
 def _texts_of(sample: Mapping[str, Sequence[int]]) -> list[list[int]]:
     """The tokens of each text of a sample."""
-    is_sample = isinstance(sample, Mapping) and {"input_ids", "labels"} <= sample.keys()
     starts: list[int] = []
-    if is_sample:
-        ids, labels = list(sample["input_ids"]), sample["labels"]
-        starts = _starts([label != IGNORE_INDEX for label in labels])
-    if len(starts) < 2 or starts[0] != 0:
-        raise RecipeError(
-            "a sample is no pair of texts",
-            where="dataset",
-            value=sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__,
-            hint="read pairs with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
-        )
+    if has_keys(sample, "input_ids", "labels"):
+        starts = [place for place, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
+    require_sample(
+        len(starts) >= 2 and starts[0] == 0,
+        sample,
+        "a sample is no pair of texts",
+        "read pairs with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
+    )
+    ids = list(sample["input_ids"])
     ends = [*starts[1:], len(ids)]
     return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 

@@ -19,7 +19,13 @@ from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.megatron_tokens import MegatronIndex, read_index
 from automodel_ckpt.data.samples.nanogpt_tokens import raw_tokens, read_header
-from automodel_ckpt.data.samples.token_arrays import TokenArray, TokenDocuments, TokenWindows
+from automodel_ckpt.data.samples.token_arrays import (
+    TokenArray,
+    TokenSpans,
+    documents_of,
+    identity_of,
+    windows_of,
+)
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -37,7 +43,7 @@ def megatron(
     documents: bool = False,
     truncation: Literal["error", "right"] = "error",
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> TokenWindows | TokenDocuments:
+) -> TokenSpans:
     """Read Megatron's indexed data sets: make samples of *seq_length* tokens, with labels on all of them.
 
     *path* is the prefix of a ``.bin`` and an ``.idx`` file, a pattern of them, or a list. The documents of a file are
@@ -47,9 +53,8 @@ def megatron(
 
     With *documents*, a sample is a document instead, of at most *seq_length* tokens (null: any number).
 
-    The files are validated and memory-mapped; :class:`~automodel_ckpt.data.samples.token_arrays.TokenWindows`
-    describes the
-    samples. Without *documents*, a sample contains that of Megatron with the sequence length *seq_length* - 1, its
+    The files are validated and memory-mapped; :func:`~automodel_ckpt.data.samples.token_arrays.windows_of` describes
+    the samples. Without *documents*, a sample contains that of Megatron with the sequence length *seq_length* - 1, its
     labels included. For several files with weights, use :func:`~automodel_ckpt.data.mixture.mixture`. Raises
     :class:`RecipeError` for invalid files.
     """
@@ -80,7 +85,7 @@ def nanogpt(
     eos_token: int | None = None,
     truncation: Literal["error", "right"] = "error",
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> TokenWindows | TokenDocuments:
+) -> TokenSpans:
     """Read nanoGPT's ``.bin`` files: make samples of *seq_length* tokens, with labels on all of them.
 
     *path* is a file, a pattern of files or a list. With *header* they have the header of modded-nanogpt and llm.c;
@@ -89,9 +94,8 @@ def nanogpt(
     is one (``tokenizer: null`` for none). With *documents*, a sample is a document instead, of at most *seq_length*
     tokens (null: any number): it begins with *bos_token*, or it ends with *eos_token*.
 
-    The files are memory-mapped; :class:`~automodel_ckpt.data.samples.token_arrays.TokenWindows` describes the samples.
-    Raises
-    :class:`RecipeError` for invalid files.
+    The files are memory-mapped; :func:`~automodel_ckpt.data.samples.token_arrays.windows_of` describes the samples.
+    Raises :class:`RecipeError` for invalid files.
     """
     num_bytes = {"uint16": 2, "uint32": 4}[dtype]
     read: Callable[[Path], TokenArray] = read_header
@@ -137,16 +141,10 @@ def _documents(
     truncation: str,
     vocab_size: int | None,
     max_samples: int | None,
-) -> TokenDocuments:
+) -> TokenSpans:
     require_choice("truncation", truncation, ("error", "right"))
     limit = None if max_samples is None else at_most(max_samples, max_samples)
-    found = TokenDocuments(
-        arrays,
-        starts,
-        seq_length if truncation == "right" else None,
-        vocab_size=vocab_size,
-        max_samples=limit,
-    )
+    found = documents_of(arrays, starts, vocab_size=vocab_size, max_samples=limit)
     num_tokens = sum(array.count for array in arrays)
     if not len(found):
         raise RecipeError(
@@ -155,8 +153,8 @@ def _documents(
             value=f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}",
             hint="give other files; with split, check the share of this part",
         )
-    longest = int(found.whole_lengths.max())
-    num_long = 0 if seq_length is None else int((found.whole_lengths > seq_length).sum())
+    longest = int(found.lengths.max())
+    num_long = 0 if seq_length is None else int((found.lengths > seq_length).sum())
     if num_long and truncation == "error":
         raise RecipeError(
             "documents are longer than seq_length",
@@ -164,6 +162,10 @@ def _documents(
             value=f"{num_long} of {len(found)} documents; seq_length {seq_length}, the longest has {longest} tokens",
             hint="set dataset.truncation right, or seq_length null with pretrain.split_documents",
         )
+    cut = seq_length if truncation == "right" else None
+    if cut is not None:
+        found.lengths = np.minimum(found.lengths, cut)
+    found.identity = identity_of(arrays, "documents", cut, len(found))
     log.info("%s: %s of %s", path, counted(len(found), "document"), counted(num_tokens, "token"))
     if num_long:
         log.warning(
@@ -179,14 +181,14 @@ def _windows(
     vocab_size: int | None,
     start_token: int | None,
     max_samples: int | None,
-) -> TokenWindows:
+) -> TokenSpans:
     if seq_length is None or seq_length < 2:
         hint = "give at least 2 (a token and the one it predicts)"
         raise RecipeError(
             "seq_length is too small", where="dataset.seq_length", value=seq_length, hint=hint
         )
     limit = None if max_samples is None else at_most(max_samples, max_samples)
-    windows = TokenWindows(
+    windows = windows_of(
         arrays, seq_length, vocab_size=vocab_size, start_token=start_token, max_samples=limit
     )
     num_tokens = sum(array.count for array in arrays)

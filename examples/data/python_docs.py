@@ -28,10 +28,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.cache import cached
-from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.encoder import Encoder, blocks
 from automodel_ckpt.data.samples.samples import identity, prepared
-from automodel_ckpt.data.samples.token_arrays import TokenDocuments, TokenWindows
+from automodel_ckpt.data.samples.token_arrays import TokenSpans
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import text
@@ -47,7 +47,7 @@ from automodel_ckpt.examples.data.python_library import (
 if TYPE_CHECKING:
     from automodel_ckpt.data.kto import SplitPairs
     from automodel_ckpt.data.preference import PreferenceDataset
-    from automodel_ckpt.data.seq2seq import SourceTargetDataset, SourceTargetStream
+
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ def language_modeling(
 
     require_choice("split", split, ("train", "validation"))
     key = (_topics_digest(), truncation.seq_length, split)
-    dataset = prepared("python_docs-language_modeling", key, tokenizer, build).first(max_samples)
+    dataset = prepared(
+        "python_docs-language_modeling", key, tokenizer, build, TokenizedDataset
+    ).first(max_samples)
     dataset.report_lengths(f"language_modeling ({split})")
     return dataset
 
@@ -132,7 +134,7 @@ def docstring_pairs(
 
     require_choice("split", split, ("train", "validation"))
     key = (library_digest(), seq_length, split, truncation)
-    dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build)
+    dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build, TokenizedDataset)
     return dataset.reported(f"docstring_pairs ({split})", seq_length, max_samples)
 
 
@@ -154,7 +156,7 @@ def preferences(
 
     from automodel_ckpt.data.preference import PreferenceDataset
 
-    def build() -> TokenizedDataset:
+    def build() -> PreferenceDataset:
         pairs = [pair for pair in library_pairs(split) if _has_words(pair)]
         prompts = [pair.prompt for pair in pairs]
         paragraphs = [_paragraph(pair) for pair in pairs]
@@ -164,15 +166,15 @@ def preferences(
         rejected = encoder.pairs(prompts, shuffled)
         # A pair is two consecutive samples.
         samples = list(chain.from_iterable(zip(chosen, rejected, strict=True)))
-        return policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
+        found = policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
+        return cast("PreferenceDataset", found)
 
     require_choice("split", split, ("train", "validation"))
     key = (library_digest(), seq_length, split, truncation, keep_ends)
     prepared_pairs = prepared(
         "python_docs-preferences", key, tokenizer, build, kind=PreferenceDataset
     )
-    reported = prepared_pairs.reported(f"preferences ({split})", seq_length, max_samples)
-    dataset = cast("PreferenceDataset", reported)
+    dataset = prepared_pairs.reported(f"preferences ({split})", seq_length, max_samples)
     dataset.identity = identity(("python_docs-preferences", *key), tokenizer)
     return dataset
 
@@ -223,8 +225,8 @@ def documents(
     seq_length: int | None = None,
     split: str = "train",
     truncation: Literal["error", "right"] = "error",
-    shuffle_block: int = DEFAULT_BLOCK,
-) -> TokenizedDataset | RowStream | TokenDocuments | TokenWindows:
+    shuffle_block: int = 1000,
+) -> TokenizedDataset | RowStream | TokenSpans:
     """Write documents to a file in the cache, once, and read it as your own data are read: an example of pretraining.
 
     *collection* is the language reference, or the docstrings of the standard library. With the *form* ``samples`` or
@@ -327,7 +329,7 @@ def description_pairs(
         key = (*key, pair_template)
     if num_negatives:
         key = (*key, "negatives", num_negatives)
-    dataset = prepared("python_docs-description_pairs", key, tokenizer, build)
+    dataset = prepared("python_docs-description_pairs", key, tokenizer, build, TokenizedDataset)
     return dataset.reported(f"description_pairs ({split})", seq_length, max_samples)
 
 
@@ -354,7 +356,7 @@ def summaries(
     source_prompt: str = "",
     start_token_id: int | None = None,
     max_samples: int | None = None,
-) -> SourceTargetDataset | SourceTargetStream:
+) -> TokenizedDataset | RowStream:
     """Write sources and targets to a file in the cache, once, and read it as your own data are read.
 
     The source is the signature of a function or class of the standard library, and the target the first paragraph of

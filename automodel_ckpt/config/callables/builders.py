@@ -27,6 +27,7 @@ from automodel_ckpt.errors import Problem
 
 READ = ("automodel_ckpt.", "torch.optim.", "torch.nn.")
 """Prefixes of the names whose source is read: this package's builders, and torch's optimizers and losses."""
+_ROW_DEFAULTS = "automodel_ckpt.data.rows.arguments.ROW_DEFAULTS"
 # Two modules that import a name from each other would otherwise be followed without end.
 _MAX_IMPORTS = 5
 _RULES = {
@@ -200,10 +201,10 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
     if found is None or isinstance(found, ast.Assign) or found.decorator_list:
         return None
     if isinstance(found, ast.FunctionDef):
-        return _parameters(found.args, skip=0)
+        return _parameters(found.args, skip=0, module=name.rpartition(".")[0])
     for statement in found.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _parameters(statement.args, skip=1)  # self
+            return _parameters(statement.args, skip=1, module="")  # self
     return None
 
 
@@ -215,7 +216,7 @@ def keywords_of(function: str) -> tuple[str, ...] | None:
     found = definition(function)
     if not isinstance(found, ast.FunctionDef) or found.decorator_list:
         return None
-    parameters = _parameters(found.args, skip=0)
+    parameters = _parameters(found.args, skip=0, module=function.rpartition(".")[0])
     return None if parameters is None else tuple(parameters)
 
 
@@ -294,19 +295,41 @@ def _source_of(statement: ast.ImportFrom, package: str) -> str:
     return ".".join(parts)
 
 
-def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Parameter] | None:
+def _parameters(
+    arguments: ast.arguments, *, skip: int, module: str
+) -> Mapping[str, Parameter] | None:
+    options = {} if arguments.kwarg is None else _options(arguments.kwarg, module)
     # With **kwargs, the source does not show all accepted names: check_targets decides later.
-    if arguments.kwarg is not None or arguments.posonlyargs:
+    if options is None or arguments.posonlyargs:
         return None
     missing = [None] * (len(arguments.args) - len(arguments.defaults))
     given = [
         *zip(arguments.args, [*missing, *arguments.defaults], strict=True),
         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
     ]
-    return {argument.arg: Parameter(_type(argument), default) for argument, default in given[skip:]}
+    own = {argument.arg: Parameter(_type(argument), default) for argument, default in given[skip:]}
+    return own | options
 
 
-def _type(argument: ast.arg) -> Any:
+def _options(argument: ast.arg, module: str) -> dict[str, Parameter] | None:
+    """The fields of ``**options: Unpack[TYPED_DICT]`` in *module*; None for other keywords."""
+    annotation = argument.annotation
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Unpack":
+        return None
+    found, rows = definition(f"{module}.{ast.unparse(annotation.slice)}"), definition(_ROW_DEFAULTS)
+    if not isinstance(found, ast.ClassDef) or not isinstance(rows, ast.Assign):
+        return None
+    assert isinstance(rows.value, ast.Call)
+    defaults = {each.arg: each.value for each in rows.value.keywords}
+    options = {}
+    for field in found.body:
+        if isinstance(field, ast.AnnAssign):
+            name = ast.unparse(field.target)
+            options[name] = Parameter(_type(field), defaults[name])
+    return options
+
+
+def _type(argument: ast.arg | ast.AnnAssign) -> Any:
     if argument.annotation is None:
         return Any
     names = {node.id for node in ast.walk(argument.annotation) if isinstance(node, ast.Name)}

@@ -50,6 +50,10 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         is_required = parameter.default is parameter.empty
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             required[parameter.name] = is_required
+        elif typing.get_origin(types.get(parameter.name)) is typing.Unpack:
+            options = typing.get_type_hints(*typing.get_args(types[parameter.name]))
+            types |= options
+            required |= dict.fromkeys(options, False)
         elif parameter.kind is parameter.VAR_KEYWORD:
             takes_any = True
         elif parameter.kind is parameter.POSITIONAL_ONLY and is_required:

@@ -14,7 +14,7 @@ from automodel_ckpt.data.batches.document_rows import Document, Row, RowRules
 from automodel_ckpt.data.batches.sampler import permutation
 from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.errors import RecipeError
 
 ROWS_PER_BLOCK = 32
@@ -143,7 +143,7 @@ class LaneDocuments:
 
     def _tokenized(self, rows: list[Any]) -> list[Document]:
         stream = self._stream
-        table = _SomeRows(stream.source.path, rows, stream.rows.fields)
+        table = StreamedRows(stream.source.path, rows, stream.rows.fields)
         documents = []
         for number, sample in enumerate(stream.encode(table)):
             truncated = stream.policy.apply(sample, partial(table.place, number))
@@ -182,32 +182,6 @@ class LaneDocuments:
         self._rows.load_state_dict(copy.deepcopy(state))
         self._iterator = None
         self._has_some = True
-
-
-class _SomeRows(Rows):
-    """A table of some *rows* of a stream: pairs of content and place. *known* are the fields of the stream's rows."""
-
-    def __init__(self, path: str, rows: Sequence[Any], known: Sequence[str]) -> None:
-        self.path = path
-        self._rows = rows
-        self._known = known
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
-    @property
-    def fields(self) -> Sequence[str]:
-        names = dict.fromkeys(self._known)
-        for content, _ in self._rows:
-            names.update(dict.fromkeys(content))
-        return list(names)
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [[content.get(field) for content, _ in self._rows] for field in fields]
-
-    def place(self, row: int) -> str:
-        return self._rows[row][1] or f"{self.path}, a row of the stream"
 
 
 def _arrays_of(documents: Sequence[Document]) -> State:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -229,3 +230,14 @@ def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
         "function": {"name": "probe", "arguments": arguments},
     }
     return [*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def common_length(prefix: Sequence[object], whole: Sequence[object]) -> int:
+    """Return the length of the common prefix of both sequences.
+
+    For tokens it may be shorter than *prefix*, because the last token of *prefix* may merge with the text after it.
+    """
+    if len(prefix) <= len(whole) and whole[: len(prefix)] == prefix:
+        return len(prefix)
+    pairs = zip(prefix, whole, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -14,9 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.conversations.answer_prefixes import METHOD, answer_prefixes
-from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span
-from automodel_ckpt.data.conversations.common_prefix import common_length
+from automodel_ckpt.data.conversations.assistant_text import (
+    METHOD,
+    answer_prefixes,
+    marked_answers,
+    reasoning_spans,
+)
+from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span, common_length
 from automodel_ckpt.data.conversations.content_parts import CHECKED_ROLES, check_types, parts_of
 from automodel_ckpt.data.conversations.conversation_notes import (
     REWRITTEN,
@@ -25,7 +29,6 @@ from automodel_ckpt.data.conversations.conversation_notes import (
     warn_once,
     with_control_tokens_marked,
 )
-from automodel_ckpt.data.conversations.marked_answers import marked_answers
 from automodel_ckpt.data.conversations.messages import (
     UnusableSample,
     calls_of,
@@ -33,8 +36,7 @@ from automodel_ckpt.data.conversations.messages import (
     parsed,
     with_functions,
 )
-from automodel_ckpt.data.conversations.reasoning_spans import reasoning_spans
-from automodel_ckpt.data.conversations.training_templates import model_of
+from automodel_ckpt.data.conversations.template_choice import model_of
 from automodel_ckpt.data.samples.tokenized import TokenizedSample
 
 

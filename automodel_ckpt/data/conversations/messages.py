@@ -7,12 +7,19 @@ other keys for it, which are read as a weight.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.data.conversations.tool_turns import CALL, RESULT, InvalidCall, with_tool_calls
+from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.rows.rows import Rows
 
 _WEIGHT = "weight"
+CALL = "tool_call"
+RESULT = "tool_response"
+"""Roles of messages that are one call of a tool, ``{"name", "arguments"}`` as JSON text, or its result (Swift)."""
 _TRAINS = ("train", "training", "trainable", "loss", "train_on_turn")
 """Keys of other programs for whether a message gets labels: true or false."""
 _UNCLEAR = ("mask", "masked", "loss_mask", "loss_weight", "train_detail", "training_detail")
@@ -52,13 +59,117 @@ class UnusableSample(Exception):
         self.hint = hint
 
 
+_RESULTS = (RESULT, "tool")
+_CALL_HINT = (
+    'the content of a tool call is {"name": "...", "arguments": {...}}, as an object or JSON text'
+)
+
+
+def with_tool_calls(turns: Sequence[Any]) -> list[Any]:
+    """Replace messages with the roles ``tool_call`` and ``tool_response``; other messages are returned unchanged.
+
+    Consecutive calls become the ``tool_calls`` of one assistant message: of the message before them if it is the
+    assistant's and has no calls. Results get the ids of these calls in order. A conversation without such roles is
+    returned unchanged. Raises :class:`UnusableSample` for a content that is not a call, and for consecutive calls with
+    different weights.
+    """
+    if not any(_role(turn) in (CALL, RESULT) for turn in turns):
+        return list(turns)
+    converted: list[Any] = []
+    # The ids of the newest calls that have no result yet.
+    open_calls: list[str] = []
+    num_calls = 0
+    continues_calls = False
+    for turn in turns:
+        role = _role(turn)
+        if role == CALL:
+            call_id = _call_id(num_calls)
+            num_calls += 1
+            if not continues_calls:
+                open_calls = []
+            _add_call(converted, turn, call_id, continues=continues_calls)
+            open_calls.append(call_id)
+        elif role in _RESULTS:
+            converted.append(_result(turn, open_calls))
+        else:
+            open_calls = []
+            converted.append(turn)
+        continues_calls = role == CALL
+    return converted
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, Mapping) else None
+
+
+def _call_id(number: int) -> str:
+    # Nine letters and digits: Mistral's templates require this length.
+    return f"call{number:05d}"
+
+
+def _add_call(
+    converted: list[Any], turn: Mapping[str, Any], call_id: str, *, continues: bool
+) -> None:
+    """Add the call of *turn* to the assistant message that *converted* ends with, or to a new one."""
+    call = {"id": call_id, "type": "function", "function": _function(turn.get("content"))}
+    last: Any = converted[-1] if converted else None
+    is_answer = _role(last) == "assistant"
+    if continues or (is_answer and "tool_calls" not in last):
+        if turn.get("weight", 1) != last.get("weight", 1):
+            raise _invalid_call(
+                "consecutive messages of the assistant have different weights", turn
+            )
+        calls = [*last.get("tool_calls", []), call]
+        converted[-1] = {**last, "tool_calls": calls}
+        return
+    others = {key: value for key, value in turn.items() if key not in ("role", "content")}
+    converted.append({"role": "assistant", "content": "", **others, "tool_calls": [call]})
+
+
+def _function(content: Any) -> dict[str, Any]:
+    if isinstance(content, str):
+        try:
+            content = json.loads(content)
+        except ValueError as error:
+            raise _invalid_call("the content of a tool call is not JSON", content) from error
+    name = content.get("name") if isinstance(content, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise _invalid_call("a tool call has no name", content)
+    return {"name": name, "arguments": content.get("arguments", {})}
+
+
+def _invalid_call(what: str, value: Any) -> UnusableSample:
+    return UnusableSample(what, repr(value)[:80], _CALL_HINT)
+
+
+def _result(turn: Mapping[str, Any], open_calls: list[str]) -> dict[str, Any]:
+    result = {**turn, "role": "tool"}
+    # Templates write the result as text. A message with the role tool may have a list of parts.
+    is_text = isinstance(turn.get("content"), str)
+    if turn["role"] == RESULT and "content" in turn and not is_text:
+        result["content"] = json.dumps(turn["content"], ensure_ascii=False)
+    if "tool_call_id" not in result and open_calls:
+        result["tool_call_id"] = open_calls.pop(0)
+    return result
+
+
+@contextmanager
+def at_row(rows: Rows, row: int) -> Iterator[None]:
+    """Raise an :class:`UnusableSample` of the block as :class:`RecipeError` with the location of the row."""
+    try:
+        yield
+    except UnusableSample as error:
+        where = f"sample {rows.number_in_data(row)} ({rows.place(row)})"
+        raise RecipeError(error.what, where=where, value=error.value, hint=error.hint) from error
+
+
 def turns_of(conversation: Any) -> list[dict[str, Any]]:
     """Return the messages of a conversation, or of its JSON text. Raises :class:`UnusableSample` if it is not one."""
     given = parsed(conversation)
     turns = []
     if isinstance(given, list):
         turns = [_usual(turn) for turn in given]
-        turns = _with_tool_calls(turns)
+        turns = with_tool_calls(turns)
     are_messages = all(isinstance(turn, dict) and "role" in turn for turn in turns)
     if not turns or not are_messages:
         raise UnusableSample(
@@ -70,13 +181,6 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
         _require_content(turn)
         _require_weight(turn)
     return turns
-
-
-def _with_tool_calls(turns: list[Any]) -> list[Any]:
-    try:
-        return with_tool_calls(turns)
-    except InvalidCall as error:
-        raise UnusableSample(str(error), repr(turns)[:80], error.hint) from error
 
 
 def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:

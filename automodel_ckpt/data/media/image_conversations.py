@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.conversations.answer_prefixes import answer_prefixes
+from automodel_ckpt.data.conversations.assistant_text import answer_prefixes, marked_answers
 from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.content_parts import (
@@ -26,10 +26,12 @@ from automodel_ckpt.data.conversations.content_parts import (
     with_normal_media,
 )
 from automodel_ckpt.data.conversations.conversation_notes import notes_of, warn_once
-from automodel_ckpt.data.conversations.marked_answers import marked_answers
-from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered, turns_of
-from automodel_ckpt.data.conversations.template_choice import CHOICES, read_template
-from automodel_ckpt.data.conversations.training_templates import select_template
+from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered, at_row, turns_of
+from automodel_ckpt.data.conversations.template_choice import (
+    CHOICES,
+    read_template,
+    select_template,
+)
 from automodel_ckpt.data.media.audio_files import Samples, open_audio
 from automodel_ckpt.data.media.images import open_image, pillow
 from automodel_ckpt.data.media.media import (
@@ -162,7 +164,7 @@ class ImageConversations:
             raise IndexError(index)
         number = index if self.numbers is None else int(self.numbers[index])
         row = self.source.row(number)
-        try:
+        with at_row(self.source, number):
             content = self.content_of(row)
             return image_text(
                 self.template,
@@ -176,11 +178,6 @@ class ImageConversations:
                 seq_length=self.options.seq_length,
                 truncation=self.options.truncation,
             )
-        except UnusableSample as error:
-            where = f"sample {index} ({self.source.place(number)})"
-            raise RecipeError(
-                error.what, where=where, value=error.value, hint=error.hint
-            ) from error
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return a key that changes with the rows and with what is made of them; reads the source.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.conversations.messages import UnusableSample
+from automodel_ckpt.data.conversations.messages import UnusableSample, at_row
 from automodel_ckpt.data.media.audio_files import duration_of
 from automodel_ckpt.data.media.image_conversations import RowContent
 from automodel_ckpt.data.rows.arguments import require_choice
@@ -158,11 +158,6 @@ def _read_durations(source: Source, field: str) -> Any:
     for start in range(0, source.num_rows, _BLOCK):
         [values] = source.read_range([field], start, min(start + _BLOCK, source.num_rows))
         for number, value in enumerate(values, start):
-            try:
+            with at_row(source, number):
                 seconds[number] = duration_of(value, source.folder)
-            except UnusableSample as error:
-                where = source.place(number)
-                raise RecipeError(
-                    error.what, where=where, value=error.value, hint=error.hint
-                ) from error
     return seconds

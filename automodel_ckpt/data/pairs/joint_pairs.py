@@ -1,14 +1,16 @@
-"""Queries and documents that a model reads together, as one text: their tokens, and the collator of their rows.
+"""The tokens of queries and documents, as separate texts or as texts that a model reads together.
 
-A sample has a query with several documents: the tokens of the query with the first document, which is the right one,
-then those of the query with each other document. Its labels are the tokens, with -100 for the first token of each of
-them, and for the first token of each document if the tokenizer distinguishes the two texts (``token_type_ids``).
+A sample of the latter has the tokens of a query with its first document, which is the right one, then those of the
+query with each other document. Its labels are the tokens, with -100 for the first token of each of them, and for the
+first token of each document if the tokenizer distinguishes the two texts (``token_type_ids``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
+from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.fields import FieldTemplate
 from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
@@ -35,13 +37,87 @@ def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return any(encoded.get("token_type_ids", ()))
 
 
-class JointEncoder:
-    """Tokenizes each document together with its query, with the special tokens that the tokenizer adds.
+class EmbeddingEncoder:
+    """Tokenizes texts as libraries that compute embeddings do: with the special tokens that the tokenizer adds.
 
-    *template* is the text of both, with the names ``query`` and ``document``; empty: the tokenizer's form of two texts.
-    A text of more than *seq_length* tokens (None: no limit) is truncated by the tokenizer, or rejected with
-    *truncation* ``error``.
+    Texts of more than *seq_length* tokens (None: no limit) are truncated by the tokenizer, or rejected with
+    *truncation* ``error``; *query_length* is the limit of queries (None: *seq_length*).
     """
+
+    noun = "a text of a pair"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seq_length: int | None,
+        truncation: str,
+        query_length: int | None = None,
+    ) -> None:
+        require_choice("truncation", truncation, ("error", "right"))
+        self._tokenizer = tokenizer
+        self._limits = (query_length or seq_length, seq_length)
+        self._rejects = truncation == "error"
+
+    def samples(
+        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
+    ) -> list[TokenizedSample]:
+        """Make a sample of each row of texts: the query, the positive document, and negative documents.
+
+        ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that
+        is too long.
+        """
+        parts = [self._parts(row, partial(where, number)) for number, row in enumerate(rows)]
+        encoded = iter(self._encode(list(chain.from_iterable(parts))))
+        samples = []
+        for number, row_parts in enumerate(parts):
+            tokens: list[int] = []
+            labelled: list[bool] = []
+            is_cut = False
+            for position, part in enumerate(row_parts):
+                ids, starts = next(encoded)
+                limit = self._limits[position > 0]
+                if not ids:
+                    raise no_text(f"{self.noun} has no tokens", where(number))
+                if limit is not None and len(ids) > limit:
+                    self._check_length(len(ids), limit, partial(where, number))
+                    with truncation_on_the_right(self._tokenizer):
+                        ids, starts = self._shortened(part, limit)
+                    is_cut = True
+                tokens += ids
+                flags = [True] * len(ids)
+                for start in starts:
+                    flags[start] = False
+                labelled += flags
+            samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
+        return samples
+
+    def _parts(self, row: Sequence[str], where: Callable[[], str]) -> Sequence[Any]:
+        """What is tokenized of a row."""
+        return row
+
+    def _encode(self, parts: list[Any]) -> list[tuple[list[int], list[int]]]:
+        """The tokens of each part, and the positions in it without a label."""
+        found = encode_all(self._tokenizer, parts, add_special_tokens=True)
+        return [(ids, [0]) for ids in found]
+
+    def _shortened(self, part: Any, limit: int) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer(part, truncation=True, max_length=limit)
+        return list(encoded["input_ids"]), [0]
+
+    def _check_length(self, num_tokens: int, limit: int, where: Callable[[], str]) -> None:
+        if self._rejects:
+            raise RecipeError(
+                f"{self.noun} is longer than seq_length",
+                where=where(),
+                value=f"{num_tokens} tokens, seq_length {limit}",
+                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
+            )
+
+
+class TemplateEncoder(EmbeddingEncoder):
+    """Tokenizes each document together with its query, as a text that a *template* writes."""
+
+    noun = "a query with its document"
 
     def __init__(
         self,
@@ -50,87 +126,61 @@ class JointEncoder:
         truncation: str,
         template: str,
     ) -> None:
-        require_choice("truncation", truncation, ("error", "right"))
-        self._tokenizer = tokenizer
-        self._limit = seq_length
-        self._rejects = truncation == "error"
-        self._template = FieldTemplate(template) if template else None
-        self._has_types = has_types(tokenizer, template)
+        super().__init__(tokenizer, seq_length, truncation)
+        self._template = FieldTemplate(template)
 
-    def samples(
-        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
-    ) -> list[TokenizedSample]:
-        """Make a sample of each row of texts: the query, and its documents. ``where(n)`` is the location of row n."""
-        pairs, numbers = [], []
-        for number, (query, *documents) in enumerate(rows):
-            pairs += [(query, document) for document in documents]
-            numbers += [number] * len(documents)
-        samples: list[TokenizedSample] = []
-        parts = self._tokenized(pairs, numbers, where)
-        for number, (ids, types) in zip(numbers, parts, strict=True):
-            is_cut = self._limit is not None and len(ids) > self._limit
-            if is_cut:
-                ids, types = self._shortened(pairs[len(samples)], len(ids), where(number))
-            labelled = [False] + [True] * (len(ids) - 1)
-            if self._has_types:
-                labelled[types.index(1) if 1 in types else -1] = False
-            samples.append(TokenizedSample(ids, labelled, is_cut=is_cut))
-        return _joined(samples, numbers, len(rows))
+    def _parts(self, row: Sequence[str], where: Callable[[], str]) -> Sequence[Any]:
+        query, *documents = row
+        return [
+            self._template.write({"query": query, "document": each}, where) for each in documents
+        ]
 
-    def _tokenized(
-        self, pairs: Sequence[tuple[str, str]], numbers: Sequence[int], where: Callable[[int], str]
-    ) -> list[tuple[list[int], list[int]]]:
-        """The ids and the types of each pair."""
-        if self._template is None:
-            encoded = self._of_two(*map(list, zip(*pairs, strict=True)))
-            ids = encoded["input_ids"]
-            types = encoded.get("token_type_ids", [[]] * len(ids))
-            return list(zip(map(list, ids), map(list, types), strict=True))
-        texts = []
-        for (query, document), number in zip(pairs, numbers, strict=True):
-            row = {"query": query, "document": document}
-            texts.append(self._template.write(row, lambda number=number: where(number)))  # type: ignore[misc]
-        found = encode_all(self._tokenizer, texts, add_special_tokens=True)
-        return [(each, []) for each in found]
 
-    def _of_two(self, queries: Any, documents: Any, **options: Any) -> Any:
+class JointEncoder(EmbeddingEncoder):
+    """Tokenizes each document together with its query, in the tokenizer's form of two texts."""
+
+    noun = TemplateEncoder.noun
+
+    def _parts(self, row: Sequence[str], where: Callable[[], str]) -> Sequence[Any]:
+        query, *documents = row
+        return [(query, document) for document in documents]
+
+    def _encode(self, parts: list[Any]) -> list[tuple[list[int], list[int]]]:
+        queries, documents = map(list, zip(*parts, strict=True))
+        return self._with_starts(self._call(queries, documents))
+
+    def _shortened(self, part: Any, limit: int) -> tuple[list[int], list[int]]:
+        query, document = part
+        options = {"truncation": True, "max_length": limit}
+        [found] = self._with_starts(self._call([query], [document], **options))
+        return found
+
+    @cached_property
+    def _has_types(self) -> bool:
+        return has_types(self._tokenizer, "")
+
+    def _call(self, queries: list[str], documents: list[str], **options: Any) -> Any:
         return self._tokenizer(
             queries, documents, return_attention_mask=False, verbose=False, **options
         )
 
-    def _shortened(
-        self, pair: tuple[str, str], num_tokens: int, where: str
-    ) -> tuple[list[int], list[int]]:
-        if self._rejects:
-            raise RecipeError(
-                "a query with its document is longer than seq_length",
-                where=where,
-                value=f"{num_tokens} tokens, seq_length {self._limit}",
-                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
-            )
-        options = {"truncation": True, "max_length": self._limit}
-        with truncation_on_the_right(self._tokenizer):
-            if self._template is None:
-                encoded = self._of_two(*pair, **options)
-            else:
-                text = self._template.write({"query": pair[0], "document": pair[1]}, lambda: where)
-                encoded = self._tokenizer(text, return_attention_mask=False, **options)
-        return list(encoded["input_ids"]), list(encoded.get("token_type_ids", ()))
+    def _with_starts(self, encoded: Any) -> list[tuple[list[int], list[int]]]:
+        """The tokens of pairs, and the first token of each; also of each document if the tokens have types."""
+        found = []
+        for number, ids in enumerate(encoded["input_ids"]):
+            starts = [0]
+            if self._has_types:
+                types = list(encoded["token_type_ids"][number])
+                starts.append(types.index(1) if 1 in types else -1)
+            found.append((list(ids), starts))
+        return found
 
 
-def _joined(
-    parts: Sequence[TokenizedSample], numbers: Sequence[int], num_rows: int
-) -> list[TokenizedSample]:
-    """Concatenate the *parts* of each row; *numbers* are their rows."""
-    samples = [TokenizedSample([], [], is_cut=False) for _ in range(num_rows)]
-    for number, part in zip(numbers, parts, strict=True):
-        whole = samples[number]
-        samples[number] = TokenizedSample(
-            [*whole.tokens, *part.tokens],
-            [*whole.labelled, *part.labelled],
-            is_cut=whole.is_cut or part.is_cut,
-        )
-    return samples
+def no_text(what: str, where: str) -> RecipeError:
+    """Make the error for an empty text of a pair."""
+    return RecipeError(
+        what, where=where, value="an empty text", hint="remove this row, or complete its texts"
+    )
 
 
 def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
@@ -236,14 +286,13 @@ class ScoreCollator:
 
     def _starts_of(self, sample: Mapping[str, Sequence[int]]) -> list[int]:
         """The positions of the first tokens of texts. Raises :class:`RecipeError` for another kind of sample."""
-        is_sample = isinstance(sample, Mapping) and {"input_ids", "labels"} <= sample.keys()
-        labels = sample["labels"] if is_sample else ()
+        labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
         starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]
-        if not starts or starts[0] != 0 or (self._has_types and len(starts) % 2):
-            raise RecipeError(
-                "a sample is no query with its documents",
-                where="dataset",
-                value=sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__,
-                hint="read it with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
-            )
+        is_valid = bool(starts) and starts[0] == 0 and not (self._has_types and len(starts) % 2)
+        require_sample(
+            is_valid,
+            sample,
+            "a sample is no query with its documents",
+            "read it with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
+        )
         return starts

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.chat import conversations, conversations_of
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.messages import prompt_and_completion
+from automodel_ckpt.data.conversations.messages import prompt_and_completion, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import require_tokenizer
 from automodel_ckpt.data.rows.fields import names_in
@@ -19,10 +21,9 @@ from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
-if TYPE_CHECKING:
-    from automodel_ckpt.data.pairs.chat_pairs import AsChat
-
 log = logging.getLogger(__name__)
+
+AsChat = Literal["auto"] | bool
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,6 @@ class PairEncoder:
     def _encode(self, rows: Rows) -> list[TokenizedSample]:
         fields = [self.prompt_field, self.completion_field]
         if rows.contain_messages(fields):
-            from automodel_ckpt.data.chat import conversations
-
             return conversations(
                 self._message_template, rows, fields, "tools", prompt_and_completion
             )
@@ -114,8 +113,6 @@ class PairEncoder:
         if template is None:
             samples = self._texts.pairs(prompts, completions)
         else:
-            from automodel_ckpt.data.pairs.chat_pairs import chat_pairs
-
             samples = chat_pairs(template, rows, prompts, completions, *systems)
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             start = prompt.strip()
@@ -135,8 +132,6 @@ class PairEncoder:
     @cached_property
     def _pair_template(self) -> ChatTemplate | None:
         """The template of texts with ``as_chat``; None if they are concatenated."""
-        from automodel_ckpt.data.pairs.chat_pairs import pair_template
-
         template = pair_template(
             self.tokenizer, self.as_chat, self.chat_template, self.template_kwargs
         )
@@ -155,3 +150,56 @@ def _labeled(sample: TokenizedSample) -> TokenizedSample:
     """Copy a sample with labels on all tokens; one without any label stays as it is, because it is skipped."""
     is_used = any(sample.labelled)
     return sample._replace(labelled=[is_used] * len(sample.tokens))
+
+
+def pair_template(
+    tokenizer: PreTrainedTokenizerBase,
+    as_chat: AsChat,
+    chat_template: str | None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> ChatTemplate | None:
+    """Return the template that renders prompts and completions; None if they are concatenated as text.
+
+    With *as_chat* ``auto``, a template is used if *chat_template* is given or the tokenizer has one. Raises
+    :class:`RecipeError` if *as_chat* is true and there is none, and if *chat_template* or
+    *template_kwargs* is given and *as_chat* is false.
+    """
+    is_given = chat_template is not None
+    if not as_chat:
+        if is_given or template_kwargs:
+            raise RecipeError(
+                "a chat template is set, but prompts and completions are plain text",
+                where="dataset.chat_template, dataset.template_kwargs",
+                value=str(chat_template or template_kwargs)[:80],
+                hint="set dataset.as_chat true, or remove these settings",
+            )
+        return None
+    if as_chat == "auto" and not is_given and not require_tokenizer(tokenizer).chat_template:
+        return None
+    template = template_of(tokenizer, chat_template)
+    return ChatTemplate(tokenizer, template, dict(template_kwargs or {}), False)
+
+
+def chat_pairs(
+    template: ChatTemplate,
+    rows: Rows,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    systems: Sequence[str] | None = None,
+) -> list[TokenizedSample]:
+    """Make a sample of each prompt and completion, rendered by *template*, with labels on the assistant's answer.
+
+    *systems* are texts of system messages; an empty text adds no message. Raises :class:`RecipeError` with the row's
+    location for a row that the template cannot render.
+    """
+
+    def conversation(row: int) -> tuple[list[dict[str, Any]], None]:
+        turns = [
+            {"role": "user", "content": prompts[row]},
+            {"role": "assistant", "content": completions[row]},
+        ]
+        if systems is not None and systems[row]:
+            turns.insert(0, {"role": "system", "content": systems[row]})
+        return turns_of(turns), None
+
+    return conversations_of(template, rows, conversation)

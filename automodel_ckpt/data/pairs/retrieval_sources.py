@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.data.rows.files import LOADERS, digest, kind_of
@@ -21,20 +21,6 @@ _METADATA = "merlin_metadata.json"
 _HUB_METADATA = "dataset_metadata.json"
 _TEXTS = "TextQADataset"
 _INLINE = (".jsonl", ".csv", ".tsv", ".parquet")
-
-
-class RowTable(Protocol):
-    """Rows that are read one by one."""
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows."""
-
-    def row(self, number: int) -> dict[str, Any]:
-        """Return the fields of a row."""
-
-    def place(self, row: int) -> str:
-        """Return where a row is, for messages."""
 
 
 @dataclass
@@ -59,95 +45,8 @@ class Corpus:
         return self.documents.row(number)["text"]
 
 
-class RetrievalSource(Protocol):
-    """A source that is there; its rows have not been read yet."""
-
-    def fingerprints(self) -> Iterator[str]:
-        """Yield texts that change with the content of its files."""
-
-    def rows(self) -> RowTable:
-        """Read its rows."""
-
-    def corpora(self) -> Mapping[str, Corpus]:
-        """Return its corpora by name: "" for one of all rows; none if the rows contain the documents."""
-
-
-def open_source(path: str, has_instructions: bool) -> RetrievalSource:
-    """Open the source at *path*. Raises :class:`RecipeError` if it has none of the formats, or cannot be read."""
-    if path.startswith(_HUB):
-        return _OfHub(path, has_instructions)
-    kind = kind_of(Path(path))
-    if kind in _INLINE:
-        return _Inline(Source.of(path))
-    if kind == ".json":
-        return _WithCorpora.read(Path(path).expanduser())
-    raise RecipeError(
-        "this is no source of retrieval data",
-        where=WHERE,
-        value=path,
-        hint="name a .json file with a corpus, a .jsonl file with texts, or hf://ORG/NAME/SUBSET",
-    )
-
-
 @dataclass(frozen=True)
-class _Inline:
-    """A file whose rows contain the documents."""
-
-    source: Source
-
-    def fingerprints(self) -> Iterator[str]:
-        yield self.source.fingerprint()
-
-    def rows(self) -> RowTable:
-        self.source.require(["pos_doc"])
-        return self.source
-
-    def corpora(self) -> Mapping[str, Corpus]:
-        return {}
-
-
-class _OfHub:
-    """A subset of a data set of the Hub, with a second one for the documents."""
-
-    def __init__(self, path: str, has_instructions: bool) -> None:
-        repo, _, subset = path.removeprefix(_HUB).strip("/").partition("/")
-        name, _, subset = subset.partition("/")
-        if not repo or not name or not subset:
-            hint = "write hf://ORG/NAME/SUBSET; list the subsets that you need as several sources"
-            raise RecipeError("the source has no subset", where=WHERE, value=path, hint=hint)
-        self._repo, self._subset = f"{repo}/{name}", subset
-        self._queries = Source.of(self._repo, subset)
-        instructions = ("", "")
-        if has_instructions:
-            instructions = _instructions_in(self._metadata())
-        self._corpus = Corpus(Source.of(self._repo, f"{subset}_corpus"), instructions)
-
-    def _metadata(self) -> Mapping[str, Any]:
-        from huggingface_hub import hf_hub_download
-
-        name = f"{self._subset}/{_HUB_METADATA}"
-        try:
-            path = hf_hub_download(self._repo, name, repo_type="dataset")
-        except Exception as error:  # each version of the library has its own exceptions
-            known = explained(error, self._repo, WHERE, "dataset")
-            raise known or _without_metadata(f"{self._repo}/{name}") from error
-        return _mapping_in(Path(path))
-
-    def fingerprints(self) -> Iterator[str]:
-        yield self._queries.fingerprint()
-        yield self._corpus.documents.fingerprint()
-        yield repr(self._corpus.instructions)
-
-    def rows(self) -> RowTable:
-        self._queries.require(["question", "pos_doc"])
-        return self._queries
-
-    def corpora(self) -> Mapping[str, Corpus]:
-        return {"": self._corpus}
-
-
-@dataclass(frozen=True)
-class _JsonRows:
+class JsonRows:
     """The list ``data`` of a JSON file."""
 
     path: Path
@@ -157,7 +56,12 @@ class _JsonRows:
     def num_rows(self) -> int:
         return len(self.content)
 
+    def fingerprint(self) -> str:
+        """A text that changes with the content of the file."""
+        return digest(self.path)
+
     def row(self, number: int) -> dict[str, Any]:
+        """The fields of a row."""
         row = self.content[number]
         if not isinstance(row, dict):
             hint = "correct or remove it"
@@ -166,53 +70,104 @@ class _JsonRows:
         return row
 
     def place(self, row: int) -> str:
+        """The location of a row."""
         return f"{self.path}, row {row} of data"
 
 
 @dataclass(frozen=True)
-class _WithCorpora:
-    """A JSON file with rows, and directories with the documents of the rows."""
+class RetrievalSource:
+    """The *table* of the queries, of which rows have the *fields*, with corpora by name.
 
-    content: _JsonRows
-    of_rows: Mapping[str, Corpus]
+    The name "" is that of one corpus of all rows. Without a corpus, the rows contain the documents.
+    """
 
-    @classmethod
-    def read(cls, path: Path) -> _WithCorpora:
-        found = _mapping_in(path)
-        listed, rows = found.get("corpus"), found.get("data")
-        listed = [listed] if isinstance(listed, Mapping) else listed
-        if not isinstance(listed, list) or not isinstance(rows, list):
-            hint = (
-                "the file needs a list corpus with paths of directories, and a list data with rows"
-            )
-            value = ", ".join(found)
-            raise RecipeError("the file has no corpus", where=str(path), value=value, hint=hint)
-        corpora = {}
-        for each in listed:
-            # An absolute path replaces that of the file.
-            directory = path.parent / str(each["path"] if isinstance(each, Mapping) else each)
-            metadata = _mapping_in(directory / _METADATA)
-            if metadata.get("class") != _TEXTS:
-                raise RecipeError(
-                    "only corpora of texts are supported",
-                    where=str(directory / _METADATA),
-                    value=metadata.get("class"),
-                    hint=f"use a corpus of the class {_TEXTS}, with the fields id and text",
-                )
-            documents = Source.of(_files_in(directory))
-            corpora[str(metadata.get("corpus_id"))] = Corpus(documents, _instructions_in(metadata))
-        return cls(_JsonRows(path, rows), corpora)
+    table: Source | JsonRows
+    fields: Sequence[str] = ()
+    corpora: Mapping[str, Corpus] = field(default_factory=dict)
 
     def fingerprints(self) -> Iterator[str]:
-        yield digest(self.content.path)
-        for name, corpus in self.of_rows.items():
-            yield f"{name} {corpus.documents.fingerprint()} {corpus.instructions!r}"
+        """Yield texts that change with the content of its files."""
+        yield self.table.fingerprint()
+        for name, corpus in self.corpora.items():
+            separator = " " if name else "\n"
+            parts = [name, corpus.documents.fingerprint(), repr(corpus.instructions)]
+            yield separator.join(part for part in parts if part)
 
-    def rows(self) -> RowTable:
-        return self.content
+    def rows(self) -> Source | JsonRows:
+        """The rows. Raises :class:`RecipeError` if they lack a field."""
+        if isinstance(self.table, Source):
+            self.table.require(self.fields)
+        return self.table
 
-    def corpora(self) -> Mapping[str, Corpus]:
-        return self.of_rows
+
+def open_source(path: str, has_instructions: bool) -> RetrievalSource:
+    """Open the source at *path*. Raises :class:`RecipeError` if it has none of the formats, or cannot be read."""
+    if path.startswith(_HUB):
+        return _of_hub(path, has_instructions)
+    kind = kind_of(Path(path))
+    if kind in _INLINE:
+        return RetrievalSource(Source.of(path), ["pos_doc"])
+    if kind == ".json":
+        return _with_corpora(Path(path).expanduser())
+    raise RecipeError(
+        "this is no source of retrieval data",
+        where=WHERE,
+        value=path,
+        hint="name a .json file with a corpus, a .jsonl file with texts, or hf://ORG/NAME/SUBSET",
+    )
+
+
+def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
+    """A subset of a data set of the Hub, with a second one for the documents."""
+    owner, _, rest = path.removeprefix(_HUB).strip("/").partition("/")
+    name, _, subset = rest.partition("/")
+    if not owner or not name or not subset:
+        hint = "write hf://ORG/NAME/SUBSET; list the subsets that you need as several sources"
+        raise RecipeError("the source has no subset", where=WHERE, value=path, hint=hint)
+    repo = f"{owner}/{name}"
+    instructions = ("", "")
+    if has_instructions:
+        instructions = _instructions_in(_hub_metadata(repo, subset))
+    corpus = Corpus(Source.of(repo, f"{subset}_corpus"), instructions)
+    return RetrievalSource(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
+
+
+def _hub_metadata(repo: str, subset: str) -> Mapping[str, Any]:
+    from huggingface_hub import hf_hub_download
+
+    name = f"{subset}/{_HUB_METADATA}"
+    try:
+        path = hf_hub_download(repo, name, repo_type="dataset")
+    except Exception as error:  # each version of the library has its own exceptions
+        known = explained(error, repo, WHERE, "dataset")
+        raise known or _without_metadata(f"{repo}/{name}") from error
+    return _mapping_in(Path(path))
+
+
+def _with_corpora(path: Path) -> RetrievalSource:
+    """A JSON file with rows, and directories with the documents of the rows."""
+    found = _mapping_in(path)
+    listed, rows = found.get("corpus"), found.get("data")
+    listed = [listed] if isinstance(listed, Mapping) else listed
+    if not isinstance(listed, list) or not isinstance(rows, list):
+        hint = "the file needs a list corpus with paths of directories, and a list data with rows"
+        value = ", ".join(found)
+        raise RecipeError("the file has no corpus", where=str(path), value=value, hint=hint)
+    corpora = {}
+    for each in listed:
+        # An absolute path replaces that of the file.
+        directory = path.parent / str(each["path"] if isinstance(each, Mapping) else each)
+        metadata = _mapping_in(directory / _METADATA)
+        if metadata.get("class") != _TEXTS:
+            raise RecipeError(
+                "only corpora of texts are supported",
+                where=str(directory / _METADATA),
+                value=metadata.get("class"),
+                hint=f"use a corpus of the class {_TEXTS}, with the fields id and text",
+            )
+        documents = Source.of(_files_in(directory))
+        corpora[str(metadata.get("corpus_id"))] = Corpus(documents, _instructions_in(metadata))
+    return RetrievalSource(JsonRows(path, rows), corpora=corpora)
 
 
 def _files_in(directory: Path) -> list[str]:

@@ -1,12 +1,29 @@
-"""Checks of arguments that several builders of data sets have."""
+"""Arguments that several builders of data sets have, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.errors import RecipeError
+
+
+class RowOptions(TypedDict, total=False):
+    """Which rows a builder reads, and when. :data:`ROW_DEFAULTS` has the defaults."""
+
+    max_samples: int | None
+    name: str | None
+    split: str
+    revision: str | None
+    streaming: bool
+    shuffle_block: int
+
+
+ROW_DEFAULTS = RowOptions(
+    max_samples=None, name=None, split="train", revision=None, streaming=False, shuffle_block=1000
+)
 
 
 def at_most(max_samples: int | None, num_samples: int) -> int:

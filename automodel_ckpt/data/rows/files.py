@@ -12,6 +12,7 @@ import difflib
 import glob
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -23,8 +24,69 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from automodel_ckpt.data.rows.zstd_file import open_zstd
 from automodel_ckpt.errors import RecipeError, os_problem
+
+_SKIPPED_BYTES = 1 << 20
+
+
+def open_zstd(path: Path) -> IO[bytes]:
+    """Open a file for reading its decompressed bytes.
+
+    Seeking backward decompresses from the beginning again, as in Python's other compressed files. Raises OSError;
+    without an errno if the file is damaged or truncated.
+    """
+    return io.BufferedReader(_ZstdFile(path))
+
+
+# Python has no module for Zstandard before 3.14.
+class _ZstdFile(io.RawIOBase):
+    """The decompressed bytes of *path*. Supports absolute positions of :meth:`seek` only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = _decompressed(path)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = int(self._stream.readinto(buffer))
+        self._position += num_bytes
+        return num_bytes
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET:
+            raise io.UnsupportedOperation("only positions from the beginning")
+        if offset < self._position:
+            self._stream.close()
+            self._stream = _decompressed(self._path)
+            self._position = 0
+        while self._position < offset:
+            skipped = len(self._stream.read(min(_SKIPPED_BYTES, offset - self._position)))
+            if not skipped:
+                break
+            self._position += skipped
+        return self._position
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+
+def _decompressed(path: Path) -> Any:
+    # Imported here because it takes a fraction of a second, and other files do not need it.
+    import pyarrow  # type: ignore[import-untyped]
+
+    return pyarrow.input_stream(str(path), compression="zstd")
+
 
 LOADERS = {
     ".jsonl": "json",
@@ -127,23 +189,6 @@ def open_data(path: Path) -> IO[bytes]:
         return path.open("rb")
     decompressed: IO[bytes] = decompress(path)
     return decompressed
-
-
-def has_content(path: Path) -> bool:
-    """Whether a file has a line that is not blank, or a table has a row."""
-    return not _is_table_without_rows(path) and next(lines_of(path), None) is not None
-
-
-def _is_table_without_rows(path: Path) -> bool:
-    if kind_of(path) != ".parquet":
-        return False
-    from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
-    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
-
-    try:
-        return bool(ParquetFile(path).metadata.num_rows == 0)
-    except ArrowInvalid:  # reading the file reports the reason
-        return False
 
 
 def is_about_data(path: Path) -> bool:

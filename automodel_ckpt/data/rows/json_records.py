@@ -1,4 +1,4 @@
-"""Read records of JSON files: one object per line, a list of objects or texts, or concatenated objects."""
+"""Read records of JSON files: one object per line, or a list of objects or texts."""
 
 from __future__ import annotations
 
@@ -40,33 +40,35 @@ def json_record(path: Path, text: str, end: Mark) -> Record | None:
 
 
 def read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
-    """Read a list of objects, a list of texts, or concatenated objects. A mark's offset counts characters here."""
+    """Read a list of objects or texts, or one object per line. A mark's offset counts characters of a list here."""
     if _has_object_per_line(file):
         yield from read_json_lines(path, file, start)
         return
     file.seek(0)
     text = decoded(file.read(), path, 1)
     position, num_lines = start
-    position = _after_blanks(text, position)
-    is_list = text.lstrip(_BLANK).startswith("[")
-    if is_list and start.offset == 0:
+    if position == 0:
+        position = _after_blanks(text, 0)
+        if text[position : position + 1] != "[":
+            if position < len(text):
+                raise _not_json(path, 1, f"neither a list nor an object per line: {text[:40]!r}")
+            return
         position = _after_blanks(text, position + 1)
     counted = start.offset
-    while position < len(text) and not (is_list and text[position] == "]"):
+    while position < len(text) and text[position] != "]":
         num_lines += text.count("\n", counted, position)
         counted = position
         line = num_lines + 1
         value, position = _decode_at(text, position, path, line)
         source = text[counted:position]
-        if is_list and isinstance(value, str):
+        if isinstance(value, str):
             value, source = {"text": value}, ""
         content = _object(value, source, path, line)
-        position = _after_separator(text, position, path, is_list)
+        position = _after_separator(text, position, path)
         num_lines += text.count("\n", counted, position)
         counted = position
         yield Record(content, line, Mark(position, num_lines), source or None)
-    if is_list:
-        _check_end(text, position, path)
+    _check_end(text, position, path)
 
 
 def _has_object_per_line(file: IO[bytes]) -> bool:
@@ -93,10 +95,10 @@ def _after_blanks(text: str, position: int) -> int:
     return position
 
 
-def _after_separator(text: str, position: int, path: Path, is_list: bool) -> int:
-    """Return the position of the next value, or of the end of the list or file."""
+def _after_separator(text: str, position: int, path: Path) -> int:
+    """Return the position of the next value, or of the end of the list."""
     position = _after_blanks(text, position)
-    if not is_list or text[position : position + 1] == "]":
+    if text[position : position + 1] == "]":
         return position
     if text[position : position + 1] != ",":
         raise _not_json(

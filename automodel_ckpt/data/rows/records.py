@@ -71,10 +71,6 @@ class Lines:
         return Mark(self.offset, self.number)
 
 
-_MAGIC = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""The first bytes of compressed files -> their suffix."""
-
-
 def decoded(raw: bytes, path: Path, line: int) -> str:
     """Decode UTF-8 bytes; *line* is the number of their first line. A byte order mark is removed from line 1."""
     try:
@@ -86,13 +82,5 @@ def decoded(raw: bytes, path: Path, line: int) -> str:
             "a line is not UTF-8 text",
             where=f"{path}:{line}",
             value=f"byte {raw[error.start]:#04x} at {error.start - start_of_line} of the line",
-            hint=_hint_for(raw if line == 1 else b""),
+            hint="save the file as UTF-8; the name of a compressed file ends in .gz, .bz2, .xz or .zst",
         ) from error
-
-
-def _hint_for(start: bytes) -> str:
-    """Say what to do with a file that is not UTF-8 and that begins with *start*."""
-    for magic, suffix in _MAGIC.items():
-        if start.startswith(magic):
-            return f"the file is compressed: add {suffix} to its name"
-    return "save the file as UTF-8"

@@ -17,15 +17,14 @@ from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.rows import OneRow
+from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import TokenizedSample, warn_of_notes
-from automodel_ckpt.data.samples.truncation import UNLIMITED, Truncation
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample, warn_of_notes
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-DEFAULT_BLOCK = 1000
 _Placed = tuple[dict[str, Any], str | None]
 """A row, and its file and line if they are known."""
 
@@ -58,7 +57,8 @@ class RowStream(IterableDataset[Row]):
         encode: Encode,
         policy: Truncation,
         source: Source,
-        block: int = DEFAULT_BLOCK,
+        block: int,
+        kind: type[TokenizedDataset] = TokenizedDataset,
     ) -> None:
         if block < 1:
             hint = "set 1 to disable shuffling, or a larger number"
@@ -73,6 +73,7 @@ class RowStream(IterableDataset[Row]):
         self.policy = policy
         self.source = source
         self.block = block
+        self.kind = kind
         self._start = rows.state_dict()
         self._block_start = self._start
         self._first = 0
@@ -111,18 +112,20 @@ class RowStream(IterableDataset[Row]):
                 raise
             raise self.source.unreadable(error) from error
 
-    def prepare(self, row: Row) -> dict[str, list[int]]:
-        """Tokenize a row: ``{"input_ids": list[int], "labels": list[int]}``, truncated to seq_length.
+    def prepare(self, row: Row) -> Any:
+        """Tokenize a row, truncated to seq_length, and make an item of it as *kind* does.
 
         If truncation leaves no label, all labels are -100. With the policy ``error``, raises :class:`RecipeError` for a
         sample that is too long.
         """
-        [sample] = self.samples_of(row)
-        return with_labels(sample)
+        samples = self.samples_of(row)
+        items = [with_labels(sample) for sample in samples]
+        return self.kind.item(items, samples[0].number, self.policy.limit)
 
     def samples_of(self, row: Row) -> list[TokenizedSample]:
         """Tokenize and truncate the samples of a row. They have no labels if one of them has none left."""
-        table = OneRow(self.source.path, row.number, row.content, row.place, self.rows.fields)
+        place = row.place or f"{self.source.path}, row {row.number}"
+        table = StreamedRows(self.source.path, [(row.content, place)], self.rows.fields)
         samples = self.encode(table)
         truncated = self.policy.apply_to_group(samples, lambda: table.place(0))
         if truncated:
@@ -203,9 +206,9 @@ def row_stream(
     *,
     block: int,
     max_samples: int | None,
-    kind: type[RowStream] = RowStream,
+    kind: type[TokenizedDataset] = TokenizedDataset,
 ) -> RowStream:
-    """Make a stream of class *kind* of at most *max_samples* rows of *source*.
+    """Make a stream of at most *max_samples* rows of *source*.
 
     Logs how samples that are too long are handled, because their number is not known in advance.
     """
@@ -214,7 +217,7 @@ def row_stream(
         rows = rows.take(at_most(max_samples, max_samples))
     handlings = {"error": "rejected", "right": "truncated"}
     handling = handlings.get(policy.policy, "used without labels")
-    if policy.seq_length < UNLIMITED:
+    if policy.limit is not None:
         log.info(
             "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in "
             "advance",
@@ -222,4 +225,4 @@ def row_stream(
             policy.seq_length,
             handling,
         )
-    return kind(rows, encode, policy, source, block)
+    return RowStream(rows, encode, policy, source, block, kind)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.data.rows.fields import FieldTemplate, is_template, names_in
-from automodel_ckpt.data.rows.record_table import RecordTable
+from automodel_ckpt.data.rows.row_files import check_tables, header, read_records
 from automodel_ckpt.errors import RecipeError
 
 _FIRST_ROWS = 100
@@ -140,30 +142,33 @@ class Rows:
         return values
 
 
-@dataclass(frozen=True)
-class OneRow(Rows):
-    """A table of one row, row *number* of a stream. *known* are the fields of the stream's other rows."""
+class StreamedRows(Rows):
+    """A table of some *rows* of a stream, pairs of content and place. *known* are the fields of its other rows."""
 
-    path: str
-    number: int
-    content: Mapping[str, Any]
-    location: str | None = None
-    known: Sequence[str] = ()
+    def __init__(
+        self, path: str, rows: Sequence[tuple[Mapping[str, Any], str | None]], known: Sequence[str]
+    ) -> None:
+        self.path = path
+        self._rows = rows
+        self._known = known
 
     @property
     def num_rows(self) -> int:
-        return 1
+        return len(self._rows)
 
     @property
     def fields(self) -> Sequence[str]:
-        # With the fields of other rows: a field that only this row lacks is null, not unknown.
-        return list(dict.fromkeys([*self.content, *self.known]))
+        # With the fields of other rows: a field that only these rows lack is null, not unknown.
+        names = dict.fromkeys(self._known)
+        for content, _ in self._rows:
+            names.update(dict.fromkeys(content))
+        return list(names)
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [[self.content.get(field)] for field in fields]
+        return [[content.get(field) for content, _ in self._rows] for field in fields]
 
     def place(self, row: int) -> str:
-        return self.location or f"{self.path}, row {self.number}"
+        return self._rows[row][1] or f"{self.path}, a row of the stream"
 
 
 class RowRange(Rows):
@@ -209,6 +214,50 @@ class RowRange(Rows):
         if key not in self._known:
             self._known[key] = self.whole.contain_messages(fields)
         return self._known[key]
+
+
+class RecordTable:
+    """The rows of several files in memory, as JSON text that is parsed when a row is used.
+
+    *fields* are all fields that occur in a row.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        check_tables(files)
+        fields: dict[str, None] = {}
+        # Three buffers and not a list of objects: forked workers share them, because no reference count changes.
+        texts = bytearray()
+        ends = array("q", [0])
+        lines = array("q")
+        file_ends: list[int] = []
+        for file in files:
+            fields.update(dict.fromkeys(header(file) or ()))
+            for record in read_records(file):
+                fields.update(dict.fromkeys(record.content))
+                texts += record.to_json().encode()
+                ends.append(len(texts))
+                lines.append(record.line)
+            file_ends.append(len(lines))
+        self.fields = list(fields)
+        self._files = list(files)
+        self._file_ends = file_ends
+        self._texts = texts
+        self._ends = ends
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return the fields of a row."""
+        text = self._texts[self._ends[number] : self._ends[number + 1]]
+        # A row without fields may be written as null.
+        return json.loads(text.decode()) or {}
+
+    def place(self, number: int) -> str:
+        """Return the file and line of a row."""
+        file = self._files[bisect_right(self._file_ends, number)]
+        return f"{file}:{self._lines[number]}"
 
 
 class RecordRows(Rows):

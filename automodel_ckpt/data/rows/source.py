@@ -10,7 +10,8 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,25 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
+from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import (
     LOADERS,
     UNREADABLE,
     digest,
     files_of,
-    has_content,
     is_about_data,
     is_pattern,
     kind_of,
     saved_table,
 )
 from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.record_table import RecordTable
 from automodel_ckpt.data.rows.row_files import KINDS
-from automodel_ckpt.data.rows.rows import RecordRows, Rows, empty_data
+from automodel_ckpt.data.rows.rows import RecordRows, RecordTable, Rows, empty_data
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.data.rows.table_stream import TableStream
+    from automodel_ckpt.data.rows.datasets_library import TableStream
 
 log = logging.getLogger(__name__)
 
@@ -179,29 +179,35 @@ class Source(Rows):
             if stream.is_empty:
                 raise empty_data(self.path)
             return stream
-        from automodel_ckpt.data.rows.table_stream import TableStream
+        from automodel_ckpt.data.rows.datasets_library import TableStream
 
         return TableStream(self._stream_of_datasets())
 
-    def _stream_of_datasets(self) -> Any:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Hide the output of ``datasets``, and raise its errors as :class:`RecipeError`."""
         import datasets  # type: ignore[import-untyped]
+        from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
+
+        from automodel_ckpt.data.rows.datasets_library import quiet
 
         try:
-            from automodel_ckpt.data.rows.datasets_library import quiet
-
-            if not self.is_file:
-                with quiet(datasets):
-                    rows = datasets.load_dataset(
-                        **self._of_name(), split=self.split, streaming=True
-                    )
-                self._report_others(rows.info.builder_name)
-                return rows
-            if not self._filled:
-                raise empty_data(self.path)
             with quiet(datasets):
-                return datasets.load_dataset(**self._of_files(), split=self.split, streaming=True)
+                yield
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._cannot_read(error) from error
+            damage = (*UNREADABLE, ArrowInvalid, datasets.exceptions.DatasetGenerationError)
+            is_damaged = self.is_file and isinstance(error, damage)
+            raise (self.unreadable if is_damaged else self._cannot_read)(error) from error
+
+    def _stream_of_datasets(self) -> Any:
+        import datasets
+
+        with self._reading():
+            given = self._of_files() if self.is_file else self._of_name()
+            rows = datasets.load_dataset(**given, split=self.split, streaming=True)
+        if not self.is_file:
+            self._report_others(rows.info.builder_name)
+        return rows
 
     @property
     def num_rows(self) -> int:
@@ -223,29 +229,16 @@ class Source(Rows):
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
         if self._records:
             return self._records.read(fields)
-        columns = []
-        try:
-            from automodel_ckpt.data.conversations.messages import without_nulls
-
-            for field in fields:
-                columns.append([without_nulls(value) for value in self._table[field]])
-        except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
-            raise self.unreadable(error) from error
-        return columns
+        return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         if self._records:
             return self._records.read_range(fields, start, stop)
         try:
             rows = self._table.select_columns(list(dict.fromkeys(fields)))[start:stop]
-        except UnicodeDecodeError as error:
+        except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
             raise self.unreadable(error) from error
-        columns = []
-        from automodel_ckpt.data.conversations.messages import without_nulls
-
-        for field in fields:
-            columns.append([without_nulls(value) for value in rows[field]])
-        return columns
+        return [[without_nulls(value) for value in rows[field]] for field in fields]
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row. Images and audio of tables are ``{"bytes", "path"}``, not decoded.
@@ -256,8 +249,6 @@ class Source(Rows):
             return self._records.row(number)
         try:
             fields: dict[str, Any] = self._table[number]
-            from automodel_ckpt.data.conversations.messages import without_nulls
-
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError) as error:
             value = f"{type(error).__name__}: {error}"
@@ -283,18 +274,11 @@ class Source(Rows):
             return None
         import datasets
 
-        from automodel_ckpt.data.rows.datasets_library import (
-            class_names,
-            has_reading_options,
-            quiet,
-        )
+        from automodel_ckpt.data.rows.datasets_library import class_names, has_reading_options
 
-        try:
-            with quiet(datasets):
-                # datasets assigns the files to splits, as on the Hub. This reads no row.
-                builder = datasets.load_dataset_builder(**self._of_name())
-        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._cannot_read(error) from error
+        with self._reading():
+            # datasets assigns the files to splits, as on the Hub. This reads no row.
+            builder = datasets.load_dataset_builder(**self._of_name())
         reader = builder.info.builder_name
         splits: dict[str, list[Path]] = {}
         kinds: set[str] = set()
@@ -350,31 +334,7 @@ class Source(Rows):
         """Make the error for data that ``datasets`` cannot read, with the reason."""
         hint = "repair the file; every row must have the same fields with values of the same types"
         reason = " ".join(str(error.__cause__ or error).split())
-        return self._other_fields(reason) or RecipeError(
-            "the data file cannot be read", where=self.path, value=reason, hint=hint
-        )
-
-    def _other_fields(self, reason: str) -> RecipeError | None:
-        """Make the error for a file with fields that the first file lacks; None if the *reason* is another one."""
-        if "column names" not in reason:
-            return None
-        first, *others = self._filled
-        expected = Source(str(first)).fields
-        for file in others:
-            fields = Source(str(file)).fields
-            if not set(fields) <= set(expected):
-                return RecipeError(
-                    "a data file has fields that the first one does not have",
-                    where=str(file),
-                    value=f"{', '.join(fields)}; {first} has {', '.join(expected)}",
-                    hint="give all files the same fields, or list the file that has all of them first",
-                )
-        return None
-
-    @cached_property
-    def _filled(self) -> list[Path]:
-        """The files that are not empty: readers fail on empty files, which parallel writers may create."""
-        return [file for file in self.files if has_content(file)]
+        return RecipeError("the data file cannot be read", where=self.path, value=reason, hint=hint)
 
     def _of_name(self) -> dict[str, Any]:
         """The arguments of ``load_dataset`` for a directory or a Hub data set."""
@@ -425,41 +385,24 @@ class Source(Rows):
         # Imported here because it takes half a second, and cached samples do not need it.
         import datasets
 
-        from automodel_ckpt.data.rows.datasets_library import quiet, with_encoded_media
+        from automodel_ckpt.data.rows.datasets_library import with_encoded_media
 
-        with quiet(datasets):
-            table = self._read_files(datasets) if self.is_file else self._read_named(datasets)
+        # The cache of datasets would keep a copy of files, but the samples are cached already.
+        with self._reading(), TemporaryDirectory() as scratch:
+            if self.is_file:
+                given = {**self._of_files(), "cache_dir": scratch, "keep_in_memory": True}
+            else:
+                given = self._of_name()
+            table = datasets.load_dataset(**given, split=self.split)
+            if not self.is_file:
+                self._report_others(table.info.builder_name)
             return with_encoded_media(table, datasets)
-
-    def _read_files(self, datasets: Any) -> Any:
-        from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
-
-        if not self._filled:
-            return datasets.Dataset.from_dict({})
-        # The cache of datasets would keep a copy of the data, but the samples are cached already.
-        with TemporaryDirectory() as scratch:
-            try:
-                return datasets.load_dataset(
-                    **self._of_files(), split=self.split, cache_dir=scratch, keep_in_memory=True
-                )
-            except (datasets.exceptions.DatasetGenerationError, ArrowInvalid, *UNREADABLE) as error:
-                raise self.unreadable(error) from error
-            except ValueError as error:
-                raise self._cannot_read(error) from error
 
     def _of_files(self) -> dict[str, Any]:
         """The arguments of ``load_dataset`` for the files."""
         # Escaped, because load_dataset parses a name with brackets as a pattern.
-        files = [glob.escape(str(file)) for file in self._filled]
+        files = [glob.escape(str(file)) for file in self.files]
         return {"path": LOADERS[kind_of(self.files[0])], "data_files": files}
-
-    def _read_named(self, datasets: Any) -> Any:
-        try:
-            rows = datasets.load_dataset(**self._of_name(), split=self.split)
-        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise self._cannot_read(error) from error
-        self._report_others(rows.info.builder_name)
-        return rows
 
     def _report_others(self, reader: str) -> None:
         """Warn about files that are ignored: only those of the most common format in a directory are read."""

@@ -6,20 +6,24 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import TypeVar, Unpack
 
 import tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.rows.arguments import ROW_DEFAULTS, RowOptions
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.preparation import Encode, prepare
 from automodel_ckpt.data.rows.row_stream import RowStream, row_stream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.sample_arrays import SampleArrays
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
+
+Samples = TypeVar("Samples", bound=SampleArrays)
 
 _FORMAT = 11
 """Part of the cache's keys. Increase it when the samples of the same data change."""
@@ -27,37 +31,36 @@ _PREPARING = "preparing the data of %s; later starts read the result from the ca
 
 
 def samples_of(
-    source: Source,
+    path: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     encode: Encode,
     policy: Truncation,
     *,
     key: tuple[object, ...],
-    max_samples: int | None,
-    streaming: bool,
-    shuffle_block: int,
     fields: Sequence[str] | None = None,
     template: str | None = None,
     kind: type[TokenizedDataset] = TokenizedDataset,
-    stream_kind: type[RowStream] = RowStream,
+    **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
-    """Tokenize the rows of *source* with *encode*, and truncate the samples by *policy*; at most *max_samples*.
+    """Tokenize the rows of *path* with *encode*, and truncate the samples by *policy*.
 
     They are cached under *key*: the builder's name, and everything that the samples depend on besides the other
     arguments. *template* describes how conversations are rendered. When the samples are prepared, the fields of the
-    data that are not in *fields* are logged as unused. With *streaming*, nothing is cached: rows are read and tokenized
-    during training, in the order of the source or (``dataloader.shuffle``) shuffled within blocks of *shuffle_block*
-    rows. The result is of class *kind*, or with *streaming* of class *stream_kind*. Raises :class:`RecipeError` for
-    data that cannot be read or tokenized.
+    data that are not in *fields* are logged as unused. With ``streaming``, nothing is cached: rows are read and
+    tokenized during training, in the order of the source or (``dataloader.shuffle``) shuffled within blocks of
+    ``shuffle_block`` rows. *kind* makes the items of the samples of a row. Raises :class:`RecipeError` for data that
+    cannot be read or tokenized.
     """
-    if streaming:
+    given = ROW_DEFAULTS | options
+    source = Source.of(path, given["name"], given["split"], given["revision"])
+    if given["streaming"]:
         stream = row_stream(
             source,
             encode,
             policy,
-            block=shuffle_block,
-            max_samples=max_samples,
-            kind=stream_kind,
+            block=given["shuffle_block"],
+            max_samples=given["max_samples"],
+            kind=kind,
         )
         stream.template = template
         # Names and sizes only: a digest of the content would read all files before the first step.
@@ -73,7 +76,7 @@ def samples_of(
         encode,
         policy,
         key=key,
-        max_samples=max_samples,
+        max_samples=given["max_samples"],
         fields=fields,
         template=template,
         kind=kind,
@@ -107,6 +110,7 @@ def samples_of_rows(
     dataset = _prepared(str(key[0]), whole_key, tokenizer, build, kind)
     dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
     dataset.template = template
+    dataset.limit = policy.limit
     dataset.identity = identity(whole_key, tokenizer)
     return dataset
 
@@ -121,15 +125,15 @@ def prepared(
     name: str,
     key: tuple[object, ...],
     tokenizer: PreTrainedTokenizerBase,
-    build: Callable[[], TokenizedDataset],
-    kind: type[TokenizedDataset] = TokenizedDataset,
-) -> TokenizedDataset:
-    """Return the data set of *build* for *key* and *tokenizer*, read from the cache if it was prepared before.
+    build: Callable[[], Samples],
+    kind: type[Samples],
+) -> Samples:
+    """Return the data set of *build*, of class *kind*, for *key* and *tokenizer*: from the cache if it is there.
 
-    *kind* is its class. A slow tokenizer has no digest of its content, so the cache is not used for it.
+    A slow tokenizer has no digest of its content, so the cache is not used for it.
     """
 
-    def build_in(directory: Path | None) -> TokenizedDataset:
+    def build_in(directory: Path | None) -> Samples:
         dataset = build()
         if directory is not None:
             dataset.save(directory)
@@ -138,47 +142,13 @@ def prepared(
     return _prepared(name, key, tokenizer, build_in, kind)
 
 
-class Storable(Protocol):
-    """A data set that can be written to a directory and read from it."""
-
-    @classmethod
-    def load(cls, directory: Path) -> Self: ...
-    def save(self, directory: Path) -> None: ...
-
-
-Stored = TypeVar("Stored", bound=Storable)
-
-
-def stored(
-    name: str,
-    key: tuple[object, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    build: Callable[[], Stored],
-    kind: type[Stored],
-) -> Stored:
-    """Return the data set of *build*, of the class *kind*, for *key* and *tokenizer*: from the cache if it is there.
-
-    A slow tokenizer has no digest of its content, so the cache is not used for it.
-    """
-    fingerprint = _fingerprint(tokenizer)
-    if fingerprint is None:
-        return build()
-
-    def save(directory: Path) -> None:
-        log.info(_PREPARING, name)
-        build().save(directory)
-
-    whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
-    return kind.load(cached(name, whole_key, save))
-
-
 def _prepared(
     name: str,
     key: tuple[object, ...],
     tokenizer: PreTrainedTokenizerBase,
-    build: Callable[[Path | None], TokenizedDataset | None],
-    kind: type[TokenizedDataset],
-) -> TokenizedDataset:
+    build: Callable[[Path | None], Samples | None],
+    kind: type[Samples],
+) -> Samples:
     """Return the data set of *build*: written into a directory of the cache, or returned by ``build(None)``."""
     fingerprint = _fingerprint(tokenizer)
     if fingerprint is None:

@@ -18,8 +18,7 @@ import shutil
 import uuid
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -64,18 +63,6 @@ class Targeted(NamedTuple):
     targets: SampleTargets
 
 
-@dataclass(frozen=True, slots=True)
-class SampleKind:
-    """What a cache has to know about the samples of a data set, as functions."""
-
-    digest: Callable[[Any], str]
-    """The digest of a data set: it changes with the tokens of a sample."""
-    checksum: Callable[[Any], int]
-    """The checksum of a sample: it changes with what the teacher gets of it."""
-    label_counts: Callable[[Sequence[Any], Mapping[str, torch.Tensor]], list[int]]
-    """The number of predicted labels of each of the samples, by these and by the micro-batch of them."""
-
-
 def checksum(sample: Mapping[str, Any]) -> int:
     """Compute a checksum of the tokens and labels of a sample (CRC-32)."""
     found = 0
@@ -91,13 +78,6 @@ def num_labels(sample: Mapping[str, Any]) -> int:
     return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
 
-def _label_counts(
-    samples: Sequence[Mapping[str, Any]], micro_batch: Mapping[str, torch.Tensor]
-) -> list[int]:
-    del micro_batch  # A collate function may have changed the labels, which has to be noticed.
-    return [num_labels(sample) for sample in samples]
-
-
 def data_digest(dataset: Any) -> str:
     """Return a digest of a data set and the tokenizer that made it: of its ``identity``, else of all its tokens.
 
@@ -110,22 +90,9 @@ def data_digest(dataset: Any) -> str:
         # The size of packs is not part of the identity.
         digest.update(f"{known} {size} {getattr(dataset, 'size', None)}".encode())
         return digest.hexdigest()
-    return samples_digest(dataset, checksum)
-
-
-def samples_digest(dataset: Any, checksum: Callable[[Any], int]) -> str:
-    """Return a digest of the checksums of all samples of a data set.
-
-    Raises :class:`AutomodelError` with the location of a sample that cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=12)
-    for index in range(len(dataset)):
+    for index in range(size):
         digest.update(checksum(read_sample(dataset, index)).to_bytes(4, "little"))
     return digest.hexdigest()
-
-
-TOKENIZED = SampleKind(data_digest, checksum, _label_counts)
-"""Samples with ``input_ids`` and ``labels``."""
 
 
 # ---------------------------------------------------------------- writing
@@ -350,9 +317,8 @@ class TargetedDataset:
     Its samples are those of *dataset*; packs count as samples.
     """
 
-    def __init__(self, dataset: Any, kind: SampleKind = TOKENIZED) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._checksum = kind.checksum
         self.cache: TargetCache | None = None
         """The targets by sample; None: not computed yet, and samples come without them."""
 
@@ -376,7 +342,7 @@ class TargetedDataset:
         if self.cache is None:
             return sample
         targets = self.cache.of(index)
-        if self._checksum(sample) != targets.checksum:
+        if checksum(sample) != targets.checksum:
             raise RecipeError(
                 "this sample is not the one whose logits of the teacher are cached",
                 where="dataset",

@@ -58,14 +58,16 @@ class TokenArray:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-class TokenWindows:
-    """A map-style data set of windows of *seq_length* tokens of several arrays, with labels on all of them.
+Starts = range | npt.NDArray[np.int64]
+"""The first tokens of the samples of an array."""
 
-    Window i of an array begins at ``i * (seq_length - 1)``: it repeats the last token of the window before, so that
-    each token is predicted once. With *start_token*, a window begins at the next occurrence of that token instead. A
-    window does not cross arrays, and tokens after the last whole window of an array are not used.
 
-    Raises :class:`RecipeError` when a sample is read that has a negative token, or one of *vocab_size* or more.
+class TokenSpans:
+    """A map-style data set of samples that are adjacent tokens of *arrays*, with labels on all of them.
+
+    *starts* are the first tokens of the samples of each array, *lengths* their numbers of tokens. *identity* is a
+    digest of the data. Raises :class:`RecipeError` when a sample is read that has a negative token, or one of
+    *vocab_size* or more.
     """
 
     draws_nothing = True
@@ -73,51 +75,84 @@ class TokenWindows:
     def __init__(
         self,
         arrays: Sequence[TokenArray],
-        seq_length: int,
+        starts: Sequence[Starts],
+        lengths: npt.NDArray[np.int64],
         *,
+        identity: str,
         vocab_size: int | None,
-        start_token: int | None = None,
-        max_samples: int | None = None,
     ) -> None:
         self.arrays = list(arrays)
-        self.seq_length = seq_length
+        self.lengths = lengths
+        self.identity = identity
         self.vocab_size = vocab_size
-        self._starts: list[npt.NDArray[np.int64]] | None = None
-        if start_token is None:
-            counts = [max(array.count - 1, 0) // (seq_length - 1) for array in arrays]
-        else:
-            self._starts = [_aligned_starts(array, seq_length, start_token) for array in arrays]
-            counts = [len(starts) for starts in self._starts]
-        self._ends = list(accumulate(counts))
-        self.num_samples = self._ends[-1] if counts else 0
-        if max_samples is not None:
-            self.num_samples = min(self.num_samples, max_samples)
-        self.identity = _identity(arrays, seq_length, start_token)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """The number of tokens of each sample."""
-        return np.full(self.num_samples, self.seq_length, np.int64)
+        self._starts = list(starts)
+        self._ends = list(accumulate(map(len, starts)))
 
     def __len__(self) -> int:
-        return self.num_samples
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         # IndexError also ends an iteration over this class, which has no __iter__.
-        if not 0 <= index < self.num_samples:
+        if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._ends, index)
-        window = index - (self._ends[number - 1] if number else 0)
-        start = window * (self.seq_length - 1)
-        if self._starts is not None:
-            start = int(self._starts[number][window])
+        start = int(self._starts[number][index - self._ends[number] + len(self._starts[number])])
         array = self.arrays[number]
-        tokens = array.tokens[start : start + self.seq_length].astype(np.int64)
-        check_tokens(array, start, tokens, self.vocab_size)
+        tokens = array.tokens[start : start + int(self.lengths[index])].astype(np.int64)
+        _check_tokens(array, start, tokens, self.vocab_size)
         return {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
 
 
-def check_tokens(
+def windows_of(
+    arrays: Sequence[TokenArray],
+    seq_length: int,
+    *,
+    vocab_size: int | None,
+    start_token: int | None = None,
+    max_samples: int | None = None,
+) -> TokenSpans:
+    """Divide arrays into windows of *seq_length* tokens.
+
+    Window i of an array begins at ``i * (seq_length - 1)``: it repeats the last token of the window before, so that
+    each token is predicted once. With *start_token*, a window begins at the next occurrence of that token instead. A
+    window does not cross arrays, and tokens after the last whole window of an array are not used.
+    """
+    starts: list[Starts] = []
+    for array in arrays:
+        if start_token is None:
+            starts.append(range(0, max(array.count - seq_length + 1, 0), seq_length - 1))
+        else:
+            starts.append(_aligned_starts(array, seq_length, start_token))
+    # A view of one number: there may be billions of windows.
+    lengths = np.broadcast_to(np.int64(seq_length), sum(map(len, starts)))[:max_samples]
+    identity = identity_of(arrays, seq_length, start_token)
+    return TokenSpans(arrays, starts, lengths, identity=identity, vocab_size=vocab_size)
+
+
+def documents_of(
+    arrays: Sequence[TokenArray],
+    starts: Sequence[npt.NDArray[np.int64]],
+    *,
+    vocab_size: int | None,
+    max_samples: int | None = None,
+) -> TokenSpans:
+    """Divide arrays into documents, of which those of fewer than two tokens are left out.
+
+    *starts* [n] are the ascending first tokens of the documents of each array; tokens before the first one are a
+    document, too.
+    """
+    firsts: list[Starts] = []
+    # Without an array, np.concatenate() needs an empty one.
+    lengths = [np.empty(0, np.int64)]
+    for array, array_starts in zip(arrays, starts, strict=True):
+        first, length = _bounds(array, array_starts)
+        firsts.append(first)
+        lengths.append(length)
+    whole = np.concatenate(lengths)[:max_samples]
+    return TokenSpans(arrays, firsts, whole, identity="", vocab_size=vocab_size)
+
+
+def _check_tokens(
     array: TokenArray, start: int, tokens: npt.NDArray[np.int64], vocab_size: int | None
 ) -> None:
     """Raise :class:`RecipeError` for *tokens*, those of *array* from *start* on, that are negative or too high."""
@@ -133,59 +168,6 @@ def check_tokens(
         value=f"token id {invalid}, vocabulary size {vocab_size or 'not given'}",
         hint="use the tokenizer that the file was made with, and the file's format and dtype",
     )
-
-
-class TokenDocuments:
-    """A map-style data set of the documents in several arrays, with labels on all tokens.
-
-    *starts* [n] are the ascending first tokens of the documents of each array; tokens before the first one are a
-    document, too. Documents of fewer than two tokens are left out. Longer ones than *seq_length* are truncated. Raises
-    :class:`RecipeError` when a sample is read that has a negative token, or one of *vocab_size* or more.
-    """
-
-    draws_nothing = True
-
-    def __init__(
-        self,
-        arrays: Sequence[TokenArray],
-        starts: Sequence[npt.NDArray[np.int64]],
-        seq_length: int | None,
-        *,
-        vocab_size: int | None,
-        max_samples: int | None = None,
-    ) -> None:
-        self.arrays = list(arrays)
-        self.vocab_size = vocab_size
-        # Without an array, these are empty: np.concatenate() needs at least one.
-        numbers = [np.empty(0, np.int64)]
-        first_tokens = [np.empty(0, np.int64)]
-        lengths = [np.empty(0, np.int64)]
-        for number, (array, array_starts) in enumerate(zip(arrays, starts, strict=True)):
-            first, length = _bounds(array, array_starts)
-            numbers.append(np.full(len(first), number))
-            first_tokens.append(first)
-            lengths.append(length)
-        self._numbers = np.concatenate(numbers)[:max_samples]
-        self._starts = np.concatenate(first_tokens)
-        self.whole_lengths = np.concatenate(lengths)[:max_samples]
-        """The number of tokens of each document before it is truncated."""
-        self.lengths = self.whole_lengths
-        if seq_length is not None:
-            self.lengths = np.minimum(self.lengths, seq_length)
-        self.identity = _identity(arrays, "documents", seq_length, len(self))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        array = self.arrays[int(self._numbers[index])]
-        start = int(self._starts[index])
-        end = start + int(self.lengths[index])
-        tokens = array.tokens[start:end].astype(np.int64)
-        check_tokens(array, start, tokens, self.vocab_size)
-        return {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
 
 
 def _bounds(
@@ -213,7 +195,7 @@ def _aligned_starts(array: TokenArray, seq_length: int, start_token: int) -> npt
         next_allowed = start + seq_length - 1
 
 
-def _identity(arrays: Sequence[TokenArray], *settings: object) -> str:
+def identity_of(arrays: Sequence[TokenArray], *settings: object) -> str:
     """Return a digest of the files' names, sizes, first and last bytes: reading them whole could take hours."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=12)
     for array in arrays:

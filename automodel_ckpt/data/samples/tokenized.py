@@ -17,8 +17,7 @@ import numpy.typing as npt
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.rows.arguments import at_most
-from automodel_ckpt.data.samples.length_summary import LengthSummary
-from automodel_ckpt.data.samples.sample_arrays import SampleArrays
+from automodel_ckpt.data.samples.sample_arrays import LengthSummary, SampleArrays
 from automodel_ckpt.errors import RecipeError, printable
 
 log = logging.getLogger(__name__)
@@ -81,6 +80,8 @@ class TokenizedDataset(SampleArrays):
     """What a user should know about samples, in words -> number of such samples."""
     identity: str | None = None
     """A digest that changes with the samples; None if unknown."""
+    limit: int | None = None
+    """The maximum tokens of a sample; None: there is none."""
 
     def __init__(
         self,
@@ -152,8 +153,21 @@ class TokenizedDataset(SampleArrays):
         num_tokens = int(self.ends[-1]) if len(self.ends) else 0
         return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
 
+    @staticmethod
+    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+        """Make an item of the tokenized *samples* of a row, their *number*, and the maximum tokens of a sample."""
+        return samples[0]
+
+    def __len__(self) -> int:
+        return len(self.ends) // self.group_size
+
     def __getitem__(self, index: int) -> Any:
-        return self.sample(index)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first = index * self.group_size
+        samples = [self.sample(first + offset) for offset in range(self.group_size)]
+        number = math.nan if self.numbers is None else float(self.numbers[first])
+        return self.item(samples, number, self.limit)
 
     def sample(self, index: int) -> dict[str, list[int]]:
         """Return a tokenized sample. Raises IndexError if there is none with this index."""

@@ -42,6 +42,11 @@ class Truncation:
         """Make the policy of a builder, where *seq_length* None is no limit."""
         return cls(policy, UNLIMITED if seq_length is None else seq_length)
 
+    @property
+    def limit(self) -> int | None:
+        """The maximum tokens of a sample; None without a limit."""
+        return None if self.seq_length == UNLIMITED else self.seq_length
+
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, POLICIES)
         if self.seq_length < 2:

@@ -20,11 +20,13 @@ from automodel_ckpt.data.batches.micro_batches import collate, isolated_rng, rea
 from automodel_ckpt.data.samples.teacher_targets import (
     PartWriter,
     Publication,
-    SampleKind,
     SampleTargets,
     TargetCache,
     TargetedDataset,
     batches_of,
+    checksum,
+    data_digest,
+    num_labels,
     require_labels,
     share_of,
 )
@@ -61,8 +63,8 @@ class _Predicted:
     def by_sample(self) -> Iterator[SampleTargets]:
         """Yield the targets of each sample."""
         parts = zip(*(torch.split(each, list(self.counts)) for each in self.top), strict=True)
-        for checksum, (tokens, log_probs, rest) in zip(self.checksums, parts, strict=True):
-            yield SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), checksum)
+        for found, (tokens, log_probs, rest) in zip(self.checksums, parts, strict=True):
+            yield SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), found)
 
 
 class TeacherCaches:
@@ -79,17 +81,15 @@ class TeacherCaches:
         directory: str | None,
         batch_size: int,
         collate_fn: Any,
-        kind: SampleKind,
     ) -> None:
         """*teacher* is a line that changes with the teacher, *collate_fn* makes micro-batches of *batch_size* samples
-        of this *kind* without targets."""
+        without targets."""
         self._layout = layout
         self._teacher = teacher
         self._settings = (top_k, temperature, num_columns)
         self._directory = Path(directory).expanduser() if directory else None
         self._batch_size = batch_size
         self._collate = collate_fn
-        self._kind = kind
 
     def find(self, dataset: TargetedDataset) -> TargetCache | None:
         """Open the cache of *dataset*; None if there is none, or if a file is damaged. A collective."""
@@ -188,9 +188,9 @@ class TeacherCaches:
                 # Those of the batch before: the ranks agree once per forward pass.
                 _write(computed, writer)
                 samples, micro_batch = self._read(dataset, indices)
-                counts = self._kind.label_counts(samples, micro_batch)
+                counts = [num_labels(sample) for sample in samples]
                 require_labels(micro_batch, sum(counts))
-                checksums = [self._kind.checksum(sample) for sample in samples]
+                checksums = [checksum(sample) for sample in samples]
             top = self._top_of(micro_batch, teacher)
             is_mine = number * size < len(mine)
             computed = _Predicted(checksums, counts, top) if is_mine else None
@@ -239,7 +239,7 @@ class TeacherCaches:
             directory = self._directory or cache_directory()
             if self._layout.is_rank0:
                 with isolated_rng():
-                    digest = self._kind.digest(dataset.dataset)
+                    digest = data_digest(dataset.dataset)
         digest = broadcast_object(self._layout.gloo_group, digest)
         key = repr((digest, len(dataset), self._teacher, *self._settings))
         name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()

@@ -7,7 +7,6 @@ and all ranks of a run read the same ones.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.fetched import own_name
 from automodel_ckpt.config.callables.plugins import callable_of
+from automodel_ckpt.config.callables.signatures import signature_of
 from automodel_ckpt.config.keys.init_from import InitFromConfig
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
@@ -150,8 +150,7 @@ def _of_target(target: Target, place: Place) -> Iterator[HubName]:
         # Names without an owner, such as json, are readers of files.
         key = "path" if "/" in str(given.get("path")) else ""
     elif function.startswith(_OWN_DATA):
-        parameters = inspect.signature(callable_of(target)).parameters
-        key = "path" if "revision" in parameters else ""
+        key = "path" if signature_of(callable_of(target)).accepts("revision") else ""
     else:
         return
     name, revision = given.get(key), given.get("revision")

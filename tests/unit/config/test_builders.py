@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import typing
 
 import pytest
 
 from automodel_ckpt.config.callables.builders import signature
+from automodel_ckpt.config.callables.signatures import signature_of
 
 NAMES = [
     "automodel_ckpt.data.text.text",
@@ -39,11 +39,9 @@ def test_parameters_read_from_the_source_are_those_of_the_imported_callable(name
     assert found is not None
     module, _, attribute = name.rpartition(".")
     function = getattr(importlib.import_module(module), attribute)
-    real = inspect.signature(function).parameters
-    assert {key: each.is_required for key, each in found.items()} == {
-        key: each.default is each.empty for key, each in real.items()
-    }
-    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    real = signature_of(function)
+    assert {key: each.is_required for key, each in found.items()} == real.required
+    hints = real.types
     plain = {
         key: each.annotation for key, each in found.items() if "Tensor" not in str(each.annotation)
     }

@@ -15,13 +15,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from automodel_ckpt.data.batches import workers
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.batches.micro_batches import SampleReader
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import AutomodelError, RecipeError
 from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
 
 SOURCES = {
@@ -172,32 +171,6 @@ def test_the_global_generators_are_left_alone(source: str, num_workers: int) -> 
         assert torch.equal(torch.get_rng_state(), before[2])
 
 
-def test_what_workers_prefetched_does_not_count() -> None:
-    loader = make(Numbers(100), num_workers=2)
-    batches = iter(loader)
-    next(batches)
-    loader.mark_consumed(next(iter(loader)))
-    assert loader.state_dict()["consumed_samples"] == 4
-
-
-def test_a_batch_that_was_not_trained_on_comes_again() -> None:
-    loader = make(Numbers(20))
-    loader.mark_consumed(next(iter(loader)))
-    abandoned = next(iter(loader))
-    assert contents([next(iter(loader))]) == contents([abandoned])
-
-
-def test_batches_are_marked_once_and_in_order() -> None:
-    loader = make(Numbers(20))
-    batches = iter(loader)
-    first, second = next(batches), next(batches)
-    with pytest.raises(AutomodelError, match="in order"):
-        loader.mark_consumed(second)
-    loader.mark_consumed(first)
-    with pytest.raises(AutomodelError, match="epoch 0 sample 0, but the next is epoch 0 sample 4"):
-        loader.mark_consumed(first)
-
-
 @pytest.mark.parametrize("source", sorted(SOURCES))
 @pytest.mark.parametrize(
     ("length", "drop_last", "sizes"),
@@ -225,15 +198,6 @@ def test_a_rank_without_a_part_of_the_ragged_end_runs_a_batch_without_weight(sou
     assert last[3][0]["numbers"].tolist() == last[0][0]["numbers"].tolist()
 
 
-@pytest.mark.parametrize("source", sorted(SOURCES))
-def test_fewer_samples_than_one_global_batch_make_one_batch_per_epoch(source: str) -> None:
-    batches = train(make(SOURCES[source](3), global_batch_size=64), 2)
-    assert [(b.epoch, len(b.sample_ids), b.last_of_epoch) for b in batches] == [
-        (0, 3, True),
-        (1, 3, True),
-    ]
-
-
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(RecipeError, match="the data set is empty"):
         make(Numbers(0))
@@ -246,11 +210,6 @@ def test_an_empty_data_set_is_refused() -> None:
             make(type("Half", (), {only: lambda *_: 3})())
 
 
-def test_an_iterator_that_cannot_start_over_is_named_in_the_second_epoch() -> None:
-    with pytest.raises(RecipeError, match="epoch 1 of the iterable data set yields no sample"):
-        train(make(iter(Stream(4))), 2)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("source", [Numbers, Stream])
 def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) -> None:
@@ -260,16 +219,6 @@ def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) ->
     assert "13" in problem.what
     assert "toys.py:" in problem.where
     assert str(problem.value) in ("KeyError: 'no such field'", "OSError: connection lost")
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_of_ours_keeps_its_kind_and_gains_the_sample(num_workers: int) -> None:
-    class TooLong(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            raise RecipeError("too long", where="data.jsonl:3", value=lambda: None, hint="cut it")
-
-    with pytest.raises(RecipeError, match=r"dataset\[\d+\]: data.jsonl:3"):
-        list(make(TooLong(4), num_workers=num_workers))
 
 
 def test_a_collator_that_fails_names_the_samples() -> None:
@@ -349,14 +298,6 @@ def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
         make(Stream(20)).load_state_dict(state)
 
 
-def test_a_foreign_state_is_refused() -> None:
-    with pytest.raises(CheckpointUnusable, match="missing consumed_samples, "):
-        make(Numbers(20)).load_state_dict({"epoch": 1})
-    for absurd in ({"epoch": 2**63}, {"consumed_samples": -1}, {"epoch": 1.0}):
-        with pytest.raises(CheckpointUnusable, match="the saved position in the data is invalid"):
-            make(Numbers(20)).load_state_dict({**make(Numbers(20)).state_dict(), **absurd})
-
-
 def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -381,19 +322,6 @@ def test_a_changed_global_batch_size_goes_on_after_the_same_sample(
     assert "changed from 4 to 6: training continues after sample 8 of epoch 0" in caplog.text
 
 
-def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    first, second = (
-        make(Numbers(10), drop_last=True),
-        make(Numbers(10), drop_last=True, global_batch_size=8),
-    )
-    train(first, 1)
-    second.load_state_dict(first.state_dict())
-    assert next(iter(second)).epoch == 1
-    assert "epoch 0 has no further full global batch" in caplog.text
-
-
 def test_a_stateful_stream_goes_on_without_reading_again() -> None:
     first, source = make(StatefulStream(100)), StatefulStream(100)
     train(first, 10)
@@ -401,16 +329,6 @@ def test_a_stateful_stream_goes_on_without_reading_again() -> None:
     second.load_state_dict(first.state_dict())
     next(iter(second))
     assert source.read == 8
-
-
-def test_what_drop_last_leaves_of_a_stateful_stream_does_not_open_the_next_epoch() -> None:
-    first, second = (
-        make(StatefulStream(11), drop_last=True),
-        make(StatefulStream(11), global_batch_size=2),
-    )
-    assert [trained_on([batch]) for batch in train(first, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    second.load_state_dict(first.state_dict())
-    assert trained_on(train(second, 1)) == [1000, 1001]
 
 
 def test_a_stream_without_state_reads_and_drops_what_was_consumed(
@@ -472,50 +390,6 @@ def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(
     assert reads[0] == reads[1]
 
 
-def test_batch_sizes_that_do_not_divide_are_rejected() -> None:
-    for sizes in ({"global_batch_size": 5}, {"global_batch_size": 6, "dp_size": 2}):
-        with pytest.raises(RecipeError, match="global_batch_size"):
-            make(Numbers(20), **sizes)
-
-
-def test_a_changed_shuffle_is_reported_only_where_the_loader_orders_the_samples(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for source in (Numbers, Stream):
-        caplog.clear()
-        first, second = make(source(20), shuffle=True), make(source(20), shuffle=False)
-        train(first, 1)
-        second.load_state_dict(first.state_dict())
-        is_reported = "keeping the saved data order (shuffle True)" in caplog.text
-        assert is_reported == (source is Numbers)
-
-
-class Blocking(Numbers):
-    """Its fifth sample takes longer than anybody waits."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 4:
-            time.sleep(600)
-        return super().__getitem__(index)
-
-
-def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(workers, "WORKER_END_SECONDS", 0.2)
-    batches = iter(make(Blocking(20), shuffle=False, num_workers=1))
-    assert next(batches).sample_ids == [0, 1, 2, 3]
-    began = time.monotonic()
-    batches.close()  # type: ignore[attr-defined]
-    # Less than the ten minutes that the data set sleeps.
-    assert time.monotonic() - began < 300 and not multiprocessing.active_children()
-
-
-def test_a_mapping_of_data_sets_is_rejected_with_their_names() -> None:
-    with pytest.raises(RecipeError, match=r"mapping of several data sets[\s\S]*train, test"):
-        make({"train": Numbers(20), "test": Numbers(4)})
-
-
 def stack_with_noise(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {**stack(samples), "noise": torch.rand(len(samples))}
 
@@ -569,12 +443,6 @@ class StreamOfEpochs(Stream):
         if row["number"] == 7:
             raise ValueError("no such row")
         return row
-
-
-def test_a_stream_gets_the_number_of_each_epoch() -> None:
-    source = StreamOfEpochs(4)
-    train(make(source), 3)
-    assert source.epochs == [0, 1, 2]
 
 
 def test_a_sample_of_a_stream_that_cannot_be_prepared_is_named() -> None:

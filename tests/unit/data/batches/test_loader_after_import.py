@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 
@@ -14,11 +11,6 @@ from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 def collate(rows: list[int]) -> dict[str, torch.Tensor]:
     values = torch.tensor(rows).reshape(-1, 1)
     return {"input_ids": values, "labels": values}
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(22))
 
 
 def loader(dataset: object, *, drop_last: bool = False, size: int = 8) -> GlobalBatchLoader:
@@ -58,18 +50,3 @@ def test_steps_and_samples_give_the_position(
     found.start_after(steps, samples)
     assert (found.epoch, found.consumed_samples) == position
     assert found.samples_before == before
-
-
-def test_the_next_batch_is_the_one_after_the_position() -> None:
-    found = loader(range(22))
-    found.start_after(5, 40)
-    batch = next(iter(found))
-    assert batch.sample_ids == [16, 17, 18, 19, 20, 21] and batch.epoch == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_stream_is_read_up_to_the_position() -> None:
-    found = loader(Stream())
-    found.start_after(2, None)
-    batch = next(iter(found))
-    assert batch.sample_ids == list(range(16, 22)) and found.samples_before == 16

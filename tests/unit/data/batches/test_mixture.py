@@ -85,24 +85,6 @@ def test_a_longer_epoch_repeats_sources_and_no_weights_use_each_once() -> None:
     assert sorted(ids) == list(range(88))
 
 
-def test_without_shuffling_sources_are_interleaved_in_their_order() -> None:
-    dataset = mixture(sources(), WEIGHTS)
-    first, second = ids_of_epochs(loader(dataset, shuffle=False), 2)
-    assert [number for number in first if number < 30] == list(range(16))
-    assert [number for number in second if number < 30] == [*range(16, 30), 0, 1]
-    for start in range(0, 32, 4):
-        assert counts_of(dataset, first[start : start + 4])["chat"] == 2
-
-
-def test_sources_of_the_same_size_are_shuffled_differently() -> None:
-    dataset = mixture({"one": random_tokens(20, 8, 100), "two": random_tokens(20, 8, 100)})
-    indices = dataset.epoch_indices(0, 7, shuffle=True).tolist()
-    first = [number for number in indices if number < 20]
-    second = [number - 20 for number in indices if number >= 20]
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resume_on_another_number_of_ranks_continues_the_same_batches(num_workers: int) -> None:
     first, second = ids_of_epochs(loader(mixture(sources(), WEIGHTS)), 2)

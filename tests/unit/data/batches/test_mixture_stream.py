@@ -62,23 +62,6 @@ def documents(tokenizer: Any, loader: GlobalBatchLoader, num_batches: int) -> li
     return found
 
 
-def test_streams_of_the_same_size_are_shuffled_differently(
-    tokenizer: Any, paths: dict[str, str]
-) -> None:
-    both = {"a": paths["a"], "b": paths["a"]}
-    dataset = stream(tokenizer, both, weights={"a": 1.0, "b": 1.0}, num_samples=120)
-    dataset.set_order(7, 0, shuffle=True)
-    orders: dict[str, list[str]] = {"a": [], "b": []}
-    for row in dataset:
-        orders[row.source].append(repr(row.sample))
-    first, second = orders["a"][:30], orders["a"][30:]
-    assert sorted(first) == sorted(second) == sorted(orders["b"][:30])
-    assert len(set(first)) == 30
-    assert first != orders["b"][:30]
-    # The next pass over a stream has another order.
-    assert first != second
-
-
 def test_shares_hold_at_any_time_and_an_epoch_ends_with_the_first_stream(
     tokenizer: Any, paths: dict[str, str]
 ) -> None:
@@ -90,24 +73,6 @@ def test_shares_hold_at_any_time_and_an_epoch_ends_with_the_first_stream(
     assert reader.epoch == 1 and len(batches[5]) < 4
     of_b = [each for batch in batches[:5] for each in batch if each.startswith("b")]
     assert sorted(of_b) == [f"b{number}" for number in range(5)]
-
-
-def test_streams_that_end_together_have_equal_epochs(tokenizer: Any, paths: dict[str, str]) -> None:
-    equal = {"weights": {"a": 1.0, "b": 1.0}}
-    same = {"a": paths["b"], "b": paths["b"]}
-    dataset = stream(tokenizer, same, **equal)
-    assert [len(list(dataset)) for _ in range(4)] == [10] * 4
-    # A state from the end of an epoch: the next one begins both streams again.
-    resumed = stream(tokenizer, same, **equal)
-    resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
-    assert [len(list(resumed)) for _ in range(2)] == [10] * 2
-    # In the middle of an epoch, the state says which streams it has begun.
-    iterator = iter(dataset)
-    for _ in range(3):
-        next(iterator)
-    middle = stream(tokenizer, same, **equal)
-    middle.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
-    assert [len(list(middle)) for _ in range(2)] == [7, 10]
 
 
 def test_streams_mix_with_other_data_sets_exactly(tokenizer: Any, paths: dict[str, str]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_ckpt.data.batches.document_rows import Document, DocumentRows, RowRules
+from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
-from automodel_ckpt.data.batches.packed_stream import PackedStream, num_lanes
+from automodel_ckpt.data.batches.packed_stream import PackedStream
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
@@ -132,23 +132,6 @@ def test_the_rows_of_a_map_style_data_set_divide_one_sequence(tokenizer: Any, pa
         assert (rows[number]["labels"][starts - start] == IGNORE_INDEX).all()
     with pytest.raises(IndexError):
         rows[len(rows)]
-
-
-def test_whole_documents_fill_rows_and_divided_ones_leave_nothing_empty() -> None:
-    documents = [
-        Document.of([number] * (3 + number % 9), [True] * (3 + number % 9)) for number in range(50)
-    ]
-    total = sum(len(document.tokens) for document in documents)
-    rows, left = RowRules(SIZE).rows(documents, range)
-    assert sum(len(row["input_ids"]) for row in rows) + sum(len(d.tokens) for d in left) == total
-    assert sum(len(row["input_ids"]) for row in rows) > 0.97 * SIZE * len(rows)
-    rows, left = RowRules(SIZE, splits=True).rows(documents, range)
-    assert {len(row["input_ids"]) for row in rows} == {SIZE}
-    assert sum(len(document.tokens) for document in left) < SIZE
-
-
-def test_lanes_divide_the_global_batch() -> None:
-    assert [num_lanes(size) for size in (1, 6, 256, 1000, 1024)] == [1, 6, 256, 250, 256]
 
 
 def test_bad_streams_are_reported_with_their_place(tokenizer: Any, tmp_path: Path) -> None:

@@ -164,32 +164,6 @@ def test_a_resume_is_exact_wherever_it_was_stopped(
         assert rows_of(tokenizer, before) + rows_of(tokenizer, train(second, 14 - stop)) == whole
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_another_number_of_ranks_repeats_and_loses_nothing(
-    tokenizer: Any, documents: str, before: int, after: int
-) -> None:
-    whole = rows_of(tokenizer, train(loader(tokenizer, documents), 9))
-    first = [loader(tokenizer, documents, dp_rank=rank, dp_size=before) for rank in range(before)]
-    second = [loader(tokenizer, documents, dp_rank=rank, dp_size=after) for rank in range(after)]
-    seen = [train(each, 4) for each in first]
-    for each in second:
-        each.load_state_dict(first[0].state_dict())
-    rest = [train(each, 5) for each in second]
-    steps = [[part[n] for part in seen] for n in range(4)] + [
-        [part[n] for part in rest] for n in range(5)
-    ]
-    assert [row for step in steps for row in rows_of(tokenizer, step)] == whole
-
-
-def test_a_rank_tokenizes_its_own_part_only(tokenizer: Any, documents: str) -> None:
-    made = loader(tokenizer, documents, dp_size=2)
-    prepared = []
-    inner = made.dataset.prepare
-    made.dataset.prepare = lambda row: prepared.append(row.number) or inner(row)
-    train(made, 2)
-    assert len(prepared) < 8
-
-
 def test_long_samples_are_cut_counted_or_refused_with_their_row(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,14 +192,6 @@ def test_long_samples_are_cut_counted_or_refused_with_their_row(
     )
     with pytest.raises(RecipeError, match=r"sample 0 of the stream: .*a\.jsonl:1"):
         train(made, 1)
-
-
-def test_what_is_said_of_truncation_without_streaming_too(
-    tokenizer: Any, documents: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        text(tokenizer, documents, seq_length=50)
-    assert f"{NUM_ROWS} samples, median " in caplog.text
 
 
 def test_a_stream_of_datasets_itself_goes_through_epochs_and_resumes(documents: str) -> None:

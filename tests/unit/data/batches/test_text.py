@@ -17,7 +17,6 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
-from tests.support.servers.command_server import CommandServer
 
 
 def jsonl(path: Path, *rows: Any) -> str:
@@ -275,41 +274,11 @@ def test_a_broken_file_is_refused_with_the_line(
         prompt_completion(tokenizer, str(tmp_path / "a.jsonl"))
 
 
-def test_a_mixture_of_types_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"text": "a"}, {"text": {"b": 1}})
-    with pytest.raises(RecipeError, match=r"a\.jsonl"):
-        text(tokenizer, path)
-
-
-def test_a_missing_or_unknown_file_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"(?s)none\.jsonl.*ENOENT.*working directory"):
-        text(tokenizer, str(tmp_path / "none.jsonl"))
-    (tmp_path / "a.docx").touch()
-    with pytest.raises(RecipeError, match=r"use a file named \*\.jsonl"):
-        text(tokenizer, str(tmp_path / "a.docx"))
-    with pytest.raises(RecipeError, match="unknown value for truncation"):
-        text(tokenizer, jsonl(tmp_path / "a.jsonl", {"text": "a"}), truncation="left")
-
-
 def test_a_tokenizer_without_end_token_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     endless = train_tokenizer(401)
     endless.eos_token = None
     with pytest.raises(RecipeError, match="no end-of-sequence token"):
         text(endless, jsonl(tmp_path / "a.jsonl", {"text": "a"}))
-
-
-def test_reading_leaves_nothing_in_the_cache_of_datasets(
-    tmp_path: Path, commands: CommandServer
-) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"text": "a"})
-    (tmp_path / "read.py").write_text(f"""
-import sys; assert "datasets" not in sys.modules
-import os; os.environ.update(HF_HOME={str(tmp_path / "hf")!r}, AUTOMODEL_CKPT_CACHE={str(tmp_path / "cache")!r})
-from automodel_ckpt.examples.data.python_docs import train_tokenizer; from automodel_ckpt.data.text import text
-text(train_tokenizer(300), {path!r})""")
-    done = commands.run("plain", str(tmp_path / "read.py"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert not list((tmp_path / "hf").rglob("*.arrow"))
 
 
 def test_what_is_blank_is_left_out_and_counted(
@@ -373,28 +342,3 @@ def test_empty_completions_are_counted(
         stream.prepare(row)
     stream.report()
     assert "this rank prepared, 3 have an empty completion" in caplog.text
-
-
-def test_all_samples_that_are_too_long_are_reported_at_once(tokenizer: Any, tmp_path: Path) -> None:
-    rows = [{"text": "b" * length} for length in (*range(1, 101), *(0, 300, 50))]
-    path = jsonl(tmp_path / "a.jsonl", *rows)
-    lengths = sorted(
-        len(tokenizer("b" * length)["input_ids"]) + 1 for length in (*range(1, 101), 300, 50)
-    )
-    num_long = sum(length > 40 for length in lengths)
-    with pytest.raises(RecipeError) as caught:
-        text(tokenizer, path, seq_length=40)
-    (problem,) = caught.value.problems
-    assert problem.what == "samples are longer than seq_length"
-    assert problem.where.count(f"{path}:") == 3 and problem.where.endswith(
-        f"and {num_long - 3} more"
-    )
-    assert problem.value == (
-        f"{num_long} of 102 samples; seq_length 40, the longest sample {lengths[-1]} tokens, "
-        f"the 99th percentile {lengths[-2]}"
-    )
-    assert (
-        f"dataset.seq_length to {lengths[-1]}" in problem.hint
-        and "truncation right" in problem.hint
-    )
-    assert text(tokenizer, path, seq_length=lengths[-1])

@@ -59,17 +59,6 @@ def test_calls_and_results_become_messages_of_the_assistant_and_of_tools() -> No
     assert [turn["content"] for turn in turns[1:4]] == ["let me see", "3", '{"sum": 7}']
 
 
-def test_calls_without_an_answer_before_them_become_an_answer() -> None:
-    turns = turns_of(SHAREGPT)
-    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "assistant"]
-    assert turns[1]["tool_calls"][0]["function"] == CALL
-
-
-def test_other_conversations_stay_as_they_are() -> None:
-    talk = [SWIFT[0], {"role": "tool", "content": "3"}, SWIFT[-1]]
-    assert turns_of(talk) == talk
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [("{", "not JSON"), ('{"arguments": {}}', "no name"), ("[1]", "no name"), (None, "no name")],

@@ -301,17 +301,6 @@ def test_tools_and_calls_reach_the_template_without_what_the_table_added(
     assert [text.split()[0] for text in labeled(tokenizer, dataset[0])] == ["call", "four</s>"]
 
 
-def test_parquet_with_conversations_as_json_text_is_read(tokenizer: Any, tmp_path: Path) -> None:
-    import pandas
-
-    path = tmp_path / "chat.parquet"
-    pandas.DataFrame({"talk": [json.dumps(TALK)]}).to_parquet(path)
-    sample = messages(tokenizer, str(path), chat_template=PLAIN, messages_field="talk")[0]
-    assert (
-        sample == messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=PLAIN)[0]
-    )
-
-
 def test_variables_reach_the_template_and_are_part_of_the_cache_key(
     tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -378,12 +367,6 @@ def test_what_is_no_conversation_is_refused(
         messages(tokenizer, write(tmp_path, row), chat_template=PLAIN)
 
 
-def test_a_template_that_refuses_a_conversation_is_quoted(tokenizer: Any, tmp_path: Path) -> None:
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RecipeError, match="roles must alternate"):
-        messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
-
-
 @pytest.mark.parametrize("build", [messages, prompt_completion])
 def test_text_without_a_tokenizer_is_refused_with_what_to_name(
     tmp_path: Path, build: Callable[..., object]
@@ -414,12 +397,6 @@ def test_a_content_in_parts_is_written_as_text(
 ) -> None:
     path = write(tmp_path, {"messages": json.dumps(IN_PARTS)})
     assert labeled(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == answers
-
-
-def test_a_part_that_is_no_text_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    picture = [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, *IN_PARTS[1:]]
-    with pytest.raises(RecipeError, match=r"part that is not text[\s\S]*a\.png"):
-        messages(tokenizer, write(tmp_path, {"messages": json.dumps(picture)}), chat_template=PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -494,12 +471,6 @@ def test_a_template_that_writes_the_date_is_told_of(
     assert "writes today's date" in caplog.text
 
 
-def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, {"messages": [TALK[1], {"role": "actor", "content": "four"}]})
-    with pytest.raises(RecipeError, match=r"user, actor\n  hint:   .*the role assistant"):
-        messages(tokenizer, path, chat_template=PLAIN)
-
-
 def weighed(*weights: float | None) -> list[dict[str, Any]]:
     """TALK, its messages with these weights; None for none."""
     return [
@@ -569,22 +540,6 @@ def test_marks_that_change_when_more_follows_cannot_be_weighed(
         match=r"messages with weight 0[\s\S]*marks: 1 in the first 3 messages, 1 in total",
     ):
         messages(tokenizer, path, chat_template=template)
-
-
-def test_marks_need_a_tokenizer_that_knows_its_characters(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(type(tokenizer)):  # type: ignore[misc]
-        def __call__(
-            self, *given: Any, return_offsets_mapping: bool = False, **options: Any
-        ) -> Any:
-            if return_offsets_mapping:
-                raise NotImplementedError
-            return super().__call__(*given, **options)
-
-    monkeypatch.setattr(tokenizer, "__class__", Slow)
-    with pytest.raises(RecipeError, match=r"cannot map tokens[\s\S]*Slow"):
-        messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=MARKED)
 
 
 SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four", "weight": 1}]
@@ -686,23 +641,3 @@ def test_a_null_in_a_call_or_a_tool_stays_null(tokenizer: Any, tmp_path: Path) -
         text = tokenizer.decode(sample["input_ids"])
         assert '"default": null' in text
         assert f'"arguments": {{"a": null, "day": "2024-01-01", "n": {2**70}}}' in text
-
-
-def test_marked_parts_without_text_between_them_are_both_labeled(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    """The second begins where the first ends."""
-    template = MARKED.replace("</s>{% endgen", "{% endgeneration %}{% generation %}</s>{% endgen")
-    sample = messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=template)[
-        0
-    ]
-    assert labeled(tokenizer, sample) == ["four</s>"]
-
-
-def test_the_last_turn_may_be_all_of_a_sample(tokenizer: Any, tmp_path: Path) -> None:
-    template = """{% for m in messages if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}
-{%- endfor %}"""
-    path = write(tmp_path, {"messages": TALK[1:3]})
-    sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
-    assert labeled(tokenizer, sample) == ["four</s>"]
-    assert -100 not in sample["labels"]

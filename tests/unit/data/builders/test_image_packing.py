@@ -13,10 +13,8 @@ from PIL import Image
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.image_packing import (
     PACK_IDS,
-    ImagePack,
     ImageRowLayout,
     PackCollator,
     PackedImages,
@@ -75,23 +73,6 @@ def test_rows_have_positions_that_restart_and_no_label_on_first_tokens(
     assert rows["labels"][0, 1:first].tolist() == rows["input_ids"][0, 1:first].tolist()
     assert int(rows[IS_TOKEN].sum()) == sum(packs[0].lengths)
     assert torch.equal(rows["pixel_values"], batch["pixel_values"])
-
-
-def test_a_blank_image_is_added_to_the_shortest_row(collate: ImageTextCollator) -> None:
-    short, long = (
-        ImageText(text, images=[], labeled_spans=[(0, 2)]) for text in ("one", "one two three four")
-    )
-    lengths = collate([short, long])["attention_mask"][:2].sum(1).tolist()
-    assert lengths[0] < lengths[1]
-    first, second = ImagePack([short], lengths[:1]), ImagePack([long], lengths[1:])
-    collated = PackCollator(collate)
-    # The third sample has the image, with which the vision tower runs.
-    assert collated([first, second])[PACK_IDS].tolist() == [0, 1, 0]
-    assert collated([second, first])[PACK_IDS].tolist() == [0, 1, 1]
-    # Its tokens do not count, nor does the padding of rows.
-    for marks_tokens in (True, False):
-        rows = ImageRowLayout(multiple=64, marks_tokens=marks_tokens)(collated([first, second]))
-        assert rows[IS_TOKEN].sum(1).tolist() == lengths
 
 
 def test_lengths_are_counted_once_for_the_same_data_and_processor(

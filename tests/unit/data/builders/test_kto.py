@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.kto import JudgedDataset, JudgedStream, KTOCollator, split_pairs
+from automodel_ckpt.data.kto import JudgedDataset, KTOCollator, split_pairs
 from automodel_ckpt.data.kto import judged_completions as judged
 from automodel_ckpt.errors import RecipeError
 
@@ -51,7 +51,7 @@ def test_a_row_is_a_prompt_with_a_judged_completion(tokenizer: Any, tmp_path: Pa
     assert [sample["is_desirable"] for sample in samples] == [True, False, True]
     assert {sample["max_tokens"] for sample in samples} == {20}
     stream = judged(tokenizer, str(tmp_path / "a.jsonl"), seq_length=20, streaming=True)
-    assert isinstance(stream, JudgedStream)
+    assert not isinstance(stream, JudgedDataset)
     assert [stream.prepare(row) for row in stream] == samples
 
 
@@ -148,14 +148,6 @@ def test_a_micro_batch_has_each_prompt_with_another_completion(
     assert [prompt for prompt, _ in rows] == ["2 + 2 =", "3 + 5 is", "So"]
     # The first sample follows the last.
     assert [answer for _, answer in rows] == [" what</s>", " 4</s>", " equal to nine</s>"]
-
-
-def test_a_mismatched_row_is_truncated_as_its_prompt_would_be() -> None:
-    long = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "is_desirable": True}
-    short = {"input_ids": [1, 2, 3], "labels": [-100, -100, 3], "is_desirable": False}
-    batch = KTOCollator(PadCollator(0))([long, short | {"max_tokens": 4}])
-    assert batch["mismatched_input_ids"].tolist() == [[1, 2, 6, 7]]
-    assert batch["mismatched_labels"].tolist() == [[-100, -100, 6, 7]]
 
 
 def test_samples_without_a_judgment_are_an_error() -> None:

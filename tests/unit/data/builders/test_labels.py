@@ -63,13 +63,6 @@ def test_another_value_is_rejected(labels: Labels, value: Any, hint: str) -> Non
     assert hint in caught.value.hint
 
 
-def test_labels_are_described_in_words() -> None:
-    assert PAIR.describe([1.0]) == "yes"
-    assert SEVERAL.describe([1.0, 0.0, 1.0]) == "a, c"
-    assert SEVERAL.describe([0.0, 0.0, 0.0]) == "none"
-    assert TWO_NUMBERS.describe([1.0, 2.5]) == "1, 2.5"
-
-
 def test_a_checkpoint_with_other_labels_is_rejected() -> None:
     PAIR.load_state_dict(PAIR.state_dict())
     with pytest.raises(RecipeError, match="other labels"):

@@ -14,7 +14,6 @@ from automodel_ckpt.data.preference import (
     PreferenceCollator,
     PreferenceDataset,
     pairs,
-    require_pairs,
 )
 from automodel_ckpt.errors import RecipeError
 
@@ -221,11 +220,3 @@ def test_micro_batches_have_pairs_in_adjacent_rows(tokenizer: Any, tmp_path: Pat
     assert second.sample_ids == [4, 5]
     with pytest.raises(RecipeError, match="not a pair"):
         PreferenceCollator(PadCollator(0))([{"input_ids": [1], "labels": [1]}])
-
-
-def test_a_data_set_of_other_samples_is_reported_with_what_they_have() -> None:
-    with pytest.raises(RecipeError, match="is not a pair of a preferred") as caught:
-        require_pairs([{"input_ids": [1], "labels": [1]}])
-    assert caught.value.problems[0].value == "input_ids, labels"
-    with pytest.raises(RecipeError, match="is not a pair of a preferred"):
-        PreferenceCollator(PadCollator(0))(["a text"])  # type: ignore[list-item]

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data import python_docs
 from automodel_ckpt.examples.data.python_docs import (
     docstring_pairs,
-    language_modeling,
     train_tokenizer,
 )
 from tests.support.servers.command_server import CommandServer
@@ -71,32 +68,6 @@ def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
     assert any(name.endswith("tokens.npy") for name in first)
 
 
-def test_prepared_samples_are_not_tokenized_again(
-    tokenizer: Any, pairs: TokenizedDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = language_modeling(tokenizer)
-    for name in ("Encoder", "library_pairs", "_load_topics"):
-        monkeypatch.delattr(python_docs, name)
-    assert language_modeling(tokenizer)[0] == blocks[0]
-    assert docstring_pairs(tokenizer, seq_length=96)[0] == pairs[0]
-    with pytest.raises(NameError):
-        language_modeling(tokenizer, seq_length=33)
-
-
-def test_the_splits_share_no_document_and_leave_none_out(tokenizer: Any) -> None:
-    def documents(split: str) -> set[str]:
-        dataset = language_modeling(tokenizer, 64, split)
-        text = tokenizer.decode(
-            [token for i in range(len(dataset)) for token in dataset[i]["input_ids"]]
-        )
-        return set(text.split("</s>")[:-1])
-
-    train, validation = documents("train"), documents("validation")
-    assert not train & validation
-    assert train | validation == set(python_docs._load_topics().values())
-    assert len(validation) >= 3
-
-
 def test_a_pair_asks_for_a_docstring_and_labels_only_that(
     tokenizer: Any, pairs: TokenizedDataset
 ) -> None:
@@ -117,16 +88,3 @@ def test_a_pair_asks_for_a_docstring_and_labels_only_that(
     )
     assert all(len(pairs[i]["input_ids"]) <= 96 for i in range(len(pairs)))
     assert sum(completion.endswith("</s>") for completion in found.values()) > 1000
-
-
-def test_cut_samples_are_counted_in_the_log(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = docstring_pairs(tokenizer, seq_length=96)
-    cut = sum(dataset[i]["input_ids"][-1] != tokenizer.eos_token_id for i in range(len(dataset)))
-    assert f"{cut} of {len(dataset)} samples were truncated to seq_length 96" in caplog.text
-
-
-def test_a_pair_longer_than_the_context_can_be_refused_with_its_place(tokenizer: Any) -> None:
-    with pytest.raises(RecipeError, match=r"\.py:\d+ \(\d+ tokens\).*\n.*samples; seq_length 96"):
-        docstring_pairs(tokenizer, seq_length=96, split="validation", truncation="error")

@@ -16,9 +16,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data.chat import messages
-from automodel_ckpt.data.conversations import training_templates
+from automodel_ckpt.data.conversations import template_choice
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.training_templates import model_of, select_template
+from automodel_ckpt.data.conversations.template_choice import model_of, select_template
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
@@ -268,8 +268,8 @@ EXPECTED: list[tuple[str, str, list[dict[str, Any]], str]] = [
 
 def shipped(model: str) -> str:
     """The text of the template that is shipped for a model."""
-    entry = next(each for each in training_templates._BY_DIGEST.values() if each.model == model)
-    return training_templates._text_of(entry)
+    entry = next(each for each in template_choice._BY_DIGEST.values() if each.model == model)
+    return template_choice._text_of(entry)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_training_template_marks_what_the_model_has_to_generate(
 
 
 @pytest.mark.parametrize(
-    "model", dict.fromkeys(each.model for each in training_templates._BY_DIGEST.values())
+    "model", dict.fromkeys(each.model for each in template_choice._BY_DIGEST.values())
 )
 def test_arguments_of_calls_may_be_json_text(model: str) -> None:
     tokenizer = train_tokenizer(400)
@@ -344,10 +344,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Any:
     tokenizer = train_tokenizer(400)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<think>", "</think>"], special_tokens=True)
     tokenizer.chat_template = OWN + "\n"
-    entry = next(each for each in training_templates._BY_DIGEST.values() if each.model == "Qwen3")
-    monkeypatch.setitem(
-        training_templates._BY_DIGEST, hashlib.sha256(OWN.encode()).hexdigest(), entry
-    )
+    entry = next(each for each in template_choice._BY_DIGEST.values() if each.model == "Qwen3")
+    monkeypatch.setitem(template_choice._BY_DIGEST, hashlib.sha256(OWN.encode()).hexdigest(), entry)
     return tokenizer
 
 

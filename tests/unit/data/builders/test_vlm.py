@@ -23,7 +23,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.images import open_image
-from automodel_ckpt.data.vlm import ImageConversations, conversations
+from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from tests.support.models.vision import FAMILIES, TEMPLATE, write_conversations
@@ -391,36 +391,12 @@ def test_the_brightness_of_16_bits_is_scaled_and_not_clipped(kind: str, tmp_path
             open_image(encoded(pixels.astype(kind_of_32_bits), "TIFF"), tmp_path)
 
 
-@pytest.mark.parametrize("largest", [0xFFFF, 999])
-def test_the_brightness_of_a_pgm_file_is_relative_to_its_largest_value(
-    largest: int, tmp_path: Path
-) -> None:
-    pixels = np.array([0, largest // 2, largest], dtype=">u2").tobytes()
-    opened = open_image(f"P5 3 1 {largest}\n".encode() + pixels, tmp_path)
-    assert np.asarray(opened)[0, :, 0].tolist() == [0, 127, 255]
-    text = f"P2 3 1 {largest}\n0 {largest // 2} {largest}\n".encode()
-    assert open_image(text, tmp_path).tobytes() == opened.tobytes()
-
-
 def test_images_are_turned_as_their_exif_data_state(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x112] = 6  # the top of the scene is at the right
     pixels = np.array([[[0] * 3, [250] * 3]], dtype=np.uint8)
     turned = open_image(encoded(pixels, exif=exif), tmp_path)
     assert np.asarray(turned)[..., 0].tolist() == [[0], [250]]
-
-
-def test_errors_of_every_type_of_a_decoder_name_the_image(tmp_path: Path) -> None:
-    class Broken(Image.Image):
-        def load(self) -> Any:
-            raise RuntimeError("Failed to decode frame 0")
-
-    with pytest.raises(UnusableSample, match="cannot be read") as caught:
-        open_image(Broken(), tmp_path)
-    assert "Failed to decode frame 0" in str(caught.value.value)
-    with pytest.raises(UnusableSample) as caught:
-        open_image(b"text", tmp_path)
-    assert caught.value.value == "4 bytes of the data (not an image of a known format)"
 
 
 def test_bytes_and_images_are_images_too(tmp_path: Path) -> None:
@@ -494,16 +470,6 @@ def test_samples_of_a_language_model_are_rejected(processors: Any) -> None:
         with pytest.raises(RecipeError, match="not a conversation with images") as caught:
             function({"input_ids": [1], "labels": [1]})
         assert caught.value.problems[0].value == "dict with input_ids, labels"
-
-
-def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -> None:
-    _, processor = FAMILIES["llava"]()
-    processor.chat_template = None
-    with pytest.raises(RecipeError, match="no chat template"):
-        conversations(processor, str(data))
-    assert isinstance(
-        conversations(processor, str(data), chat_template=TEMPLATE), ImageConversations
-    )
 
 
 def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(

@@ -60,16 +60,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable() ->
         cached("samples", (), write)
 
 
-def test_a_full_disk_is_reported_with_the_directory_of_the_cache() -> None:
-    def build(directory: Path) -> None:
-        with open("/dev/full", "wb", buffering=0) as file:
-            file.write(b"samples")
-
-    with pytest.raises(RecipeError, match="ENOSPC") as caught:
-        cached("full", (1,), build)
-    assert caught.value.problems[0].where == str(cache_directory())
-
-
 def test_a_process_that_waits_for_another_one_reports_for_which(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

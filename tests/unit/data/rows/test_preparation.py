@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import signal
-import struct
-import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.rows import preparation
-from automodel_ckpt.data.rows.preparation import prepare
 from automodel_ckpt.data.rows.row_workers import in_order
-from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
@@ -89,32 +77,6 @@ def test_workers_write_the_same_bytes_as_one_process(
         assert other.read_bytes() == path.read_bytes(), path
 
 
-@pytest.mark.parametrize("policy", ["error", "right", "skip"])
-def test_the_samples_are_those_of_all_rows_at_once(
-    tokenizer: Any, data: str, workers: Callable[[int], None], tmp_path: Path, policy: str
-) -> None:
-    def encode(rows: Rows) -> list[TokenizedSample]:
-        prompts, completions = rows.texts(["prompt", "completion"])
-        return Encoder(tokenizer).pairs(prompts, completions)
-
-    workers(2)
-    seq_length = 1000 if policy == "error" else 40
-    source = Source.of(data)
-    whole = Truncation(policy, seq_length).apply_to_all(encode(source), source.place)
-    expected, found = tmp_path / "expected", tmp_path / "found"
-    expected.mkdir()
-    found.mkdir()
-    whole.save(expected)
-    assert prepare(source, encode, Truncation(policy, seq_length), found) is None
-    for path in expected.iterdir():
-        assert (found / path.name).read_bytes() == path.read_bytes(), path.name
-    in_memory = prepare(source, encode, Truncation(policy, seq_length))
-    assert in_memory is not None
-    for name in ("tokens", "ends", "labelled", "counts"):
-        assert np.array_equal(getattr(in_memory, name), getattr(whole, name))
-    assert len(TokenizedDataset.load(found)) == len(whole) > 0
-
-
 def test_the_first_unusable_row_is_reported_with_its_line(
     chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -162,19 +124,3 @@ def test_a_killed_worker_costs_no_row() -> None:
     for part in in_order(numbers, ranges, 3):
         found += part
     assert found == list(range(200))
-
-
-def test_a_terminal_shows_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    master, slave = pty.openpty()
-    # A new terminal has no columns, and the bar then no width (ioctl_tty(2)).
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with os.fdopen(slave, "w") as terminal:
-        monkeypatch.setattr("sys.stderr", terminal)
-        with preparation._progress("rows", 100) as show:
-            time.sleep(1.1)
-            show(50)
-        terminal.flush()
-        shown = os.read(master, 4000).decode()
-    os.close(master)
-    assert "tokenizing:  50%" in shown
-    assert "50/100" in shown

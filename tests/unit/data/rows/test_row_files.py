@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.record_table import RecordTable
 from automodel_ckpt.data.rows.row_files import header
 from automodel_ckpt.data.rows.row_stream import row_stream
+from automodel_ckpt.data.rows.rows import RecordTable
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
@@ -36,7 +36,6 @@ FILES = {
     "lines.json": as_lines(ROWS),
     "list.json": json.dumps(ROWS).encode(),
     "indented.json": json.dumps(ROWS, indent=1, ensure_ascii=False).encode(),
-    "objects.json": "\n".join(json.dumps(row, indent=1) for row in ROWS).encode(),
 }
 
 

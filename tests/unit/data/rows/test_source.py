@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import json
 import lzma
@@ -14,7 +13,6 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]
 import pyarrow  # type: ignore[import-untyped]
 import pytest
-from pyarrow import parquet
 
 from automodel_ckpt.data.rows.files import open_data
 from automodel_ckpt.data.rows.row_stream import row_stream
@@ -82,13 +80,6 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
         Source(str(directory / "pipe.jsonl")).fingerprint()
 
 
-def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match=r"not in the cache[\s\S]*hf download"):
-        Source("missing/nothing").fingerprint()
-
-
 @pytest.mark.parametrize(
     ("name", "compress"),
     [
@@ -115,7 +106,7 @@ def test_a_compressed_file_is_read_like_the_plain_one_and_a_damaged_one_is_named
             read()
     uncompressed_name = tmp_path / "a.jsonl"
     uncompressed_name.write_bytes(compress(LINES))
-    with pytest.raises(RecipeError, match=r"is compressed: add \.(gz|bz2|xz|zst) to its name"):
+    with pytest.raises(RecipeError, match="the name of a compressed file ends in"):
         Source(str(uncompressed_name)).texts(["text"])
 
 
@@ -134,37 +125,6 @@ def test_a_zstd_file_has_the_positions_of_its_decompressed_bytes(tmp_path: Path)
             assert file.read(20) == content[start : start + 20]
         file.seek(len(content) + 9)
         assert file.read() == b""
-
-
-def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "data.csv"
-    path.write_text('\ufeffquestion,answer,empty\n1 + 2,3,\nNamibia,NA,\n"a\nb",1e5,\n')
-    source = Source(str(path))
-    assert source.texts(["question", "answer"]) == [
-        ["1 + 2", "Namibia", "a\nb"],
-        ["3", "NA", "1e5"],
-    ]
-    assert source.values("empty") == [None, None, None]
-    path.write_text("a,a\n1,2\n")
-    assert Source(str(path)).fields == ["a", "a.1"]
-    path.write_text("a,a,a.1\n1,2,3\n")
-    source = Source(str(path))
-    assert source.fields == ["a", "a.2", "a.1"]
-    assert source.row(0) == {"a": "1", "a.2": "2", "a.1": "3"}
-    path.write_text("a,b\n1,2,3\n4,5\n")
-    with pytest.raises(
-        RecipeError, match=r"more values than the table has columns[\s\S]*3 values for a, b"
-    ):
-        Source(str(path)).texts(["a"])
-
-
-def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
-    with pytest.raises(RecipeError, match="the data file is empty"):
-        Source(str(path)).stream()
-    with pytest.raises(RecipeError, match="the data file is empty"):
-        Source(str(path)).texts(["text"])
 
 
 def first_samples(source: Source) -> None:
@@ -257,20 +217,6 @@ def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None
     assert len({source.fingerprint() for source in (some, listed, every)}) == 3
 
 
-def test_a_file_more_or_another_content_shows_in_the_outline(parts: Path) -> None:
-    source = Source.of(f"{parts}/*.jsonl")
-    before, rows = source.files_signature(), source.fingerprint()
-    (parts / "part-9.jsonl").write_text('{"text": "f"}\n')
-    assert Source.of(f"{parts}/*.jsonl").files_signature() != before
-    (parts / "part-9.jsonl").unlink()
-    assert (
-        Source.of(f"{parts}/*.jsonl").files_signature(),
-        Source.of(f"{parts}/*.jsonl").fingerprint(),
-    ) == (before, rows)
-    (parts / "part-2.jsonl").write_text('{"text": "x"}\n')
-    assert Source.of(f"{parts}/*.jsonl").fingerprint() != rows
-
-
 def test_the_line_of_one_of_several_files_that_cannot_be_read_is_named(parts: Path) -> None:
     (parts / "part-2.jsonl").write_text('{"text": "d"}\n{"text": \n')
     source = Source.of(f"{parts}/*.jsonl")
@@ -282,14 +228,6 @@ def test_the_line_of_one_of_several_files_that_cannot_be_read_is_named(parts: Pa
         )
 
 
-def test_files_in_several_directories_have_no_common_one(parts: Path) -> None:
-    assert Source.of(f"{parts}/*.jsonl").folder == Source.of(str(parts)).folder == parts
-    (parts / "sub").mkdir()
-    (parts / "sub/a.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(RecipeError, match="are in several directories"):
-        _ = Source.of(f"{parts}/**/*.jsonl").folder
-
-
 def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
@@ -297,27 +235,6 @@ def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
         Source(str(directory)).texts(["text"])
     (directory / "train.tsv").write_text("question\tanswer\nNamibia\tNA\n1\t2\n")
     assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
-
-
-def test_a_subdirectory_that_cannot_be_read_is_an_error(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("closed", ".closed", "lost+found"):
-        (directory / name).mkdir()
-    (directory / "closed" / "train.jsonl").write_text('{"text": "left out"}\n')
-    closed = {"closed", ".closed", "lost+found"}
-    scandir = os.scandir
-
-    def denied(path: Any = ".") -> Any:
-        if os.path.basename(path) in closed:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(RecipeError, match=r"cannot be read[\s\S]*/closed \(Permission denied\)"):
-        len(Source(str(directory)).texts(["text"]))
-    closed.remove("closed")
-    Source(str(directory))._check_readable()
 
 
 # datasets 4.5 leaves the file that it read to the garbage collector.
@@ -367,21 +284,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     )
 
 
-def as_parquet(path: Path, **columns: list[Any]) -> None:
-    parquet.write_table(pyarrow.table(columns), path)
-
-
-def test_the_parquet_file_whose_fields_are_others_is_named(tmp_path: Path) -> None:
-    as_parquet(tmp_path / "a.parquet", text=["a"])
-    as_parquet(tmp_path / "b.parquet", text=["b"])
-    as_parquet(tmp_path / "c.parquet", text=["c"], more=[1])
-    said = (
-        r"fields that the first one[\s\S]*c.parquet\n  value:  text, more; .*a.parquet has text\n"
-    )
-    with pytest.raises(RecipeError, match=said):
-        Source.of(f"{tmp_path}/*.parquet").texts(["text"])
-
-
 def test_a_damaged_parquet_file_in_a_directory_is_reported_with_the_reason(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
@@ -390,24 +292,6 @@ def test_a_damaged_parquet_file_in_a_directory_is_reported_with_the_reason(direc
         RecipeError, match=r"the data set cannot be read[\s\S]*Parquet magic bytes not found"
     ):
         Source(str(directory)).texts(["text"])
-
-
-def test_a_directory_with_only_one_of_the_two_files_of_save_to_disk_is_an_ordinary_one(
-    directory: Path,
-) -> None:
-    for name in ("state.json", "dataset_info.json"):
-        (directory / name).write_text("{}")
-        assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
-        (directory / name).unlink()
-
-
-def test_a_text_file_has_a_row_per_line_and_an_empty_one_beside_it_does_not_matter(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    (tmp_path / "b.txt").write_text("")
-    assert Source(str(tmp_path / "a.txt")).texts(["text"]) == [["one", "two"]]
-    assert texts_of(Source(str(tmp_path / "*.txt")).stream()) == ["one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from automodel_ckpt.data.samples.teacher_targets import (
     TargetCollator,
     TargetedDataset,
     checksum,
-    data_digest,
     num_labels,
 )
 from automodel_ckpt.errors import RecipeError
@@ -53,18 +52,6 @@ def write(final: Path, key: str = "key") -> None:
             writer.add(targets_of(index))
         parts.append(writer.close())
     publication.publish(key, parts)
-
-
-def test_targets_are_read_as_they_were_written(tmp_path: Path) -> None:
-    write(tmp_path / "cache")
-    cache = TargetCache.open(tmp_path / "cache", "key")
-    assert cache is not None and len(cache) == 3
-    assert cache.damaged_file() is None
-    for each in (cache, pickle.loads(pickle.dumps(cache))):
-        for index in (2, 0, 1):
-            for one, other in zip(each.of(index), targets_of(index), strict=True):
-                np.testing.assert_array_equal(one, other)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
 
 
 def test_a_torn_or_foreign_cache_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,15 +101,3 @@ def test_samples_have_their_targets_and_a_changed_sample_is_an_error(tmp_path: P
     dataset.dataset[2] = SAMPLES[0]
     with pytest.raises(RecipeError, match="not the one whose logits"):
         dataset[2]
-
-
-def test_the_digest_of_data_changes_with_its_tokens_or_its_identity() -> None:
-    plain = data_digest(Listed(SAMPLES))
-    assert plain == data_digest(Listed([dict(sample) for sample in SAMPLES]))
-    assert plain != data_digest(Listed(SAMPLES[:2]))
-    assert plain != data_digest(Listed([*SAMPLES[:2], {"input_ids": [1], "labels": [1]}]))
-    known = Listed(SAMPLES)
-    known.identity = "a"
-    other = Listed(SAMPLES)
-    other.identity = "b"
-    assert len({plain, data_digest(known), data_digest(other)}) == 3

@@ -1,14 +1,22 @@
-"""Locate the assistant's text by rendering a conversation up to it, for a chat template without generation markers."""
+"""Locate the assistant's text and its reasoning in what a chat template writes.
+
+The text is found by the generation markers of the template, or by rendering the conversation up to it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer
-from automodel_ckpt.data.conversations.common_prefix import common_length
-from automodel_ckpt.data.conversations.messages import UnusableSample, calls_of
+from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span, common_length
+from automodel_ckpt.data.conversations.messages import (
+    REASONING,
+    UnusableSample,
+    calls_of,
+    is_trained_on,
+)
 
 METHOD = "rendering the conversation up to each assistant turn"
 
@@ -168,3 +176,95 @@ def _require_prefix(text: str, whole: str, num_messages: int) -> None:
         f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
         "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
     )
+
+
+def marked_answers(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any
+) -> tuple[str, list[Span]]:
+    """Render a conversation. Returns the text and the spans inside the markers of the turns that have labels.
+
+    Raises :class:`UnusableSample` if a turn has weight 0 and the template marks it differently when more turns follow.
+    """
+    text, spans = renderer.text_with_marks(turns, tools)
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    if all(is_trained_on(turn) for turn in answers):
+        return text, spans
+    labeled: list[Span] = []
+    num_before = 0
+    for number, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        _, so_far = renderer.text_with_marks(turns[: number + 1], tools)
+        # Compare only the starts: some templates end the last turn with another token than the turns before.
+        if _starts(so_far) != _starts(spans[: len(so_far)]):
+            raise UnusableSample(
+                "the chat template marks different text when more messages follow, so the messages with weight 0 "
+                "cannot be located",
+                f"marks: {len(so_far)} in the first {number + 1} messages, {len(spans)} in total",
+                "remove the weights, or use a template that writes a message the same way at any position",
+            )
+        if is_trained_on(turn):
+            labeled += so_far[num_before:]
+        num_before = len(so_far)
+    return text, labeled
+
+
+def _starts(spans: Sequence[Span]) -> list[int]:
+    return [start for start, _ in spans]
+
+
+def reasoning_spans(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, whole: str
+) -> Iterator[Span]:
+    """Yield the span of each reasoning in the rendered conversation *whole*, with the tags around it.
+
+    Raises :class:`UnusableSample` if the template writes a reasoning in several places.
+    """
+    for number, turn in enumerate(turns):
+        key = next((key for key in REASONING if turn.get(key)), None)
+        if key is None or turn["role"] != "assistant":
+            continue
+        span = _reasoning_span(renderer, turns, tools, whole, number, key)
+        if span is not None:
+            yield span
+
+
+def _reasoning_span(
+    renderer: ChatRenderer,
+    turns: list[dict[str, Any]],
+    tools: Any,
+    whole: str,
+    number: int,
+    key: str,
+) -> Span | None:
+    """Locate the reasoning of message *number*, its value of *key*, in the rendered conversation *whole*.
+
+    Tags that the template writes only around reasoning are part of the span. Returns None if the template does not
+    write this reasoning. Raises :class:`UnusableSample` if it writes it in several places.
+    """
+    marked = renderer.text(_replaced(turns, number, key, MARK), tools)
+    before, mark, after = marked.partition(MARK)
+    if not mark:
+        return None
+    start = len(before)
+    end = len(whole) - len(after)
+    if end < start or not (whole.startswith(before) and whole.endswith(after)):
+        raise UnusableSample(
+            "the reasoning cannot be located in the rendered conversation",
+            f"{key} of message {number}",
+            "set dataset.mask_reasoning false, or use a template that writes the reasoning once and unchanged",
+        )
+    cleared = renderer.text(_replaced(turns, number, key, ""), tools)
+    # Where removing a span of the text gives the text without reasoning, the span includes the tags.
+    block_start = min(start, common_length(whole, cleared))
+    block_end = block_start + len(whole) - len(cleared)
+    if block_end >= end and whole[block_end:] == cleared[block_start:]:
+        return block_start, block_end
+    return start, end
+
+
+def _replaced(
+    turns: list[dict[str, Any]], number: int, key: str, value: str
+) -> list[dict[str, Any]]:
+    """Copy *turns* with *value* under *key* of message *number*."""
+    return [*turns[:number], turns[number] | {key: value}, *turns[number + 1 :]]
