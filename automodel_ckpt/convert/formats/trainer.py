@@ -2,12 +2,15 @@
 
 ``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
 ``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
-(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes, and are not read.
+(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes: nothing of the
+random state is read, and of the arguments only their description (``torch_objects.py``), for the number of
+micro-batches.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +24,7 @@ from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.formats.torch.torch_files import TorchModelDirectory, read_archive
+from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
     Parameters,
@@ -61,9 +65,13 @@ class TransformersTrainer(Format):
         return known.open(path, follow_links=follow_links)
 
     def counters(self, path: Path) -> Counters:
-        """Return the steps and finished epochs of the trainer's state."""
+        """Return the steps, finished epochs and samples of the trainer's state."""
         state = read_json(path, STATE_FILE) or {}
-        return Counters(count_of(state.get("global_step")), finished_epochs(state))
+        step = count_of(state.get("global_step"))
+        samples = None
+        if step is not None:
+            samples = _consumed_samples(path, names_in(path), state, step)
+        return Counters(step, finished_epochs(state), samples)
 
     def losses(self, path: Path) -> Mapping[str, Any]:
         """Return the last logged losses."""
@@ -116,6 +124,7 @@ class TransformersTrainer(Format):
         return TrainingState(
             step=step,
             epoch=finished_epochs(state),
+            consumed_samples=_consumed_samples(path, names, state, step),
             optimizer=optimizer,
             scheduler=scheduler,
             omitted=tuple(omitted),
@@ -157,3 +166,34 @@ def finished_epochs(state: Mapping[str, Any]) -> int | None:
     if not isinstance(epoch, int | float) or not math.isfinite(epoch):
         return None
     return int(epoch) if 0 <= epoch < _MAX_COUNT else None
+
+
+def _consumed_samples(
+    path: Path, names: list[str], state: Mapping[str, Any], step: int
+) -> int | None:
+    """Return the samples of *step* global batches; None if the files do not state the size of one.
+
+    The size is that of a rank's micro-batch x micro-batches per step x ranks, each of which saves a file of its random
+    state. The last batch of an epoch may have been smaller.
+    """
+    micro_batch = count_of(state.get("train_batch_size"))
+    accumulation = _accumulation_steps(path, names)
+    if not micro_batch or not accumulation:
+        return None
+    num_ranks = max(1, sum(1 for name in names if _RANDOM_FILE.fullmatch(name)))
+    consumed = step * micro_batch * accumulation * num_ranks
+    return consumed if consumed < _MAX_COUNT else None
+
+
+def _accumulation_steps(path: Path, names: list[str]) -> int | None:
+    """Return ``gradient_accumulation_steps`` of the arguments, read from their description."""
+    if _ARGUMENTS_FILE not in names or os.path.islink(path / _ARGUMENTS_FILE):
+        return None
+    try:
+        arguments = read_archive(path / _ARGUMENTS_FILE).value
+    except CheckpointUnusable:
+        # They are only used for this number, and may contain anything.
+        return None
+    if not isinstance(arguments, Opaque) or not isinstance(arguments.state, dict):
+        return None
+    return count_of(arguments.state.get("gradient_accumulation_steps"))

@@ -93,7 +93,7 @@ def read_optimizer(
         for group in groups:
             names |= {fqn: rename(fqn) for fqn in group["params"]}
         shapes = {name: tensor.shape for name, tensor in weights.items()}
-        return named_state(state, groups, names, shapes, root=directory)
+        return named_state(state, groups, names, shapes, root=directory, where=where)
 
 
 def read_training_state(

@@ -87,7 +87,9 @@ def optimizer_state(
                 what: described(value, f"{names[key]}.{what}") for what, value in entry.items()
             }
         shapes = {parameter.name: parameter.shape for parameter in model}
-        return named_state(entries, groups, names, shapes, root=root, names_from=names_from)
+        return named_state(
+            entries, groups, names, shapes, root=root, where=root / file, names_from=names_from
+        )
 
 
 def damaged_optimizer(path: Path) -> Any:
@@ -104,9 +106,10 @@ def named_state(
     shapes: Mapping[str, Shape],
     *,
     root: Path,
+    where: Path,
     names_from: str = "",
 ) -> OptimizerState:
-    """Return the state of an optimizer whose values are numbers, or tensors in files below *root*.
+    """Return the state of an optimizer whose values are numbers, or tensors in files below *root*; *where* is the file.
 
     *entries* has the state of parameters, and *groups* the ``param_groups``, both with keys that *names* maps to names
     of the model's parameters, which have the *shapes*. Raises :class:`CheckpointUnusable` for state of other shapes,
@@ -132,7 +135,7 @@ def named_state(
             elif isinstance(value, Tensor) and value.shape:
                 raise CheckpointUnusable(
                     "the state of this optimizer does not have the shapes of the parameters, which is not supported",
-                    where=str(root),
+                    where=str(where),
                     value=f"{name}: {what} {list(value.shape)}, the parameter {list(shapes[name])}",
                     hint=f"use the config.json of the model that was trained; or {_WITHOUT}",
                 )
