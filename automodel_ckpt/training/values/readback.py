@@ -164,10 +164,6 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def is_past(self) -> bool:
-        """Whether the device has done the work before this mark. It does not wait."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def seconds_since(self, start: Mark) -> float:
         """Seconds that the device worked from *start* to this mark. Call :meth:`wait` of this mark before."""
         if self._event is not None and start._event is not None:
