@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import automodel_ckpt
 from automodel_ckpt.base.socket_paths import short_temporary_directory
@@ -33,6 +34,9 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
+
+if TYPE_CHECKING:
+    from automodel_ckpt.config.callables.prepare import PreparedRecipe
 
 SUFFIXES = (".yaml", ".yml")
 PRINTING_MODES = {
@@ -153,11 +157,16 @@ def _run_recipe(line: CommandLine) -> int:
     if "dry_run" in line.modes:
         return _dry_run(loaded, line, ranks, device_bytes)
     from automodel_ckpt.cli.launch.launcher import launch
+
+    return launch(loaded, line.flags, lambda: _prepared(loaded, line))
+
+
+def _prepared(loaded: LoadedRecipe, line: CommandLine) -> PreparedRecipe:
+    """Import the class of the recipe and its plug-ins. Raises :class:`RecipeError`."""
     from automodel_ckpt.config.callables.prepare import prepare
     from automodel_ckpt.config.callables.trust import Trust
 
-    trust = Trust(line.flags.trust)
-    return launch(loaded, line.flags, lambda: prepare(loaded, trust))
+    return prepare(loaded, Trust(line.flags.trust))
 
 
 def _check_selftest_options(line: CommandLine) -> None:
@@ -185,11 +194,9 @@ def _dry_run(
     """
     from automodel_ckpt.base.hub_access import without_token
     from automodel_ckpt.cli.checks.dry_run import report
-    from automodel_ckpt.config.callables.prepare import prepare
-    from automodel_ckpt.config.callables.trust import Trust
 
     with hiding_values(), without_token():
-        loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
+        loaded, recipe_class = _prepared(loaded, line)
         sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
             text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
@@ -211,8 +218,6 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
 def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
     """Print samples as they are trained. Raises :class:`RecipeError`."""
     from automodel_ckpt.cli.checks.show_samples import report
-    from automodel_ckpt.config.callables.prepare import prepare
-    from automodel_ckpt.config.callables.trust import Trust
 
     (text,) = line.modes["show_samples"]
     if not re.fullmatch(r"[0-9]{1,6}", text):
@@ -222,7 +227,7 @@ def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
             value=text,
             hint="for example --show-samples 3",
         )
-    loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
+    loaded, recipe_class = _prepared(loaded, line)
     with reporting_user_failures(RecipeError):
         for each in report(loaded, recipe_class, int(text)):
             print(each)
@@ -254,12 +259,10 @@ def _observed(
     line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None
 ) -> tuple[LoadedRecipe, type]:
     """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
-    from automodel_ckpt.config.callables.prepare import prepare
-    from automodel_ckpt.config.callables.trust import Trust
     from automodel_ckpt.training.recipe import Recipe
     from automodel_ckpt.training.selftest_probe import observed
 
-    loaded, recipe = prepare(loaded, Trust(line.flags.trust))
+    loaded, recipe = _prepared(loaded, line)
     if not issubclass(recipe, Recipe):
         raise RecipeError(
             "the selftest requires a recipe derived from Recipe",

@@ -230,10 +230,9 @@ def _translated(root: Node) -> Translation | None:
 
 def _rename_targets(node: Node) -> None:
     """Replace former names of this package's classes, which recipes and saved configurations have."""
-    if isinstance(node.value, str):
-        node.value = current_name(node.value)
-    for _, child in node.children():
-        _rename_targets(child)
+    for _, each in node.walk():
+        if isinstance(each.value, str):
+            each.value = current_name(each.value)
 
 
 def _shown(problems: Iterable[Problem], path: Path) -> list[Problem]:

@@ -143,7 +143,6 @@ SENT = {
     "revision": "dataset: {_target_: automodel_ckpt.data.text.text, path: org/x, revision: '/${oc.env:VALUE}'}",
     "key": "hub: {repo: org/x, license: '${oc.env:VALUE}'}\n"
     "dataset: {_target_: datasets.load_dataset, path: 'org/${hub.license}'}",
-    "default": "dataset: {_target_: datasets.load_dataset, path: '${oc.env:NOT_SET,a/${oc.env:VALUE}}'}",
     "model": "model: {from_pretrained: 'org/${oc.env:VALUE}'}",
     "stored": "model: {from_config: {model_type: llama, note: '/${oc.env:VALUE}'}}",
     "store": "checkpoint: {remote: {url: 's3://bucket/${oc.env:VALUE}'}}",

@@ -20,7 +20,7 @@ from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
     coloured,
     fitted,
-    json_text,
+    print_document,
     print_error,
     printable,
     problem_from_json,
@@ -95,10 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         a = _side_at(arguments.a, copies)
         b = _side_at(arguments.b, copies)
         document = _document(a, b)
-    if arguments.json:
-        print(json_text(document))
-    else:
-        print("\n".join(_lines(document)))
+    print_document(arguments, document, _lines(document))
     problems = _damage(document)
     if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))

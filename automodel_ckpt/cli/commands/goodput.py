@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted, exact_time
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import json_text, printable, table
+from automodel_ckpt.cli.common.terminal import print_document, printable, table
 from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     directory = run_with_logs(Path(arguments.path))
     found = read_goodput(directory)
-    if arguments.json:
-        print(json_text(_document(found)))
-    else:
-        print("\n".join(_lines(directory, found)))
+    print_document(arguments, _document(found), _lines(directory, found))
     return EXIT_DONE
 
 

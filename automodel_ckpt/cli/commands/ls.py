@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.cli.common.arguments import add_path
@@ -24,7 +25,7 @@ from automodel_ckpt.cli.common.terminal import (
     age_text,
     coloured,
     fitted,
-    json_text,
+    print_document,
     printable,
     size_text,
 )
@@ -70,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if run != path and path.is_dir() and not path.is_symlink():
         runs = list(runs_below(path))
     if runs and runs != [run]:
-        run_rows = [run_row(path, each) for each in runs]
-        _print_runs(run_rows, arguments.json)
+        _print_runs([run_row(path, each) for each in runs], arguments)
         return EXIT_DONE
     named = [] if run else named_checkpoints(path)
     if named:
@@ -85,23 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        print(json_text([asdict(row) for row in rows]))
-    else:
-        _print_rows(rows)
-
-
-def _print_rows(rows: Sequence[Row]) -> None:
-    cells: list[Sequence[str]] = [_TITLES]
-    for row in rows:
-        cells.append(_cells(row))
+    cells = [_TITLES, *map(_cells, rows)]
     head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST, wrap_last=True)
-    print(coloured(head, "bold", sys.stdout))
+    coloured_lines = [coloured(head, "bold", sys.stdout)]
     for row, line in zip(rows, lines, strict=True):
         is_usable = (row.complete or row.foreign) and not row.damaged
-        if not is_usable:
-            line = coloured(line, "red", sys.stdout)
-        print(line)
+        coloured_lines.append(line if is_usable else coloured(line, "red", sys.stdout))
+    print_document(arguments, [asdict(row) for row in rows], coloured_lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -113,33 +103,26 @@ def _cells(row: Row) -> tuple[str, ...]:
         complete = "yes"
     else:
         complete = "?" if row.foreign else "no"
-    notes = list(row.pointers)
-    if row.reason:
-        notes.append(row.reason)
+    notes = [*row.pointers, *([row.reason] if row.reason else [])]
     return (
         printable(layout.staged_name(row.name) or row.name),
-        _count(row.step),
-        _count(row.epoch),
+        _text(row.step),
+        _text(row.epoch),
         _loss(row.train_loss),
         _loss(row.val_loss),
-        _size(row.nbytes),
-        _age(row.created),
+        _text(row.nbytes, size_text),
+        _text(row.created, age_text),
         complete,
-        _age(row.verified),
+        _text(row.verified, age_text),
         printable(", ".join(notes)),
     )
 
 
-def _print_runs(rows: Sequence[RunRow], as_json: bool) -> None:
-    if as_json:
-        print(json_text([asdict(row) for row in rows]))
-        return
-    cells: list[Sequence[str]] = [_RUN_TITLES]
-    for row in rows:
-        cells.append(_run_cells(row))
+def _print_runs(rows: Sequence[RunRow], arguments: argparse.Namespace) -> None:
+    cells = [_RUN_TITLES, *map(_run_cells, rows)]
     head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
-    print(coloured(head, "bold", sys.stdout))
-    print("\n".join(lines))
+    head = coloured(head, "bold", sys.stdout)
+    print_document(arguments, [asdict(row) for row in rows], [head, *lines])
 
 
 def _run_cells(row: RunRow) -> tuple[str, ...]:
@@ -150,22 +133,15 @@ def _run_cells(row: RunRow) -> tuple[str, ...]:
         _loss(row.train_loss),
         _loss(row.val_loss),
         _loss(row.lowest_val_loss),
-        _size(row.nbytes),
-        _age(row.created),
+        _text(row.nbytes, size_text),
+        _text(row.created, age_text),
     )
 
 
-def _count(value: int | None) -> str:
-    return "" if value is None else str(value)
+def _text(value: Any, form: Callable[[Any], str] = str) -> str:
+    """The text of a cell, which is empty for an unknown value."""
+    return "" if value is None else form(value)
 
 
 def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else size_text(nbytes)
-
-
-def _age(seconds: float | None) -> str:
-    return "" if seconds is None else age_text(seconds)
+    return _text(value, "{:.4f}".format)

@@ -126,10 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.min_hours is not None:
         raise without_effect("prune", "--min-hours", arguments.min_hours, "in a run directory")
     policy = _policy(arguments)
-    if arguments.keep_best:
-        _check_metric(_metric(arguments), resume.validated_losses(run))
-    if arguments.keep_steps:
-        _check_steps(arguments.keep_steps, {record.step for record in resume.records(run, "")})
+    steps = {record.step for record in resume.records(run, "")}
+    _check_selection(arguments, steps, resume.validated_losses(run))
     if arguments.dry_run:
         freed = _removable(arguments, run, policy)
         if arguments.drop_optimizer:
@@ -158,13 +156,10 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
         raise CheckpointUnusable(
             "no checkpoints found", where=str(run.store), value="", hint="check the URL"
         )
-    if arguments.keep_best:
+    if arguments.keep_best or arguments.keep_steps:
         summaries = [checkpoint.summary for checkpoint in run.checkpoints()]
         validated = [summary.losses for summary in summaries if summary.validated]
-        _check_metric(_metric(arguments), validated)
-    if arguments.keep_steps:
-        known = {checkpoint.summary.step for checkpoint in run.checkpoints()}
-        _check_steps(arguments.keep_steps, known)
+        _check_selection(arguments, {summary.step for summary in summaries}, validated)
     removable = run.removable(policy, _metric(arguments))
     if arguments.superseded:
         removable += run.superseded()
@@ -228,39 +223,34 @@ def _metric(arguments: argparse.Namespace) -> str:
     return _METRIC if arguments.metric is None else arguments.metric
 
 
-def _check_steps(steps: Iterable[int], known: set[int]) -> None:
-    """Raise :class:`RecipeError` for *steps* of no checkpoint: a mistyped step must not remove the one that was meant.
+def _check_selection(
+    arguments: argparse.Namespace, known: set[int], losses: Iterable[Mapping[str, Any]]
+) -> None:
+    """Raise :class:`RecipeError` for steps or a metric of no checkpoint: the one that was meant would be removed.
 
-    *known* are the steps of the complete checkpoints.
+    *known* are the steps of the complete checkpoints, and *losses* the values of those that were validated.
     """
-    missing = sorted(set(steps) - known)
-    if not missing:
-        return
-    existing = ", ".join(map(str, sorted(known)[-_MAX_STEPS:]))
-    raise RecipeError(
-        "no complete checkpoint has this step",
-        where="--keep-steps",
-        value=", ".join(map(str, missing)),
-        hint=f"correct or remove it; the newest steps are {existing}",
-    )
-
-
-def _check_metric(metric: str, losses: Iterable[Mapping[str, Any]]) -> None:
-    """Raise :class:`RecipeError` if no checkpoint has *metric* in its *losses*: no checkpoint would be kept for it."""
     from automodel_ckpt.checkpoint.run.policy import metric_of
 
-    names: set[str] = set()
-    for each in losses:
-        names.update(name for name in each if metric_of(each, name) is not None)
-    if metric in names:
-        return
-    known = ", ".join(sorted(names - {"step", "epoch"}))
-    raise RecipeError(
-        "no checkpoint has the metric that --keep-best ranks by",
-        where="--metric",
-        value=metric,
-        hint=f"use {known}" if known else "leave out --keep-best: no checkpoint was validated",
-    )
+    missing = sorted(set(arguments.keep_steps) - known)
+    if missing:
+        existing = ", ".join(map(str, sorted(known)[-_MAX_STEPS:]))
+        raise RecipeError(
+            "no complete checkpoint has this step",
+            where="--keep-steps",
+            value=", ".join(map(str, missing)),
+            hint=f"correct or remove it; the newest steps are {existing}",
+        )
+    metric = _metric(arguments)
+    names = {name for each in losses for name in each if metric_of(each, name) is not None}
+    if arguments.keep_best and metric not in names:
+        shown = ", ".join(sorted(names - {"step", "epoch"}))
+        raise RecipeError(
+            "no checkpoint has the metric that --keep-best ranks by",
+            where="--metric",
+            value=metric,
+            hint=f"use {shown}" if shown else "leave out --keep-best: no checkpoint was validated",
+        )
 
 
 def _removable(arguments: argparse.Namespace, run: Path, policy: KeepPolicy) -> dict[str, int]:

@@ -28,7 +28,7 @@ from automodel_ckpt.cli.common.remote import locate_one, reject_url, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
     age_facts,
     coloured,
-    json_text,
+    print_document,
     print_error,
     printable,
     size_text,
@@ -75,10 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if document is None:
         document = _document(path, Manifest.read(path), arguments.stats)
         lines = _lines
-    if arguments.json:
-        print(json_text(document))
-    else:
-        print("\n".join(lines(document, everything=arguments.tensors)))
+    print_document(arguments, document, lines(document, everything=arguments.tensors))
     problems = damage_in(document)
     if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
@@ -95,10 +92,7 @@ def _show_remote(arguments: argparse.Namespace) -> int:
     with sparse_copy(run, name, manifest) as copy:
         document = _document(copy, manifest, False)
     document["path"] = f"{run.store}/{name}"
-    if arguments.json:
-        print(json_text(document))
-    else:
-        print("\n".join(_lines(document, everything=arguments.tensors)))
+    print_document(arguments, document, _lines(document, everything=arguments.tensors))
     return EXIT_DONE
 
 

@@ -75,13 +75,23 @@ def run(arguments: argparse.Namespace) -> int:
             results.append((target, [_removal(target)]))
     targets = [target for target in targets if target not in removed]
     _record(results)
+    code = _report(results, removed, arguments)
+    if not arguments.json:
+        _print_shared(targets)
+        _print_leftovers(targets)
+    return code
+
+
+def _report(
+    results: Sequence[Result], removed: Sequence[Path], arguments: argparse.Namespace
+) -> int:
+    """Print the results, and which checkpoints were *removed* meanwhile. Return the exit code."""
     if arguments.json:
         _print_json(results)
     else:
         _print_results(results)
-        _print_removed(removed)
-        _print_shared(targets)
-        _print_leftovers(targets)
+        for target in removed:
+            print(f"{printable(str(target))}: {_REMOVED}")
     is_damaged = any(problems for _, problems in results)
     return EXIT_UNUSABLE if is_damaged else EXIT_DONE
 
@@ -116,15 +126,10 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
             removed.append(Path(each))
         else:
             results.append((Path(each), problems))
-    if arguments.json:
-        _print_json(results)
-    else:
-        _print_results(results)
-        _print_removed(removed)
-        if not arguments.deep:
-            print("names and sizes only; --deep reads each file and verifies its digest")
-    is_damaged = any(problems for _, problems in results)
-    return EXIT_UNUSABLE if is_damaged else EXIT_DONE
+    code = _report(results, removed, arguments)
+    if not arguments.json and not arguments.deep:
+        print("names and sizes only; --deep reads each file and verifies its digest")
+    return code
 
 
 def _targets(path: Path) -> tuple[Path | None, list[Path]]:
@@ -233,11 +238,6 @@ def _print_results(results: Sequence[Result]) -> None:
         for problem in problems:
             indented = f"  {problem}".replace("\n", "\n  ")
             print(printable_lines(indented))
-
-
-def _print_removed(removed: Sequence[Path]) -> None:
-    for target in removed:
-        print(f"{printable(str(target))}: {_REMOVED}")
 
 
 def _verdict(target: Path, problems: list[Problem]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,9 +69,10 @@ class RunRow:
 def rows_of(run: Path) -> list[Row]:
     """Return a row for each directory of a run that is, or looks like, a checkpoint; oldest first."""
     from automodel_ckpt.checkpoint.run import resume
+    from automodel_ckpt.checkpoint.run.verification_results import recall
 
     pointers = _pointers(run)
-    notes = _verification_notes(run)
+    notes = recall(run)
     candidates = []
     for entry in os.scandir(run):
         # Pointers and pins are links to checkpoints, which have their own rows.
@@ -88,7 +89,7 @@ def rows_of(run: Path) -> list[Row]:
             rows.append(row_of(path, pointers, notes))
     for target, names in pointers.items():
         if not os.path.lexists(run / target):
-            rows.append(_missing_row(target, names))
+            rows.append(_unusable_row(target, "missing: no such checkpoint", names))
     return sorted(rows, key=_row_order)
 
 
@@ -100,11 +101,7 @@ def remote_rows(url: str) -> list[Row]:
     from automodel_ckpt.checkpoint.files import layout
 
     run, only = locate(url)
-    pointers: dict[str, list[str]] = {}
-    for pointer in layout.POINTERS:
-        target = run.pointed(pointer)
-        if target is not None:
-            pointers.setdefault(target, []).append(pointer)
+    pointers = _by_target((pointer, run.pointed(pointer)) for pointer in layout.POINTERS)
     named = [name for name in run.names() if only in (None, str(name))]
 
     def row(name: CheckpointName) -> Row:
@@ -115,7 +112,7 @@ def remote_rows(url: str) -> list[Row]:
         reason = "incomplete: an upload is in progress or was interrupted"
         if run.is_superseded(str(name)):
             reason = "superseded: the run was resumed from an earlier step"
-        return Row(str(name), False, name.step, name.epoch, pointers=names, reason=reason)
+        return _unusable_row(str(name), reason, names)
 
     rows = in_parallel(row, named)
     if not rows:
@@ -127,11 +124,13 @@ def remote_rows(url: str) -> list[Row]:
 
 def single_row(path: Path) -> Row:
     """Return the row of one checkpoint, with the pointers and verification results of its run."""
+    from automodel_ckpt.checkpoint.run.verification_results import recall
+
     checkpoint = whole_checkpoint(path)
     run = checkpoint.parent
     if run_directory(run) != run:
         return row_of(checkpoint, {}, {})
-    return row_of(checkpoint, _pointers(run), _verification_notes(run))
+    return row_of(checkpoint, _pointers(run), recall(run))
 
 
 def run_row(above: Path, run: Path) -> RunRow:
@@ -170,38 +169,30 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
 
     metadata = {path.name: parse_name(path.name) for path in paths}
     ranking = rank(metadata)
-    rows: list[Row] = []
+    order = list(ranking.names) if ranking is not None else []
     for path in paths:
-        found = metadata[path.name]
-        if found.step is None:
+        if metadata[path.name].step is None:
             # The name states nothing, such as last.ckpt: then the file is read, which takes longer.
             stated = external_checkpoints.counters_in(path)
-            found = replace(found, step=stated.step, epoch=stated.epoch)
-            metadata[path.name] = found
+            found = metadata[path.name]
+            metadata[path.name] = replace(found, step=stated.step, epoch=stated.epoch)
     last = last_of(metadata)
+    rows: list[Row] = []
     for path in paths:
-        found = metadata[path.name]
-        notes: list[str] = []
-        if ranking is not None and path.name == ranking.names[0]:
-            notes.append(ranking.label)
-        if path.name in last:
-            notes.append("last")
-        row = _row_without_manifest(path, found.step, found.epoch, tuple(notes))
-        if ranking is not None and path.name in ranking.names:
-            place = ranking.names.index(path.name) + 1
-            reason = f"{ranking.metric} {found.metrics[ranking.metric]:g}: {place} of {len(ranking.names)}"
-            row = replace(row, reason=f"{reason}; {row.reason}")
-        train_loss = found.metrics.get("train_loss", found.metrics.get("loss"))
-        val_loss = found.metrics.get("val_loss")
-        rows.append(
-            replace(
-                row,
-                train_loss=row.train_loss if row.train_loss is not None else train_loss,
-                val_loss=row.val_loss if row.val_loss is not None else val_loss,
-                consumed_samples=found.consumed_samples,
-                metrics=found.metrics,
-            )
-        )
+        found, metrics = metadata[path.name], metadata[path.name].metrics
+        notes = ("last",) if path.name in last else ()
+        if ranking is not None and path.name == order[0]:
+            notes = (ranking.label, *notes)
+        row = _row_without_manifest(path, found.step, found.epoch, notes)
+        if ranking is not None and path.name in order:
+            place = f"{order.index(path.name) + 1} of {len(order)}"
+            value = f"{ranking.metric} {metrics[ranking.metric]:g}"
+            row = replace(row, reason=f"{value}: {place}; {row.reason}")
+        losses = {"train_loss": metrics.get("loss"), **metrics}
+        own = {name: getattr(row, name) for name in ("train_loss", "val_loss")}
+        for name in own:
+            own[name] = losses.get(name) if own[name] is None else own[name]
+        rows.append(replace(row, **own, consumed_samples=found.consumed_samples, metrics=metrics))
     return sorted(rows, key=_row_order)
 
 
@@ -214,29 +205,25 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     from automodel_ckpt.checkpoint.parts.manifest import Summary
 
     name = path.name
-    step, epoch = _position(name)
-    if layout.is_staging(name):
-        reason = "incomplete: a save is in progress or was killed"
-        return Row(name, False, step, epoch, reason=reason)
     pointers_here = tuple(pointers.get(name, ()))
+    if layout.is_staging(name):
+        return _unusable_row(name, "incomplete: a save is in progress or was killed")
     if path.is_symlink() and not path.is_dir():
         reason = f"moved to {os.readlink(path)}, which does not exist"
-        return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
+        return _unusable_row(name, reason, pointers_here)
     try:
         has_manifest = bool(os.lstat(path / layout.MANIFEST))
     except PermissionError as error:
-        reason = f"cannot be read: {error.strerror}"
-        return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
+        return _unusable_row(name, f"cannot be read: {error.strerror}", pointers_here)
     except OSError:
         has_manifest = False
     if not has_manifest:
-        return _row_without_manifest(path, step, epoch, pointers_here)
+        return _row_without_manifest(path, *_position(name), pointers_here)
     try:
         summary = Summary.read(path)
     except CheckpointUnusable as error:
         problem = error.problems[0]
-        reason = f"{problem.what}: {problem.value}"
-        return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
+        return _unusable_row(name, f"{problem.what}: {problem.value}", pointers_here)
     return _summary_row(path, summary, pointers_here, notes.get(name))
 
 
@@ -293,10 +280,9 @@ def _row_without_manifest(
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 
-def _missing_row(name: str, pointers: Sequence[str]) -> Row:
-    """Return the row of a checkpoint that does not exist although *pointers* name it."""
+def _unusable_row(name: str, reason: str, pointers: Sequence[str] = ()) -> Row:
+    """Return the row of what has the name of a checkpoint and is none, for the *reason*."""
     step, epoch = _position(name)
-    reason = "missing: no such checkpoint"
     return Row(name, False, step, epoch, pointers=tuple(pointers), reason=reason)
 
 
@@ -318,21 +304,17 @@ def _pointers(run: Path) -> dict[str, list[str]]:
     from automodel_ckpt.checkpoint.parts import commit
     from automodel_ckpt.checkpoint.run.links import pinned_names
 
-    pointers: dict[str, list[str]] = {}
-    for pointer in layout.POINTERS:
-        target = commit.pointed(run, pointer)
+    links = [(pointer, commit.pointed(run, pointer)) for pointer in layout.POINTERS]
+    return _by_target([*links, *(("pinned", name) for name in pinned_names(run))])
+
+
+def _by_target(links: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+    """Map the targets of links to the names of the links. Targets that are None are left out."""
+    names: dict[str, list[str]] = {}
+    for name, target in links:
         if target is not None:
-            pointers.setdefault(target, []).append(pointer)
-    for name in pinned_names(run):
-        pointers.setdefault(name, []).append("pinned")
-    return pointers
-
-
-def _verification_notes(run: Path) -> Mapping[str, Note]:
-    """Map the name of each checkpoint to the result of its last ``ckpt verify``."""
-    from automodel_ckpt.checkpoint.run.verification_results import recall
-
-    return recall(run)
+            names.setdefault(target, []).append(name)
+    return names
 
 
 def _looks_like_checkpoint(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,6 @@ TensorEntry = Mapping[str, Any]
 _STATISTICS = ("min", "max", "mean", "std", "norm")
 _COUNTS = {"num_zero": "zeros", "num_nan": "NaN", "num_inf": "inf"}
 _NUMBER_IN_NAME = re.compile(r"(?<=\.)[0-9]+(?=\.)", re.ASCII)
-_MAX_NUMBERS = 6
-"""How many numbers the name of a group lists if they are not a range."""
 
 
 # ---------------------------------------------------------------- statistics of tensors
@@ -173,50 +171,22 @@ def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     """Format a table with one line per group of tensors.
 
     Tensors of equal dtype and shape whose names differ only in numbers share a line, such as
-    ``model.layers.{0..11}.mlp.up_proj.weight``. Optimizer state is counted by its kind.
+    ``model.layers.*.mlp.up_proj.weight``. Optimizer state is counted by its kind.
     """
     state: dict[str, TensorEntry] = {}
-    groups: dict[tuple[str, str, str], list[list[str]]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for fqn, tensor in tensors.items():
         if ".state." in fqn:
             state[fqn] = tensor
             continue
-        pattern = _NUMBER_IN_NAME.sub("{}", fqn)
-        shape = str(list(tensor["shape"]))
-        group = groups.setdefault((pattern, tensor["dtype"], shape), [])
-        group.append(_NUMBER_IN_NAME.findall(fqn))
+        key = (_NUMBER_IN_NAME.sub("*", fqn), tensor["dtype"], str(list(tensor["shape"])))
+        groups.setdefault(key, []).append(fqn)
     rows = []
-    for (pattern, dtype, shape), numbers in groups.items():
-        num_tensors = f"{len(numbers)} tensors" if len(numbers) > 1 else ""
-        rows.append((_group_name(pattern, numbers), dtype, shape, num_tensors))
+    for (pattern, dtype, shape), names in groups.items():
+        is_group = len(names) > 1
+        num_tensors = count(names, "tensor") if is_group else ""
+        rows.append((pattern if is_group else names[0], dtype, shape, num_tensors))
     return _state_lines(state) + table(rows)
-
-
-def _group_name(pattern: str, numbers: Sequence[Sequence[str]]) -> str:
-    """Replace each ``{}`` of *pattern* by the range of the numbers at that position of the names."""
-    parts = pattern.split("{}")
-    num_positions = len(numbers[0])
-    if len(parts) - 1 != num_positions:
-        return pattern  # the tensor's name itself contains {}
-    text = parts[0]
-    for position in range(num_positions):
-        found = {int(each[position]) for each in numbers}
-        text += _range_text(found) + parts[position + 1]
-    return text
-
-
-def _range_text(found: Collection[int]) -> str:
-    """Format numbers as ``7``, ``{0..11}``, or ``{0, 2, 5, ...}``."""
-    ordered = sorted(found)
-    first, last = ordered[0], ordered[-1]
-    if len(ordered) == 1:
-        return str(first)
-    if last - first == len(ordered) - 1:
-        return f"{{{first}..{last}}}"
-    shown = [str(number) for number in ordered[:_MAX_NUMBERS]]
-    if len(ordered) > _MAX_NUMBERS:
-        shown.append("...")
-    return "{" + ", ".join(shown) + "}"
 
 
 def _state_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -11,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 from unicodedata import category, east_asian_width
@@ -32,6 +33,7 @@ __all__ = [
     "naming_output",
     "occupy_standard_streams",
     "output_failure",
+    "print_document",
     "print_error",
     "print_path",
     "printable",
@@ -232,33 +234,24 @@ def fitted(
     width = shutil.get_terminal_size().columns
     if not sys.stdout.isatty() or max(map(_width, lines)) <= width:
         return lines
-    if wrap_last:
-        before = table([row[:-1] for row in rows], right)
-        columns_left = width - max(map(_width, before)) - 2
-        needed = min(_MIN_NOTE_WIDTH, max(_width(row[-1]) for row in rows))
-        if columns_left >= needed or not dropped_first:
-            wrapped = []
-            for line, row in zip(before, rows, strict=True):
-                wrapped.append(_wrapped(line, row[-1], width, columns_left))
-            return wrapped
-    if not dropped_first:
-        return lines
-    title = _column_to_drop(rows, dropped_first)
-    dropped = list(rows[0]).index(title)
-    fewer = [[*row[:dropped], *row[dropped + 1 :]] for row in rows]
-    still_right = [number - (number > dropped) for number in right if number != dropped]
-    others = [other for other in dropped_first if other != title]
-    return fitted(fewer, still_right, others, wrap_last=wrap_last)
-
-
-def _column_to_drop(rows: Sequence[Sequence[str]], dropped_first: Sequence[str]) -> str:
-    """Return the title of the first empty column in *dropped_first*, or its first title if none is empty."""
     titles, *others = rows
-    for title in dropped_first:
-        number = titles.index(title)
-        if not any(row[number] for row in others):
-            return title
-    return dropped_first[0]
+    order = sorted(dropped_first, key=lambda title: any(row[titles.index(title)] for row in others))
+    for count in range(len(order) + 1):
+        kept = [number for number, title in enumerate(titles) if title not in order[:count]]
+        fewer = [[row[number] for number in kept] for row in rows]
+        still_right = [place for place, number in enumerate(kept) if number in right]
+        if wrap_last:
+            before = table([row[:-1] for row in fewer], still_right)
+            left = width - max(map(_width, before)) - 2
+            pairs = zip(before, fewer, strict=True)
+            lines = [_wrapped(line, row[-1], width, left) for line, row in pairs]
+            fits = left >= min(_MIN_NOTE_WIDTH, max(_width(row[-1]) for row in fewer))
+        else:
+            lines = table(fewer, still_right)
+            fits = max(map(_width, lines)) <= width
+        if fits:
+            break
+    return lines
 
 
 def _wrapped(line: str, note: str, width: int, columns_left: int) -> str:
@@ -309,6 +302,11 @@ def age_facts(created: float) -> list[str]:
 def json_text(document: Any) -> str:
     """Serialize *document* to JSON; NaN and infinity become null."""
     return json.dumps(_finite(document), indent=2)
+
+
+def print_document(arguments: argparse.Namespace, document: Any, lines: Iterable[str]) -> None:
+    """Print the result of a command: *document* with ``--json``, else *lines*."""
+    print(json_text(document) if arguments.json else "\n".join(lines))
 
 
 def problem_json(problem: Problem) -> dict[str, str]:

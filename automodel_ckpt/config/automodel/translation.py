@@ -199,11 +199,10 @@ def translate(root: Node) -> Translation | None:
 
 def _rename_references(node: Node) -> None:
     """Rewrite AutoModel's references to environment variables, ${NAME}, ${NAME,default} and $NAME, as ours."""
-    if isinstance(node.value, str) and "$" in node.value and not node.is_flag:
-        text = _BRACES.sub(r"${oc.env:\1", node.value)
-        node.value = _WHOLE.sub(r"${oc.env:\1}", text)
-    for _, child in node.children():
-        _rename_references(child)
+    for _, each in node.walk():
+        if isinstance(each.value, str) and "$" in each.value and not each.is_flag:
+            text = _BRACES.sub(r"${oc.env:\1", each.value)
+            each.value = _WHOLE.sub(r"${oc.env:\1}", text)
 
 
 def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:

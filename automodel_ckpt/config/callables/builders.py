@@ -115,7 +115,7 @@ def _check_plugin(binder: Binder, plugin: Plugin, parameters: Mapping[str, Param
 
 def needs_import(root: Node) -> bool:
     """Whether a recipe names a callable whose arguments cannot be checked before it is imported."""
-    for _, node in _sections(root, ""):
+    for _, node in _sections(root):
         name = node.at("_target_")
         if name is None or signature(str(name.value)) is None:
             return True
@@ -136,7 +136,7 @@ def _check_value(binder: Binder, annotation: Any, name: str, node: Node, key: st
 
 def plugins(root: Node, schema: type[Any]) -> Iterator[Plugin]:
     """Yield the plug-ins in a recipe's tree that *schema* declares and whose ``_target_`` is within :data:`READ`."""
-    for key, node in _sections(root, ""):
+    for key, node in _sections(root):
         target = node.at("_target_")
         if target is None or not isinstance(target.value, str) or is_reference(target.value):
             continue
@@ -145,12 +145,9 @@ def plugins(root: Node, schema: type[Any]) -> Iterator[Plugin]:
             yield Plugin(key, node, target.value, *declared)
 
 
-def _sections(node: Node, key: str) -> Iterator[tuple[str, Node]]:
+def _sections(tree: Node) -> Iterator[tuple[str, Node]]:
     """Yield (dotted key, node) of each section with a ``_target_``."""
-    if is_plugin(node):
-        yield key, node
-    for name, child in node.children():
-        yield from _sections(child, join(key, name))
+    return ((key, node) for key, node in tree.walk() if is_plugin(node))
 
 
 def is_plugin(node: Node) -> bool:

@@ -31,81 +31,86 @@ DATA = (
 )
 """What all data sections have in common, one paragraph each."""
 
+_ARGUMENTS = """\
+path | a data file, a directory, a pattern, a list of these, or the name of a data set on the Hub
+name | configuration of a data set on the Hub
+split | split of a data set on the Hub; slices such as train[:90%] are possible
+revision | branch, tag or commit of a data set on the Hub
+seq_length | maximum tokens of a sample; null: no limit
+truncation | samples of more than seq_length tokens: error; right: truncate them, or skip them if no label remains
+truncation of messages | samples of more than seq_length tokens: error; right: truncate them, or skip them if no
+  label remains; skip; history: remove the oldest exchanges, each from a message of the user to the next, until the
+  rest fits, and skip the conversation if the last one does not fit
+truncation of pairs | answers of more than seq_length tokens with their prompt: error; right: truncate them, or skip
+  the pair if no label remains; skip the pair
+truncation of preferences | answers of more than seq_length tokens with their prompt: error; right: truncate them,
+  or skip the pair if no label remains; skip the pair
+seq_length of random_tokens | tokens of a sample, or their maximum with mean_length
+seq_length of megatron | tokens of a sample
+seq_length of nanogpt | tokens of a sample
+seq_length of language_modeling | tokens of a block
+seq_length of docstring_pairs | maximum tokens of a sample
+seq_length of pairs | maximum tokens of a prompt with an answer; null: no limit
+seq_length of preferences | maximum tokens of a prompt with an answer
+seq_length of retrieval | maximum tokens of a text; null: no limit
+query_length | maximum tokens of a query; null: seq_length
+truncation of retrieval | texts of more than seq_length tokens: error; right: truncate them
+num_negatives | documents of each query that do not answer it
+instructions | write the instructions of the corpus before queries and documents
+seed of retrieval | seed of the rows of a source with num_samples
+system_field | field of a system message, for prompts that are rendered as messages; null: there is none
+max_samples of split_pairs | use only the first pairs
+max_samples of judged_docstrings | use only the first pairs
+as_chat | render texts by the chat template: true, false, or auto (if the tokenizer has one)
+label_field | field that is true or 1 for desirable completions, and false or 0 for others
+chosen_field | field of the preferred answer, or a template of fields
+rejected_field | field of the rejected answer, or a template of fields
+margin_field | field of a number, if the data has it: how much better the preferred answer is
+prompt_field | field of the prompt, or a template of fields
+completion_field | field of the completion, or a template of fields
+query_field | field of the question
+query_field of text_pairs | field of the query, or a template of fields
+positive_field | field of the document that belongs to the query, or a template of fields
+negative_fields | fields of documents that do not belong to the query
+query_prompt | supplied by the recipe: embedding.query_prompt
+document_prompt | supplied by the recipe: embedding.document_prompt
+source_field | field of the source, or a template of fields
+target_field | field of the target, or a template of fields
+source_prompt | text before each source, such as a task
+seq_length of source_target | maximum tokens of a source; null: no limit
+target_length | maximum tokens of a target; null: seq_length
+truncation of source_target | texts of more than seq_length or target_length tokens: error; right: truncate them;
+  skip the row
+start_token_id | supplied by the recipe: the token with which the decoder starts
+pair_template | supplied by the recipe: reranker.template
+answer_prefix | text before each answer that gets no labels
+num_images_per_sample | number of images of each sample
+prompt of mock_images | the question
+max_samples | use only the first samples
+streaming | read and tokenize rows during training, instead of all rows before it
+shuffle_block | with streaming: rows that are shuffled together
+learn | which tokens have labels; completion: only the answer
+learn of messages | all: all turns of the assistant have labels; last: only the last one
+learn of conversations | all: all turns of the assistant have labels; last: only the last one
+chat_template | a Jinja template or the path of a template file; null: the tokenizer's, or the training template
+  that replaces it; original: always the tokenizer's; training: the replacement, or an error
+template_kwargs | further variables of the chat template, such as {enable_thinking: false}
+mask_reasoning | render the reasoning of answers (reasoning_content, reasoning or thinking) without labels
+drop_earlier_reasoning | render only the reasoning of the last answer
+end_with_answer | remove messages after the last answer
+skip_unanswered | skip conversations without an answer, which are errors otherwise
+special_tokens_as_text | encode special tokens in the text of messages as text, not as control tokens
+messages_field | field with the list of messages
+tools_field | field with the tools that the template shows to the model
+seed | seed of the random samples
+num_samples | number of samples of an epoch
+vocab_size | tokens must be below this number
+"""
 ARGUMENTS = {
-    "path": "a data file, a directory, a pattern, a list of these, or the name of a data set on the Hub",
-    "name": "configuration of a data set on the Hub",
-    "split": "split of a data set on the Hub; slices such as train[:90%] are possible",
-    "revision": "branch, tag or commit of a data set on the Hub",
-    "seq_length": "maximum tokens of a sample; null: no limit",
-    "truncation": "samples of more than seq_length tokens: error; right: truncate them, or skip them if no "
-    "label remains",
-    "truncation of messages": "samples of more than seq_length tokens: error; right: truncate them, or skip them if no "
-    "label remains; skip; history: remove the oldest exchanges, each from a message of the user to the next, until the "
-    "rest fits, and skip the conversation if the last one does not fit",
-    "truncation of pairs": "answers of more than seq_length tokens with their prompt: error; right: truncate them, or "
-    "skip the pair if no label remains; skip the pair",
-    "truncation of preferences": "answers of more than seq_length tokens with their prompt: error; right: truncate "
-    "them, or skip the pair if no label remains; skip the pair",
-    "seq_length of random_tokens": "tokens of a sample, or their maximum with mean_length",
-    "seq_length of megatron": "tokens of a sample",
-    "seq_length of nanogpt": "tokens of a sample",
-    "seq_length of language_modeling": "tokens of a block",
-    "seq_length of docstring_pairs": "maximum tokens of a sample",
-    "seq_length of pairs": "maximum tokens of a prompt with an answer; null: no limit",
-    "seq_length of preferences": "maximum tokens of a prompt with an answer",
-    "seq_length of retrieval": "maximum tokens of a text; null: no limit",
-    "query_length": "maximum tokens of a query; null: seq_length",
-    "truncation of retrieval": "texts of more than seq_length tokens: error; right: truncate them",
-    "num_negatives": "documents of each query that do not answer it",
-    "instructions": "write the instructions of the corpus before queries and documents",
-    "seed of retrieval": "seed of the rows of a source with num_samples",
-    "system_field": "field of a system message, for prompts that are rendered as messages; null: there is none",
-    "max_samples of split_pairs": "use only the first pairs",
-    "max_samples of judged_docstrings": "use only the first pairs",
-    "as_chat": "render texts by the chat template: true, false, or auto (if the tokenizer has one)",
-    "label_field": "field that is true or 1 for desirable completions, and false or 0 for others",
-    "chosen_field": "field of the preferred answer, or a template of fields",
-    "rejected_field": "field of the rejected answer, or a template of fields",
-    "margin_field": "field of a number, if the data has it: how much better the preferred answer is",
-    "prompt_field": "field of the prompt, or a template of fields",
-    "completion_field": "field of the completion, or a template of fields",
-    "query_field": "field of the question",
-    "query_field of text_pairs": "field of the query, or a template of fields",
-    "positive_field": "field of the document that belongs to the query, or a template of fields",
-    "negative_fields": "fields of documents that do not belong to the query",
-    "query_prompt": "supplied by the recipe: embedding.query_prompt",
-    "document_prompt": "supplied by the recipe: embedding.document_prompt",
-    "source_field": "field of the source, or a template of fields",
-    "target_field": "field of the target, or a template of fields",
-    "source_prompt": "text before each source, such as a task",
-    "seq_length of source_target": "maximum tokens of a source; null: no limit",
-    "target_length": "maximum tokens of a target; null: seq_length",
-    "truncation of source_target": "texts of more than seq_length or target_length tokens: error; right: truncate "
-    "them; skip the row",
-    "start_token_id": "supplied by the recipe: the token with which the decoder starts",
-    "pair_template": "supplied by the recipe: reranker.template",
-    "answer_prefix": "text before each answer that gets no labels",
-    "num_images_per_sample": "number of images of each sample",
-    "prompt of mock_images": "the question",
-    "max_samples": "use only the first samples",
-    "streaming": "read and tokenize rows during training, instead of all rows before it",
-    "shuffle_block": "with streaming: rows that are shuffled together",
-    "learn": "which tokens have labels; completion: only the answer",
-    "learn of messages": "all: all turns of the assistant have labels; last: only the last one",
-    "learn of conversations": "all: all turns of the assistant have labels; last: only the last one",
-    "chat_template": "a Jinja template or the path of a template file; null: the tokenizer's, or the training "
-    "template that replaces it; original: always the tokenizer's; training: the replacement, or an error",
-    "template_kwargs": "further variables of the chat template, such as {enable_thinking: false}",
-    "mask_reasoning": "render the reasoning of answers (reasoning_content, reasoning or thinking) without labels",
-    "drop_earlier_reasoning": "render only the reasoning of the last answer",
-    "end_with_answer": "remove messages after the last answer",
-    "skip_unanswered": "skip conversations without an answer, which are errors otherwise",
-    "special_tokens_as_text": "encode special tokens in the text of messages as text, not as control tokens",
-    "messages_field": "field with the list of messages",
-    "tools_field": "field with the tools that the template shows to the model",
-    "seed": "seed of the random samples",
-    "num_samples": "number of samples of an epoch",
-    "vocab_size": "tokens must be below this number",
+    name: text
+    for name, _, text in (
+        line.partition(" | ") for line in re.sub(r"\n +", " ", _ARGUMENTS).splitlines()
+    )
 }
 """Name of an argument, or ``NAME of BUILDER`` -> what it means in the data builders."""
 

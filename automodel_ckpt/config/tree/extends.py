@@ -56,7 +56,7 @@ class _Reader:
             return None
         assert isinstance(root.value, dict)
         self._num_files += 1
-        self._num_nodes += _num_nodes(root)
+        self._num_nodes += sum(1 for _ in root.walk())
         named = root.value.pop(KEY, None)
         if named is None or named.is_null:
             return root
@@ -172,7 +172,3 @@ def _keep_recipe_file(base: Node, directory: Path) -> None:
     if _RECIPE_FILE.fullmatch(node.value):
         # An absolute path stays as it is.
         node.value = str(directory / node.value)
-
-
-def _num_nodes(node: Node) -> int:
-    return 1 + sum(_num_nodes(child) for _, child in node.children())

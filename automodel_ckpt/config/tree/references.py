@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from automodel_ckpt.config.tree.yaml_tree import Node
@@ -29,16 +28,13 @@ KEY_REFERENCE = re.compile(
 )
 """A reference to another key, with the escaped backslashes before it."""
 _OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
-_HEAD = re.compile(rf"oc\.env:[ \t]*(?P<name>{VARIABLE})[ \t]*(?P<end>[,}}])", re.ASCII)
 # No backslashes in defaults: omegaconf reads them in another way than at the top.
-_DEFAULTS = {
-    "": re.compile(r"""(?:[^\\${},'"]|\$(?!\{))+"""),
-    "'": re.compile(r"(?:[^\\$']|\$(?!\{))+"),
-    '"': re.compile(r"""(?:[^\\$"]|\$(?!\{))+"""),
-}
-"""The text of a default between references, by the quotes around it."""
-
-
+_REFERENCE = re.compile(
+    rf"""oc\.env:[ \t]*(?P<name>{VARIABLE})[ \t]*(?:,[ \t]*(?:
+    '(?P<single>(?:[^\\$']|\$(?!\{{))*)'|"(?P<double>(?:[^\\$"]|\$(?!\{{))*)"|
+    (?P<plain>(?:[^\\${{}},'"]|\$(?!\{{))*))[ \t]*)?\}}""",
+    re.ASCII | re.VERBOSE,
+)
 _SHELL = re.compile(r"(?<!\\)\$(?P<name>[A-Za-z_]\w*)")
 _PATH = re.compile(
     r"(.*_)?(path|paths|dir|directory|file|files|folder|root|url|uri|template)|from_pretrained|restore_from|reference|"
@@ -66,26 +62,27 @@ class ReferenceFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """A variable, and the parts of its default; None: it has no default."""
+    """A variable and its default; None: it has no default."""
 
     name: str
-    default: list[str | _Reference] | None
+    default: str | None
 
 
 def referenced_variables(text: str) -> dict[str, bool]:
     """Map the names of the environment variables that *text* refers to, to whether one of them has no default."""
     names: dict[str, bool] = {}
-    for reference in _references(_parts(text)):
-        names[reference.name] = names.get(reference.name, False) or reference.default is None
+    for part in _parts(text):
+        if isinstance(part, _Reference):
+            names[part.name] = names.get(part.name, False) or part.default is None
     return names
 
 
 def variables_in(tree: Node) -> dict[str, bool]:
     """Return :func:`referenced_variables` of all values in a recipe's tree, sorted by name."""
     names: dict[str, bool] = {}
-    found = referenced_variables(tree.value) if isinstance(tree.value, str) else {}
-    for each in (found, *(variables_in(child) for _, child in tree.children())):
-        names |= {name: names.get(name, False) or each[name] for name in each}
+    for _, node in tree.walk():
+        found = referenced_variables(node.value) if isinstance(node.value, str) else {}
+        names |= {name: names.get(name, False) or found[name] for name in found}
     return dict(sorted(names.items()))
 
 
@@ -111,17 +108,6 @@ def resolve_with_names(text: str) -> tuple[str | None, list[str]]:
         return text, []
     parts = _parts(text)
     used: list[str] = []
-    value = _joined(parts, used)
-    for name in used:
-        hide(os.environ[name], f"${{oc.env:{name}}}")
-    if used:
-        hide(value, text)
-    is_null = not used and isinstance(parts[0], _Reference) and len(parts) == 1
-    return (None if is_null and value.lower() == "null" else value), used
-
-
-def _joined(parts: list[str | _Reference], used: list[str]) -> str:
-    """Return the text of *parts*, and add the names of the variables that it contains to *used*."""
     texts = []
     for part in parts:
         if isinstance(part, str):
@@ -130,20 +116,19 @@ def _joined(parts: list[str | _Reference], used: list[str]) -> str:
             used.append(part.name)
             texts.append(os.environ[part.name])
         elif part.default is not None:
-            texts.append(_joined(part.default, used))
+            texts.append(part.default)
         else:
             raise ReferenceFailed(
                 f"environment variable {part.name} is not set",
                 f"set it, or write ${{oc.env:{part.name},default}}",
             )
-    return "".join(texts)
-
-
-def _references(parts: list[str | _Reference]) -> Iterator[_Reference]:
-    for part in parts:
-        if isinstance(part, _Reference):
-            yield part
-            yield from _references(part.default or [])
+    value = "".join(texts)
+    for name in used:
+        hide(os.environ[name], f"${{oc.env:{name}}}")
+    if used:
+        hide(value, text)
+    is_null = not used and isinstance(parts[0], _Reference) and len(parts) == 1
+    return (None if is_null and value.lower() == "null" else value), used
 
 
 def _parts(text: str) -> list[str | _Reference]:
@@ -156,43 +141,15 @@ def _parts(text: str) -> list[str | _Reference]:
         position = match.end()
         if len(slashes) % 2:
             parts.append("${")
-        else:
-            reference, position = _reference(text, position)
-            parts.append(reference)
+            continue
+        found = _REFERENCE.match(text, position)
+        if found is None:
+            raise ReferenceFailed("unsupported interpolation", ALLOWED)
+        name, *defaults = found.groups()
+        default = next((each for each in defaults if each is not None), None)
+        if found["plain"] is not None:
+            default = found["plain"].strip(" \t")
+        parts.append(_Reference(name, default))
+        position = found.end()
     parts.append(text[position:])
     return [part for part in parts if part != ""]
-
-
-def _reference(text: str, position: int) -> tuple[_Reference, int]:
-    """Parse the reference after the ``${`` that ends at *position*; return it with the position of its end."""
-    head = _HEAD.match(text, position)
-    if head is None:
-        raise ReferenceFailed("unsupported interpolation", ALLOWED)
-    if head["end"] == "}":
-        return _Reference(head["name"], None), head.end()
-    default, position = _default(text, head.end())
-    return _Reference(head["name"], default), position
-
-
-def _default(text: str, position: int) -> tuple[list[str | _Reference], int]:
-    """Parse a default, with or without quotes, up to the brace that closes its reference."""
-    position += len(text[position:]) - len(text[position:].lstrip(" \t"))
-    quote = text[position : position + 1]
-    if quote not in _DEFAULTS:
-        quote = ""
-    position += len(quote)
-    parts: list[str | _Reference] = []
-    while not text.startswith(quote or "}", position):
-        if text.startswith("${", position):
-            reference, position = _reference(text, position + 2)
-            parts.append(reference)
-            continue
-        match = _DEFAULTS[quote].match(text, position)
-        if match is None:
-            raise ReferenceFailed("invalid interpolation", ALLOWED)
-        parts.append(match[0] if quote else match[0].strip(" \t"))
-        position = match.end()
-    position += len(quote)
-    if not text.startswith("}", position):
-        raise ReferenceFailed("invalid interpolation", ALLOWED)
-    return parts, position + 1

@@ -20,7 +20,7 @@ from automodel_ckpt.base.store_url import (
 )
 from automodel_ckpt.config.keys.checkpoint import RemoteConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import is_number, join
+from automodel_ckpt.config.schema_keys import is_number
 from automodel_ckpt.config.tree.references import ReferenceFailed, resolve, shell_variable
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError, hide
@@ -50,14 +50,13 @@ def url_problems(root: Node) -> Iterator[Problem]:
             yield _located(error, f"{_OPTIONS}.{name}", node)
 
 
-def shell_variables(node: Node, key: str = "") -> Iterator[Problem]:
+def shell_variables(tree: Node) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe's tree with a variable that only a shell would replace."""
-    *_, name = [part for part in key.split(".") if not is_number(part)]
-    if isinstance(node.value, str) and (hint := shell_variable(name, node.value)):
-        what = f"{key} has a variable of the shell, which a recipe does not replace"
-        yield Problem(what, node.origin, node.value, hint)
-    for name, child in node.children():
-        yield from shell_variables(child, join(key, name))
+    for key, node in tree.walk():
+        *_, name = [part for part in key.split(".") if not is_number(part)]
+        if isinstance(node.value, str) and (hint := shell_variable(name, node.value)):
+            what = f"{key} has a variable of the shell, which a recipe does not replace"
+            yield Problem(what, node.origin, node.value, hint)
 
 
 def missing_libraries(root: Node) -> Iterator[Problem]:
@@ -124,10 +123,9 @@ def _resolved(node: Node) -> object:
 
 def _hide_all(node: Node) -> None:
     """Show none of the texts in *node*."""
-    if isinstance(node.value, str) and not node.is_null:
-        hide(node.value, "(not shown)")
-    for _, child in node.children():
-        _hide_all(child)
+    for _, each in node.walk():
+        if isinstance(each.value, str) and not each.is_null:
+            hide(each.value, "(not shown)")
 
 
 def _hide_secrets(url: str) -> None:

@@ -94,6 +94,12 @@ class Node:
             return [(str(index), item) for index, item in enumerate(self.value)]
         return []
 
+    def walk(self, key: str = "") -> Iterator[tuple[str, Node]]:
+        """Yield (dotted key, node) of this node, which is at *key*, and of all nodes below it."""
+        yield key, self
+        for name, child in self.children():
+            yield from child.walk(f"{key}.{name}" if key else name)
+
     def at(self, key: str) -> Node | None:
         """The node at a dotted key, with list items addressed by index; None if it does not exist."""
         node: Node | None = self
@@ -102,13 +108,11 @@ class Node:
         return node
 
 
-def leaves(node: Node, key: str = "") -> Iterator[tuple[str, str]]:
+def leaves(tree: Node) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, text) for each value of a recipe's tree."""
-    children = node.children()
-    if not children:
-        yield key, str(node)
-    for name, child in children:
-        yield from leaves(child, f"{key}.{name}" if key else name)
+    for key, node in tree.walk():
+        if not node.children():
+            yield key, str(node)
 
 
 def node_of(value: Any, origin: str = DEFAULT) -> Node:

@@ -216,21 +216,9 @@ def test_tensors_whose_names_differ_in_numbers_share_a_line(
     write_checkpoint(tmp_path / "c", tensors, [p for f, t in tensors.items() for p in cut(f, t, 1)])
     assert main(["show", str(tmp_path / "c")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["model.layers.{0..11}.q.weight", "F32", "[2,", "3]", "12", "tensors"] in lines
-    assert [
-        "model.layers.{0,",
-        "1,",
-        "2,",
-        "3,",
-        "4,",
-        "5,",
-        "...}.norm",
-        "F32",
-        "[3]",
-        "11",
-        "tensors",
-    ] in lines
+    assert ["model.layers.*.q.weight", "F32", "[2,", "3]", "12", "tensors"] in lines
+    assert ["model.layers.*.norm", "F32", "[3]", "11", "tensors"] in lines
     assert ["model.layers.7.norm", "F32", "[5]"] in lines and ["head", "BF16", "[4]"] in lines
-    assert ["experts.{0,", "2,", "5}.up", "F32", "[2]", "3", "tensors"] in lines
+    assert ["experts.*.up", "F32", "[2]", "3", "tensors"] in lines
     assert main(["show", str(tmp_path / "c"), "--tensors"]) == 0
     assert "model.layers.11.q.weight" in capsys.readouterr().out
