@@ -7,8 +7,6 @@ import io
 import logging
 import pty
 import re
-import resource
-import signal
 import struct
 import termios
 import threading
@@ -298,29 +296,6 @@ def test_a_text_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None
         text_log.open(path, lambda: None)
         text_log.write("second")
         text_log.close()
-
-
-def test_what_a_full_disk_has_left_of_a_message_is_a_line_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "log.txt"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for start in range(2):
-        text_log = TextLog()
-        text_log.open(path, lambda: None)
-        text_log.write(f"whole {start}")
-        # Like a full disk: writes beyond the limit fail, and only a part of the first is written.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 25, limits[1]))
-        try:
-            text_log.write("torn message")
-            text_log.write("dropped")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        if start:
-            text_log.write("later")
-        text_log.close()
-    signal.signal(signal.SIGXFSZ, handler)
-    lines = [line[20:] for line in path.read_text().splitlines()]
-    assert lines == ["whole 0", "torn ", "whole 1", "torn ", "later"]
 
 
 @pytest.mark.parametrize(
