@@ -38,6 +38,7 @@ _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._=-]+", re.ASCII)
 _KEEP = ("keep_last", "keep_best", "keep_every_steps", "keep_steps")
 _SECRET = re.compile(r"key|secret|token|password|credential|connection_string|sas", re.IGNORECASE)
+_ENVIRONMENT = "give credentials in the environment or the files that the store's own tools read"
 OPTIONS = frozenset(
     {"endpoint_url", "region_name", "profile", "anon", "requester_pays", "project", "account_name"}
 )
@@ -102,57 +103,42 @@ def check_url(url: str, where: str) -> str:
 
     Raises :class:`RecipeError` for an unknown scheme, for credentials in the URL, and for a URL without a bucket.
     """
+    problem = _problem_of(url)
+    if problem is not None:
+        what, value, hint = problem
+        raise RecipeError(what, where=where, value=value, hint=hint)
+    return url.rstrip("/")
+
+
+def _problem_of(url: str) -> tuple[str, str, str] | None:
+    """Return what is wrong with the URL of a store, the value to show, and what to do; None if it can be used."""
     match = _URL.match(url)
     scheme = match[1] if match else ""
     if scheme == "hf":
-        raise RecipeError(
-            "the Hugging Face Hub is not a store of checkpoints",
-            where=where,
-            value=public(url),
-            hint="for models, use the section hub (or `ckpt push RUN hub:ORG/NAME`); for checkpoints, another store, "
-            "or a bucket that is mounted as a directory (file://)",
+        hint = (
+            "for models, use the section hub (or `ckpt push RUN hub:ORG/NAME`); for checkpoints, another store, "
+            "or a bucket that is mounted as a directory (file://)"
         )
+        return "the Hugging Face Hub is not a store of checkpoints", public(url), hint
     if scheme not in _LIBRARIES and scheme.lower() in _LIBRARIES:
-        raise RecipeError(
-            "the scheme of a URL is in lower case",
-            where=where,
-            value=f"{scheme}://",
-            hint=f"use {public(url)}",
-        )
+        return "the scheme of a URL is in lower case", f"{scheme}://", f"use {public(url)}"
     if scheme not in _LIBRARIES:
-        raise RecipeError(
-            "this is not the URL of a store",
-            where=where,
-            value=public(url) if "://" in url else url,
-            hint=f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}",
-        )
+        hint = f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}"
+        return "this is not the URL of a store", public(url) if "://" in url else url, hint
     if any(character < " " for character in url):
         # urlsplit() removes tabs and line breaks.
-        raise RecipeError(
-            "the URL of a store contains a control character",
-            where=where,
-            value=repr(public(url)),
-            hint="remove it",
-        )
+        return "the URL of a store contains a control character", repr(public(url)), "remove it"
     if has_credentials(url):
-        raise RecipeError(
-            "the URL of a store must not contain credentials or options",
-            where=where,
-            value=public(url),
-            hint="give credentials in the environment or the files that the store's own tools read",
-        )
+        what = "the URL of a store must not contain credentials or options"
+        return what, public(url), _ENVIRONMENT
     parts = urlsplit(url)
     has_place = bool(parts.netloc)
     if scheme in ("file", "memory"):
         has_place = bool(url.partition("://")[2].strip("/"))
     if not has_place or ".." in parts.path.split("/"):
-        raise RecipeError(
-            "the URL of a store names no directory in it",
-            where=where,
-            value=url,
-            hint="use file:///PATH" if scheme == "file" else f"use {scheme}://BUCKET/PATH",
-        )
-    return url.rstrip("/")
+        hint = "use file:///PATH" if scheme == "file" else f"use {scheme}://BUCKET/PATH"
+        return "the URL of a store names no directory in it", url, hint
+    return None
 
 
 def check_library(url: str, where: str) -> None:
@@ -176,11 +162,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         if name in OPTIONS and not (is_url and has_credentials(value)):
             continue
         is_secret = name in OPTIONS or _SECRET.search(name) is not None
-        hint = f"options are {', '.join(sorted(OPTIONS))}"
-        if is_secret:
-            hint = (
-                "give credentials in the environment or the files that the store's own tools read"
-            )
+        hint = _ENVIRONMENT if is_secret else f"options are {', '.join(sorted(OPTIONS))}"
         raise RecipeError(
             "a secret must not be in a recipe" if is_secret else "unknown option of a store",
             where=f"{where}.{name}",

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.run.notes import read_note
-from automodel_ckpt.logs.log_records import has_valid_step
+from automodel_ckpt.logs.log_records import records_in
 from automodel_ckpt.logs.trackers import TRACKERS, Tracker
 
 log = logging.getLogger("automodel_ckpt.trackers")
@@ -217,13 +216,7 @@ class _LogReader:
         except FileNotFoundError:
             return
         self._num_bytes_read += len(complete) + len(newline)
-        for line in complete.splitlines():
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue
-            if has_valid_step(record):
-                yield record
+        yield from records_in(complete.splitlines())
 
 
 def completions_text(record: Mapping[str, Any]) -> str:

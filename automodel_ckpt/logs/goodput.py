@@ -189,10 +189,8 @@ def slow_rank_text(slow: SlowRank) -> str:
 
 
 def _is_step(record: dict[str, Any]) -> bool:
-    seconds = record.get("seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return False
-    return "event" not in record and 0 <= seconds < float("inf")
+    seconds = _finite(record.get("seconds"))
+    return "event" not in record and seconds is not None and seconds >= 0
 
 
 def _starts(directory: Path, steps: list[dict[str, Any]]) -> list[Start]:
@@ -249,7 +247,4 @@ def _start_from_log(begin: dict[str, Any], steps: list[dict[str, Any]]) -> Start
 
 
 def _timestamp(record: dict[str, Any]) -> float:
-    value = record.get("timestamp")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return 0.0
-    return float(value)
+    return _finite(record.get("timestamp")) or 0.0

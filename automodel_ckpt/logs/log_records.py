@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,19 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             value=error.strerror,
             hint="remove it",
         ) from error
+    yield from records_in(lines)
+
+
+def records_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the records of *lines* that have a valid step; other lines are ignored."""
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):
             record = parse_json(line)
-        except ValueError:
-            continue
-        if has_valid_step(record):
-            yield record
+            if _has_valid_step(record):
+                yield record
 
 
-def has_valid_step(record: Any) -> bool:
+def _has_valid_step(record: Any) -> bool:
     """Whether a parsed line of a log is a record of a step that reports and trackers can represent."""
     step = record.get("step") if isinstance(record, dict) else None
     if isinstance(step, bool) or not isinstance(step, int):

@@ -18,13 +18,13 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from automodel_ckpt.base.durable_io import naming, replace_file
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.errors import SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
-_SHOWN_LINES, _SHOWN_BYTES = 5, 200
 PAUSE_SECONDS = 0.1
 """Shorter steps share a write and a measurement of memory: with cold caches, each costs as much as their other work."""
 
@@ -99,8 +99,8 @@ class JsonlLog:
 
         Of the rollbacks, the first *max_rollbacks* are kept.
         Of two records of one step, the earlier one is removed, and so are damaged lines. Records without a step are
-        unchanged. All three cases are logged with the text of the lines, except for a torn last line, which a killed
-        process leaves. Returns what was removed. Raises :class:`SaveFailed` if the file cannot be rewritten.
+        unchanged. All three cases are logged, except for a torn last line, which a killed process leaves. Returns what
+        was removed. Raises :class:`SaveFailed` if the file cannot be rewritten.
         """
         with self._os_errors_as_save_failed():
             return self._truncate_after(step, max_rollbacks)
@@ -126,8 +126,9 @@ class JsonlLog:
         if content.num_dropped:
             self._before_writing()
             replace_file(self.path, b"".join(content.kept))
-        for message, lines in content.reports():
-            log.warning("%s: %s:%s", self.path, message, _shown(lines))
+        for count, message in content.reports():
+            if count:
+                log.warning("%s: %s: %s", self.path, counted(count, "line"), message)
         return Removed(content.num_dropped, content.last_later_step)
 
     def close(self) -> None:
@@ -167,15 +168,12 @@ class _Content:
         self.kept: list[bytes] = []
         self.num_dropped = 0
         self.last_later_step: int | None = None
-        self._damaged: list[bytes] = []
-        self._duplicates: list[bytes] = []
-        self._without_step: list[bytes] = []
+        self._num_damaged = self._num_duplicates = self._num_without_step = 0
         positions: dict[object, int] = {}
         for line, record in lines:
             if record is None or not _is_step(record.get("step", 0)):
                 self.num_dropped += 1
-                if line.endswith(b"\n"):
-                    self._damaged.append(line)
+                self._num_damaged += line.endswith(b"\n")
             elif record.get("step", 0) > step:
                 self.num_dropped += 1
                 self.last_later_step = max(record["step"], self.last_later_step or 0)
@@ -189,8 +187,7 @@ class _Content:
 
         *positions* maps the identity of each line to its index in :attr:`kept`.
         """
-        if "step" not in record:
-            self._without_step.append(line)
+        self._num_without_step += "step" not in record
         # A run may be resumed several times from one step: only equal events are the same event.
         identity: object = line
         if "step" in record and "event" not in record:
@@ -198,37 +195,22 @@ class _Content:
         earlier = positions.get(identity)
         if earlier is not None:
             self.num_dropped += 1
-            self._duplicates.append(self.kept[earlier])
+            self._num_duplicates += 1
             # Emptied instead of removed, so that the indices in *positions* stay valid.
             self.kept[earlier] = b""
         positions[identity] = len(self.kept)
         self.kept.append(line)
 
-    def reports(self) -> Iterator[tuple[str, list[bytes]]]:
-        """Messages for the user, each with the lines that it is about."""
-        if self._damaged:
-            yield "removed damaged lines (their steps now have no record)", self._damaged
-        if self._duplicates:
-            yield "removed lines for steps that a later line repeats", self._duplicates
-        if self._without_step:
-            yield "found lines from another run and kept them unchanged", self._without_step
+    def reports(self) -> Iterator[tuple[int, str]]:
+        """Yield numbers of lines, and what happened to them."""
+        yield self._num_damaged, "damaged and removed (their steps now have no record)"
+        yield self._num_duplicates, "removed, because a later line repeats their steps"
+        yield self._num_without_step, "from another run, kept unchanged"
 
 
 def _is_step(value: object) -> bool:
     # Not isinstance, which accepts true and false.
     return type(value) is int and value >= 0
-
-
-def _shown(lines: list[bytes]) -> str:
-    """The first lines, shortened and with '?' for unprintable characters, each after a line break and an indent."""
-    text = ""
-    for line in lines[:_SHOWN_LINES]:
-        decoded = line[:_SHOWN_BYTES].decode(errors="replace").rstrip()
-        printable = [character if character.isprintable() else "?" for character in decoded]
-        text += "\n    " + "".join(printable)
-    if len(lines) > _SHOWN_LINES:
-        text += f"\n    ... and {len(lines) - _SHOWN_LINES} more"
-    return text
 
 
 def _line_of(record: dict[str, Any]) -> bytes:

@@ -24,8 +24,7 @@ class TextLog:
 
     Messages before :meth:`open` are written when the file is opened: the run directory belongs to this run only then.
     The file is never shortened, also not by a resume from an earlier step. A message that cannot be written, for
-    example on a full disk, is dropped: this file must never fail a run. Where only a part of one was written, the next
-    one begins a new line.
+    example on a full disk, is dropped: this file must never fail a run.
     """
 
     def __init__(self) -> None:
@@ -33,8 +32,6 @@ class TextLog:
         self._file: IO[bytes] | None = None
         self._before_writing: Callable[[], None] = lambda: None
         self._is_writing = False
-        self._is_torn = False
-        """Whether the file ends within a line."""
         self._lock = threading.RLock()
 
     def open(self, path: Path, before_writing: Callable[[], None]) -> None:
@@ -49,11 +46,8 @@ class TextLog:
             self._before_writing = before_writing
             with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 self._file = os.fdopen(descriptor, "ab", buffering=0)
-                # An earlier start may have filled the disk.
-                size = os.fstat(descriptor).st_size
-                self._is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
             self._append("".join(waiting))
 
     def write(self, message: str) -> None:
@@ -88,13 +82,6 @@ class TextLog:
             with contextlib.suppress(OSError, LeaseLost):
                 self._before_writing()
                 # A name that is not valid UTF-8 has surrogates.
-                data = text.encode("utf-8", "backslashreplace")
-                self._append_lines(self._file, b"\n" + data if self._is_torn else data)
+                self._file.write(text.encode("utf-8", "backslashreplace"))
         finally:
             self._is_writing = False
-
-    def _append_lines(self, file: IO[bytes], data: bytes) -> None:
-        """Append whole lines; note if only a part of them was written. Raises OSError if nothing was."""
-        count = file.write(data)
-        if count:
-            self._is_torn = data[count - 1 : count] != b"\n"

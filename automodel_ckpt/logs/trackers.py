@@ -134,8 +134,7 @@ class MLflow(Tracker):
     ) -> None:
         self._metric = importlib.import_module("mlflow.entities").Metric
         self._client = client = importlib.import_module("mlflow").MlflowClient(tracking_uri)
-        is_resumed = "id" in memory
-        if not is_resumed:
+        if "id" not in memory:
             found = client.get_experiment_by_name(experiment)
             experiment_id = found.experiment_id if found else client.create_experiment(experiment)
             created = client.create_run(
@@ -145,22 +144,12 @@ class MLflow(Tracker):
         self._id = memory["id"]
         # close() of an earlier process has marked the run as finished.
         client.update_run(self._id, status="RUNNING")
-        # Values that were sent just before a kill may be missing in the memory: query the server.
-        self._stored: set[tuple[str, int]] = set()
-        if is_resumed:
-            for name in client.get_run(self._id).data.metrics:
-                for point in client.get_metric_history(self._id, name):
-                    self._stored.add((name, point.step))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         # MLflow's timestamps are in milliseconds.
         now = int(1000 * time.time())
-        metrics = []
-        for name, value in values.items():
-            if (name, step) not in self._stored:
-                metrics.append(self._metric(name, value, now, step))
-        if metrics:
-            self._client.log_batch(self._id, metrics)
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._id, text, f"{name}/step_{step}.md")

@@ -37,11 +37,10 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.parts.merkle import has_merkle_digest
-from automodel_ckpt.checkpoint.parts.tree import files_of
 from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.checkpoint.store.ranges import REQUEST_BYTES, VerifiedRanges
+from automodel_ckpt.checkpoint.store.ranges import REQUEST_BYTES, VerifiedRanges, files_with_tensors
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.parallel.ranks import agree
 
@@ -202,7 +201,7 @@ def _examine(
         return None
     if summary.digest != digest or not generation.is_current(summary):
         return None
-    records = _records(data, path)
+    records = _without_tables(data, path).files
     mine = holdings.get(nodes.own)
     whole: list[str] = []
     with agree.raise_on_all_ranks(group):
@@ -218,9 +217,9 @@ def _examine(
     return CheckpointOnNodes(path, digest, data, holders, nodes, {})
 
 
-def _records(data: bytes, path: Path) -> Mapping[str, FileRecord]:
-    """The files in a manifest, whose tables need not exist on this node."""
-    return Manifest.parse(data, path, lambda file, start, nbytes: b"").files
+def _without_tables(data: bytes, path: Path) -> Manifest:
+    """A manifest whose tables need not exist on this node."""
+    return Manifest.parse(data, path, lambda file, start, nbytes: b"")
 
 
 def _whole_files(
@@ -272,10 +271,10 @@ def _complete(checkpoint: CheckpointOnNodes) -> None:
             links.make_room(path)
         path.mkdir()
         mark_save(path, checkpoint.digest)
-    records = _records(data, path)
-    for file in layout.tables_first(_files_without_tensors(data, path)):
+    manifest = _without_tables(data, path)
+    for file in layout.tables_first(manifest.files.keys() - files_with_tensors(manifest)):
         if checkpoint.nodes.own not in checkpoint.holders[file]:
-            _fetch(checkpoint, file, records[file])
+            _fetch(checkpoint, file, manifest.files[file])
     commit.write_by_rename(path / layout.MANIFEST, data)
 
 
@@ -299,12 +298,3 @@ def _fetch(checkpoint: CheckpointOnNodes, file: str, record: FileRecord) -> None
             hint="the next start reads it again; if this repeats, check the network between the nodes",
         )
     os.rename(temporary, target)
-
-
-def _files_without_tensors(data: bytes, path: Path) -> list[str]:
-    manifest = Manifest.parse(data, path, lambda file, start, nbytes: b"")
-    with_tensors: set[str] = set()
-    for tree in manifest.trees.values():
-        with_tensors |= files_of(tree)
-        with_tensors.update(blob.file for blob in tree.objects.values())
-    return [file for file in manifest.files if file not in with_tensors]

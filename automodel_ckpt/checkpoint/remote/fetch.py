@@ -19,14 +19,13 @@ from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.parts.tree import files_of
-from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
+from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.run import links, policy, resume
 from automodel_ckpt.checkpoint.run.fetched import DIRECTORY, options_for, own_name, remove_fetched
 from automodel_ckpt.checkpoint.store.gone_back import GoneBack
-from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges, files_with_tensors
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -59,7 +58,7 @@ class Fetched:
         """Restrict the *manifest* of the checkpoint to the files that are in the local directory."""
         if not self.is_streamed:
             return manifest
-        remote = _files_with_tensors(manifest)
+        remote = files_with_tensors(manifest)
         files = {name: each for name, each in manifest.files.items() if name not in remote}
         return replace(manifest, files=files, trees={}, state={})
 
@@ -70,7 +69,7 @@ class Fetched:
         """
         remove_fetched(root)
         run = RemoteRun(Store(self.url, self.options, where=_KEY))
-        manifest = read_manifest(run, self.path.name)
+        _, manifest = run.complete_manifest(self.path.name)
         (root / DIRECTORY).mkdir()
         _pull_files_without_tensors(run, manifest, self.path.name, root, self.num_threads)
 
@@ -207,7 +206,7 @@ class Fetcher:
     def _bring(self, run: RemoteRun, name: str, *, is_own: bool) -> Fetched | None:
         """Download the checkpoint *name*, or the files of it without tensors if the disk lacks the space."""
         num_threads = _NUM_THREADS if self._settings is None else self._settings.num_threads
-        manifest = read_manifest(run, name)
+        _, manifest = run.complete_manifest(name)
         is_streamed = self.always_streams or not _has_space(self._root, manifest)
         started = time.monotonic()
         target = self._root
@@ -249,7 +248,7 @@ def _pull_files_without_tensors(
     num_threads: int,
     stopping: threading.Event | None = None,
 ) -> Path:
-    files = manifest.files.keys() - _files_with_tensors(manifest)
+    files = manifest.files.keys() - files_with_tensors(manifest)
     target = root / DIRECTORY
     return pull_files(run, name, files, target, num_threads=num_threads, stopping=stopping)
 
@@ -293,14 +292,6 @@ def _newest(run: RemoteRun, root: Path, newest_step: int | None = None) -> Remot
     if gone_back is not None:
         limits.append(gone_back.step)
     return next((each for each in run.checkpoints() if each.name.step <= min(limits)), None)
-
-
-def _files_with_tensors(manifest: Manifest) -> set[str]:
-    files: set[str] = set()
-    for tree in manifest.trees.values():
-        files |= files_of(tree)
-        files.update(blob.file for blob in tree.objects.values())
-    return files
 
 
 def _has_space(root: Path, manifest: Manifest) -> bool:

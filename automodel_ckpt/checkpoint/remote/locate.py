@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable
@@ -67,15 +66,6 @@ def locate_weights(
         # AutoModel gives its checkpoints the same names.
         return RemoteRun(Store(url, options, where=where)), None
     return run, name
-
-
-def read_manifest(run: RemoteRun, name: str) -> Manifest:
-    """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is absent or damaged."""
-    data = run.manifest(name)
-    where = f"{run.store}/{name}"
-    if data is None:
-        raise _missing(where, f"no {layout.MANIFEST}: absent or incomplete")
-    return run.parse_manifest(name, data)
 
 
 def _missing(where: str, value: str) -> CheckpointUnusable:

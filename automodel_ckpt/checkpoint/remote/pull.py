@@ -54,10 +54,7 @@ def pull_checkpoint(
         SaveFailed: if the local disk lacks the space.
         StoreError: if the store fails.
     """
-    data = run.manifest(name)
-    if data is None:
-        raise _absent(run, name)
-    manifest = run.parse_manifest(name, data)
+    data, manifest = run.complete_manifest(name)
     exported = exported_files(run, name) if with_exports else {}
     _check_space(root, manifest.nbytes + sum(exported.values()))
     staging = commit.reserve(root, name)
@@ -86,10 +83,7 @@ def pull_files(
 
     Return the directory, which is not a complete checkpoint. Raises as :func:`pull_checkpoint`.
     """
-    data = run.manifest(name)
-    if data is None:
-        raise _absent(run, name)
-    manifest = run.parse_manifest(name, data)
+    data, manifest = run.complete_manifest(name)
     chosen = {file: manifest.files[file] for file in files}
     path = target / name
     path.mkdir()
@@ -125,10 +119,7 @@ def pull_weights(
     transfer = _Transfer(run.store, num_threads, stopping)
     if name is None:
         return _pull_directory(transfer, target)
-    data = run.manifest(name)
-    if data is None:
-        raise _absent(run, name)
-    whole = run.parse_manifest(name, data)
+    _, whole = run.complete_manifest(name)
     manifest = without_optimizer(whole)
     _check_space(target, manifest.nbytes)
     path = target / name
@@ -268,15 +259,6 @@ def _download(
     problems = verify(target, manifest, "digest")
     if problems:
         raise CheckpointUnusable.all_of(problems)
-
-
-def _absent(run: RemoteRun, name: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "the store has no complete checkpoint of this name",
-        where=str(run.store),
-        value=name,
-        hint="`ckpt ls URL` lists the checkpoints",
-    )
 
 
 def _check_space(directory: Path, nbytes: int) -> None:

@@ -144,6 +144,18 @@ class RemoteRun:
         except FileNotFoundError:
             return None
 
+    def complete_manifest(self, name: str) -> tuple[bytes, Manifest]:
+        """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is absent or damaged."""
+        data = self.manifest(name)
+        if data is None:
+            raise CheckpointUnusable(
+                "the store has no complete checkpoint of this name",
+                where=str(self.store),
+                value=name,
+                hint="`ckpt ls URL` lists the checkpoints",
+            )
+        return data, self.parse_manifest(name, data)
+
     def parse_manifest(self, name: str, data: bytes) -> Manifest:
         """Parse *data*, the manifest of a checkpoint, whose slice tables are then read from the store.
 

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     is_interleaved,
     runs_in_file,
 )
-from automodel_ckpt.checkpoint.parts.tree import in_rank_files
+from automodel_ckpt.checkpoint.parts.tree import files_of, in_rank_files
 from automodel_ckpt.errors import CheckpointUnusable
 
 REQUEST_BYTES = 16 << 20
@@ -214,6 +214,15 @@ class VerifiedRanges:
             value=value,
             hint="resume from another checkpoint (checkpoint.restore_from)",
         )
+
+
+def files_with_tensors(manifest: Manifest) -> set[str]:
+    """Return the files with tensors, and with the values beside them."""
+    files: set[str] = set()
+    for tree in manifest.trees.values():
+        files |= files_of(tree)
+        files.update(blob.file for blob in tree.objects.values())
+    return files
 
 
 def _damaged(part: Part, content: memoryview) -> list[str]:

@@ -98,7 +98,6 @@ def _report(
 
 def _verify_remote(arguments: argparse.Namespace) -> int:
     """Verify checkpoints in an object store: that all files are there with their sizes, with --deep their digests."""
-    from automodel_ckpt.checkpoint.remote.locate import read_manifest
 
     run, name = locate(arguments.path)
     names = [name] if name else [str(found.name) for found in run.checkpoints()]
@@ -113,7 +112,7 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
     removed: list[Path] = []
     for each in reversed(names):
         try:
-            manifest = read_manifest(run, each)
+            _, manifest = run.complete_manifest(each)
             problems = remote_problems(run, each, manifest, deep=arguments.deep)
         except CheckpointUnusable as error:
             problems = list(error.problems)

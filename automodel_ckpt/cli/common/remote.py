@@ -47,10 +47,10 @@ def locate_one(url: str) -> tuple[RemoteRun, str, Manifest]:
 
     Raises as :func:`locate`, and :class:`CheckpointUnusable` if there is none, or its manifest is damaged.
     """
-    from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
+    from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint
 
     run, name = locate_checkpoint(url)
-    return run, name, read_manifest(run, name)
+    return run, name, run.complete_manifest(name)[1]
 
 
 def reject_urls(arguments: argparse.Namespace) -> None:

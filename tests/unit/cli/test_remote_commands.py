@@ -419,7 +419,7 @@ def test_a_checkpoint_that_is_mounted_read_only_can_be_pushed(
     def read_only(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
-    monkeypatch.setattr("automodel_ckpt.checkpoint.store.transfer.replace_file", read_only)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.store.transfer.write_note", read_only)
     monkeypatch.setattr(Path, "unlink", read_only)
     url = f"file://{tmp_path}/store"
     assert ckpt(["push", str(local / FIRST), url]) == 0

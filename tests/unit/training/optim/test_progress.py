@@ -203,3 +203,44 @@ def test_a_text_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None
         text_log.open(path, lambda: None)
         text_log.write("second")
         text_log.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(8.4, "8 s"), (200, "3 min 20 s"), (18240, "5 h 04 min"), (2 * 86400 + 3 * 3600, "2 d 3 h")],
+)
+def test_durations_are_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_line_breaks_in_names_begin_no_lines_and_messages_keep_theirs() -> None:
+    stream = io.StringIO()
+    handler = set_up_logging(Progress(stream=stream), "info", 0)
+    log = logging.getLogger("automodel_ckpt")
+    try:
+        name = "a\nb\x1b[31m\u202ec"
+        log.info("saved %s in %s", Path(name), name)
+        log.info("%d names differ:%s", 2, "\n    one\n    two")
+        log.info("first\n%s", name)
+        log.warning(
+            "%s", RecipeError("what", where=name, value="\n    several\n    lines", hint="x")
+        )
+    finally:
+        tear_down_logging(handler)
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    shown = [re.sub(stamp, "", line) for line in stream.getvalue().splitlines()]
+    escaped = r"a\nb\x1b[31m\u202ec"
+    assert shown == [
+        f"saved {escaped} in {escaped}",
+        "2 names differ:",
+        "    one",
+        "    two",
+        "first",
+        escaped,
+        "warning: what",
+        f"  where:  {escaped}",
+        "  value:  ",
+        "    several",
+        "    lines",
+        "  hint:   x",
+    ]
