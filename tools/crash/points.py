@@ -83,7 +83,7 @@ GROUPS = (
         SAVE,
         (
             Point("the writer begins", _WRITER + "run_all"),
-            Point("the writer computes a digest", "checkpoint.jobs.jobs:digest_of"),
+            Point("the writer computes a digest", "checkpoint.jobs.checksums:Checksums.digest"),
             Point("the writer has written all files", _WRITER + "run_all", end=True),
             Point("the writer makes the manifest", _WRITER + "finalize"),
             Point("the writer has written the manifest", _WRITER + "finalize", end=True),
