@@ -16,9 +16,8 @@ _LIMITS: dict[Any, dict[str, Any]] = {
         "_LARGE_RUN_BYTES": 1,
         "num_threads": lambda nbytes: _NUM_THREADS,
     },
-    checksums: {"PARALLEL_FROM_BYTES": 8, "_PIECE_BYTES": 64},
+    checksums: {"_PARALLEL_FROM_BYTES": 8, "_PIECE_BYTES": 64},
     jobs: {
-        "PARALLEL_FROM_BYTES": 8,
         "_THREADS_FROM_BYTES": 1,
         "_AHEAD_BYTES": 512,
         "_AHEAD_CHUNKS": 3,

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import pytest
 
-from automodel_ckpt.errors import LeaseLost
+from automodel_ckpt.errors import LeaseLost, RecipeError
 from automodel_ckpt.logs.progress import (
     Progress,
     SavingView,
@@ -203,14 +203,6 @@ def test_a_text_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None
         text_log.open(path, lambda: None)
         text_log.write("second")
         text_log.close()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(8.4, "8 s"), (200, "3 min 20 s"), (18240, "5 h 04 min"), (2 * 86400 + 3 * 3600, "2 d 3 h")],
-)
-def test_durations_are_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_line_breaks_in_names_begin_no_lines_and_messages_keep_theirs() -> None:
