@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from tests.support.models.llamas import llama_checkpoint
 
@@ -64,7 +63,8 @@ def test_a_prefix_and_a_cast_are_applied(tmp_path: Path) -> None:
 
 def test_hugging_face_files_are_exported(tmp_path: Path) -> None:
     model = llama_checkpoint(tmp_path / "c", tied=False)
-    files = consolidate(tmp_path / "c", output=tmp_path / "hf").output
+    files = tmp_path / "hf"
+    assert main(["consolidate", str(tmp_path / "c"), "--output", str(files)]) == 0
     assert main(["export", str(files), "--to", "torch", "-o", str(tmp_path / "m.pt")]) == 0
     assert_model_equals(model, loaded(tmp_path / "m.pt"))
 
