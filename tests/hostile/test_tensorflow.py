@@ -29,6 +29,17 @@ def item(key: bytes, value: bytes, shared: int = 0) -> bytes:
     return varint(shared) + varint(len(key)) + varint(len(value)) + key + value
 
 
+def masked_crc(data: bytes) -> int:
+    """The masked CRC-32C of *data* (source: tensorflow/core/lib/hash/crc32c.h)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
 def block(*items: bytes, compression: int = 0) -> bytes:
     content = b"".join(items) + struct.pack("<II", 0, 1) + bytes([compression])
     # The checksum of a block is not compared.

@@ -128,6 +128,7 @@ def test_each_command_line_that_an_example_shows_is_understood(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", HUB)
 def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from automodel_ckpt.parallel.mesh import close_distributed, init_distributed
-from automodel_ckpt.parallel.ranks.stop import PeerStop
-from tests.support import ranks
 from tools.crash import endurance, signals
 from tools.crash.trainer import Trainer
 
@@ -41,12 +34,12 @@ def wait_for(
 @pytest.mark.slow
 def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
     # `python -m tools.crash signals` has hundreds of points.
-    done = signals.run(points_wanted=4, seed=1, seconds=150, compares=False)
+    done = signals.run(points_wanted=2, seed=1, seconds=150, compares=False)
     assert done.failures == []
-    assert done.points == 4
+    assert done.points == 2
 
 
-@pytest.mark.parametrize(("is_async", "target"), [("false", "rank1"), ("true", "launcher")])
+@pytest.mark.parametrize(("is_async", "target"), [("true", "launcher")])
 def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, target: str) -> None:
     chain = signals.Chain(tmp_path, "run")
     with chain.start(is_async=is_async, save_consolidated="every") as trainer:
@@ -85,57 +78,6 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
     assert "restart 1 of 1" in trainer.log
     assert again.step == 4, "the newest checkpoint's"
     assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
-
-
-def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torchrun's store outlives a restart: addresses, and a wish to stop."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert ranks.run(partial(joined, store.port, attempt=0), 2, init=False) == [(2, False)] * 2
-    assert ranks.run(partial(joined, store.port, attempt=1), 2, init=False) == [(2, False)] * 2
-
-
-def test_machines_that_were_restarted_another_number_of_times_meet() -> None:
-    """One that comes when others have lost a machine has restarted nothing yet."""
-    assert ranks.run(partial(met, timeout_minutes=1), 2, init=False) == [2, 2]
-
-
-def met(timeout_minutes: float) -> int:
-    os.environ |= {"TORCHELASTIC_RESTART_COUNT": os.environ["RANK"], "LOCAL_WORLD_SIZE": "1"}
-    return init_distributed(backend="gloo", timeout_minutes=timeout_minutes).world_size
-
-
-def test_ranks_leave_their_group_and_join_again() -> None:
-    """As two recipes in one program do: nothing of the first group is left in the second one."""
-    assert ranks.run(joined_again, 2, init=False, timeout=60) == [[2, 2, 2]] * 2
-
-
-def joined_again() -> list[int]:
-    """How many ranks there are each time. Rank 1 joins again before rank 0 has left."""
-    sizes = []
-    for _ in range(3):
-        init_distributed(backend="gloo", timeout_minutes=1)
-        count = torch.ones(1)
-        dist.all_reduce(count)
-        sizes.append(int(count))
-        if dist.get_rank() == 0:
-            time.sleep(0.2)
-        close_distributed()
-    return sizes
-
-
-def joined(port: int, attempt: int) -> tuple[int, bool]:
-    """How many ranks there are, and whether one was asked to stop; then all are asked."""
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-    init_distributed(backend="gloo", timeout_minutes=1)
-    store = dist.distributed_c10d._get_default_store()
-    found = bool(store.check([PeerStop.KEY]))
-    count = torch.ones(1)
-    dist.all_reduce(count)
-    store.set(PeerStop.KEY, "1")
-    return int(count), found
 
 
 def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_path: Path) -> None:

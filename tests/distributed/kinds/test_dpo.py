@@ -21,7 +21,7 @@ from tests.support.runs.training import steps_of, train
 
 MEASURES = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 LORA = "--peft={r: 2, alpha: 8, target_modules: [q_proj, v_proj]}"
-LIKE_TRL = "tests.support.runs.lora_like_trl.LoraLikeTrl"
+LIKE_TRL = "tests.support.runs.compared_recipes.LoraLikeTrl"
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,9 @@ def write_gpt2(directory: Path, rate: float) -> None:
 @pytest.mark.parametrize(
     ("recipe", "base", "options"),
     [
-        ("dpo", "gpt2", ()),
         ("dpo", "llama", (HALF_LORA,)),
         ("dpo", "gpt2", ("--dpo.precompute=true",)),
         ("orpo", "gpt2", ()),
-        ("reward_model", "llama", (HALF_LORA,)),
         ("kto", "gpt2", ()),
     ],
 )

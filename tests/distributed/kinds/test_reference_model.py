@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.preference import PreferenceFinetune, PreferenceObjective
-from automodel_ckpt.training.parts.objective import Objective
 from tests.support import ranks
+from tests.support.runs.compared_recipes import Compared
 from tests.support.runs.training import RECIPE, build, train, write_recipe
 
 STILL = "--model.from_config.attention_dropout=0"
@@ -24,24 +21,13 @@ LORA = "--peft={r: 2, base_dir: %s, target_modules: [q_proj, lm_head]}"
 UNTIED = "--model.from_config.tie_word_embeddings=false"
 
 
-class Compared(PreferenceFinetune):
-    """Fine-tuning next to a reference, whose objective is that of every language model."""
-
-    objective_class: type[Objective] = PreferenceObjective
-
-    def reference_name(self) -> str | None:
-        return None
-
-
 def measured(recipe_file: Path, *options: str) -> dict[str, Any]:
     """The log-probabilities of rows before and after the trained parameters change."""
     directory = f"--checkpoint.checkpoint_dir={recipe_file.parent / 'run'}"
     recipe = build(recipe_file, directory, *options, recipe_class=Compared)
-    assert isinstance(recipe, Compared)
     try:
         recipe.setup()
         objective = recipe.objective
-        assert isinstance(objective, PreferenceObjective)
         rows = dict(next(iter(recipe.dataloader)).micro_batches[0])
         rows["labels"] = rows["labels"].clone()
         # A row without labels, and one with labels on its end.
@@ -101,27 +87,11 @@ def test_the_base_of_adapters_is_the_reference(tmp_path: Path, num_ranks: int) -
 def test_the_reference_has_the_weights_of_init_from(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     short = ("--step_scheduler.max_steps=2", STILL)
-    train(recipe, f"--checkpoint.checkpoint_dir={tmp_path / 'first'}", *short, recipe_class=Start)
+    train(recipe, f"--checkpoint.checkpoint_dir={tmp_path / 'first'}", *short)
     start = f"--init_from.path={tmp_path / 'first' / 'LATEST'}"
     found, other = measured(recipe, STILL, start), measured(recipe, STILL, "--seed=8")
     assert found["reference"] != pytest.approx(other["reference"], rel=1e-2)
     assert found["reference"][1] > other["reference"][1]
-
-
-@pytest.mark.parametrize("init_from", [None, "adapters"])
-def test_a_warning_says_that_adapters_of_init_from_are_not_in_the_reference(
-    init_from: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = SimpleNamespace(recipe="dpo", peft="adapters", init_from=init_from)
-    recipe: Any = SimpleNamespace(config=config, reference_name=lambda: None)
-    recipe.trainable = SimpleNamespace(model="model")
-    with caplog.at_level("WARNING"):
-        PreferenceFinetune.build_reference(recipe)
-    assert ("name the result in dpo.reference" in caplog.text) is bool(init_from)
-
-
-class Start(LLMFinetune):
-    """The run that init_from starts from."""
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_
     assert "already complete at step 5" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.further), 1])
 def test_a_stream_that_ends_early_is_saved_once_at_its_end(
     tmp_path: Path, num_workers: int
 ) -> None:

@@ -19,7 +19,7 @@ from tests.distributed.parallel.test_expert_parallel import model_section
 from tests.support import ranks
 from tests.support.runs.pair_recipes import write_embedding, write_reranker
 from tests.support.runs.preference import step_records, write_run
-from tests.support.runs.training import RECIPE, write_recipe
+from tests.support.runs.training import write_recipe
 from tests.unit.training.runs.test_seq2seq import MODELS
 from tests.unit.training.runs.test_seq2seq import write as write_seq2seq
 
@@ -41,18 +41,11 @@ SHORT = (
     "--step_scheduler.ckpt_every_steps=null",
     "--checkpoint.save_consolidated=false",
 )
-NO_DROPOUT = ("--dropout=false",)
 
 
 def pretrain(directory: Path) -> Path:
     text = PRETRAIN.replace("num_key_value_heads: 2", "num_key_value_heads: 4")
     return write_recipe(directory, text)
-
-
-def fine_tuning(directory: Path) -> Path:
-    return write_recipe(
-        directory, RECIPE.replace("num_key_value_heads: 2", "num_key_value_heads: 4")
-    )
 
 
 def kto(directory: Path) -> Path:
@@ -79,8 +72,7 @@ EXPERTS = model_section("mixtral").replace(
     "'max_position_embeddings': 32", "'max_position_embeddings': 64"
 )
 KINDS = {
-    "llm_finetune": Kind(fine_tuning, "hsdp tp sp", "", NO_DROPOUT),
-    "pretrain": Kind(pretrain, "ddp hsdp tp sp cp pp", "", (NO_VALIDATION,)),
+    "pretrain": Kind(pretrain, "ddp sp cp pp", "", (NO_VALIDATION,)),
     "pretrain of experts": Kind(
         pretrain, "ep", "", (NO_VALIDATION, EXPERTS, "--pretrain.base_width=null")
     ),

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
-from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 
 MIB = 1 << 20
 
@@ -65,6 +64,6 @@ def test_a_directory_is_free_after_its_run_could_not_start_a_thread(
         checkpointer = Checkpointer(tmp_path)
         with pytest.raises(Exception, match="cannot start a thread"):
             save(checkpointer, made(), 1)
-    assert not (tmp_path / LOCK_FILE).exists()
+    assert not (tmp_path / ".run.lock").exists()
     save(checkpointer, made(), 1)
     checkpointer.close()

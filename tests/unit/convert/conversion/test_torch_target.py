@@ -50,6 +50,14 @@ def test_a_prefix_and_a_cast_are_applied(tmp_path: Path) -> None:
     assert_model_equals(model.bfloat16(), state)
 
 
+def test_hugging_face_files_are_exported(tmp_path: Path) -> None:
+    model = llama_checkpoint(tmp_path / "c", tied=False)
+    files = tmp_path / "hf"
+    assert main(["consolidate", str(tmp_path / "c"), "--output", str(files)]) == 0
+    assert main(["export", str(files), "--to", "torch", "-o", str(tmp_path / "m.pt")]) == 0
+    assert_model_equals(model, loaded(tmp_path / "m.pt"))
+
+
 def test_what_is_exported_can_be_imported(tmp_path: Path, capsys: Capture) -> None:
     llama_checkpoint(tmp_path / "c", tied=False)
     assert main(["export", str(tmp_path / "c"), "--to", "torch"]) == 0

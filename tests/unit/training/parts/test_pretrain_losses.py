@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_ckpt.recipes.pretrain import Pretrain
 from tests.fixtures.pretrain import make_losses as reference
 from tests.support.runs.training import train, write_recipe
 
@@ -60,7 +59,7 @@ step_scheduler:
   max_steps: {reference.STEPS}
 checkpoint: {{checkpoint_dir: {tmp_path}/run, save_optimizer: false}}
 """
-    train(write_recipe(tmp_path, recipe), recipe_class=Pretrain)
+    train(write_recipe(tmp_path, recipe))
     records = map(json.loads, (tmp_path / "run/training.jsonl").read_text().splitlines())
     found = [[record["loss"], record["z_loss"]] for record in records if "loss" in record]
     assert len(found) == reference.STEPS
