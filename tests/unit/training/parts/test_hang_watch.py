@@ -18,7 +18,9 @@ import pytest
 
 from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
 from automodel_ckpt.config.keys.monitoring import HangsConfig
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.parallel.ranks import hang_action, hangs
 from automodel_ckpt.parallel.ranks.hangs import RankState, verdict
 from automodel_ckpt.parallel.ranks.process_stacks import (
     ProcessAddress,
@@ -26,6 +28,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     StackDump,
     report_on,
 )
+from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 
 STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
@@ -208,3 +211,54 @@ def test_only_a_step_far_beyond_the_median_and_the_limit_hangs(
     assert not is_reported(slow, monkeypatch), "below hangs.factor times the median"
     clock.now += 2
     assert is_reported(slow, monkeypatch)
+
+
+@pytest.mark.parametrize("may_restart", [True, False])
+def test_a_hang_is_reported_or_the_ranks_are_restarted(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    may_restart: bool,
+) -> None:
+    """With hangs.restart false, or without restarts, it is reported."""
+    messages: list[str] = []
+    monkeypatch.setattr(hang_action, "restart", messages.append)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, min_seconds=1.0, restart=may_restart)
+    for step in range(1, 20):
+        clock.now += 0.1
+        watched.note_step(step)
+    directory = tmp_path / "hangs" / "step_20"
+    for rank in (1, 2):
+        hangs.write_state(
+            directory,
+            replace(
+                STATE,
+                rank=rank,
+                start=watched._start,
+                completed=19 - (rank == 2),
+                is_overdue=False,
+            ),
+        )
+    clock.now += 5
+    watched._check()
+    watched._check()
+    (text,) = messages if may_restart else [record.getMessage() for record in caplog.records]
+    assert "step 20 hangs: it takes 5 s, and the median is 0.1 s" in text
+    assert "rank 2 did not arrive" in text
+    assert str(directory) in text
+    assert bool(messages) == may_restart
+    assert (directory / "report.txt").read_text().startswith(f"{text}\n")
+
+
+def test_the_section_can_be_disabled() -> None:
+    """hangs: null."""
+    loop: Any = TrainingLoop.__new__(TrainingLoop)
+    loop.config, loop.layout = RecipeConfig(hangs=None), SimpleNamespace(world_size=2)
+    loop.checkpointer = object()
+    with loop._watching():
+        assert loop._hang_watch is None
