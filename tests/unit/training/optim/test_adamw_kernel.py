@@ -12,6 +12,7 @@ from torch import nn
 from automodel_ckpt.optim import build as optim
 from automodel_ckpt.optim.build import FusedAdamW
 from tests.support import ranks
+from tests.support.runs.parallel import values_after_steps
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
