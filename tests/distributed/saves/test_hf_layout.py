@@ -147,6 +147,20 @@ def save_llama(base: Path, root: Path) -> torch.Tensor:
     return logits
 
 
+def test_damage_is_found_by_every_export(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", tied=False)
+    ranks.run(save_llama, 2, tmp_path / "base", tmp_path / "run")
+    checkpoint = tmp_path / "run/epoch_0_step_20"
+    [file, *_] = sorted((checkpoint / "model").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    for target in ("hf", "torch", "dcp"):
+        output = tmp_path / target
+        words = ["export", str(checkpoint), "--to", target, "--output", str(output)]
+        assert main(words) == 3 and not output.exists(), target
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(
     tmp_path: Path, tied: bool
