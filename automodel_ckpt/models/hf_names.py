@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,18 +97,6 @@ class InMemory(NamedTuple):
 
     renamed: dict[str, str]
     combined: list[str]
-
-
-def layers_in_memory(model: PreTrainedModel, names: Iterable[str]) -> InMemory:
-    """Find the layers of *model* that have the *names* elsewhere, as transformers does for the weights of a file."""
-    suffix = ".weight"
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    found = _tensors_in_memory(model, [name + suffix for name in names])
-    renamed: dict[str, str] = {}
-    for name, new in found.renamed.items():
-        if new.removesuffix(suffix) in modules:
-            renamed[name.removesuffix(suffix)] = new.removesuffix(suffix)
-    return InMemory(renamed, [name.removesuffix(suffix) for name in found.combined])
 
 
 def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemory:

@@ -20,7 +20,7 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -240,19 +240,6 @@ def require_readable(path: Path) -> Path:
             [os_problem(error, "a data file cannot be read", hint=hint)]
         ) from error
     return path
-
-
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) for each line that is not blank. Raises :class:`RecipeError` for a damaged file."""
-    try:
-        with open_data(path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-    except UNREADABLE as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
 
 
 def is_damage(error: Exception) -> bool:
