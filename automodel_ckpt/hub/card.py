@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +99,16 @@ def card_files(
 
 
 def _rendered(**values: Any) -> str:
-    from jinja2 import Environment
+    from jinja2 import Environment, FileSystemLoader
 
     # Names come from files: none may begin a line, or end a cell of a table.
     environment = Environment(
-        finalize=lambda value: printable(value) if isinstance(value, str) else value
+        finalize=lambda value: printable(value) if isinstance(value, str) else value,
+        loader=FileSystemLoader(Path(__file__).parent),
     )
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     # What a macro returns has its lines.
-    source = resources.files(__package__).joinpath("card.md.jinja").read_text("utf-8")
-    return environment.from_string(source).render(values)
+    return environment.get_template("card.md.jinja").render(values)
 
 
 def pipeline_tag(facts: Facts, bundle: Bundle) -> str:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from statistics import median
 
 from automodel_ckpt.base.units import counted, exact_time, size_text
@@ -24,15 +25,15 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
 
     *differences* maps the keys of recipes that differ between the runs to their values, one per run.
     """
-    from jinja2 import Environment
+    from jinja2 import Environment, FileSystemLoader
 
     charts = charts_of(runs)
     figures = [dict(summary(run)) for run in runs]
     legend = legend_of(charts)
     # Names of runs and checkpoints are names of directories: any text, also HTML.
-    environment = Environment(autoescape=True)
+    environment = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent))
     environment.filters["checkpoint_row"] = _checkpoint_row
-    return environment.from_string(_resource("page.html.jinja")).render(
+    return environment.get_template("page.html.jinja").render(
         runs=list(runs),
         style=_resource("page.css"),
         script=_resource("page.js"),

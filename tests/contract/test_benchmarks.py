@@ -106,7 +106,7 @@ def test_tasks_run_at_their_steps_on_all_ranks_and_training_is_the_same(
     found = trained(tmp_path, "with", RECIPE + HARNESS, *words, *BEST, num_ranks=2)
     for digests in (*without, *found):
         # It has the state of the section.
-        del digests["step_scheduler"]
+        digests.pop("step_scheduler", None)
     assert found == without
     assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
     values = benchmarks_of(tmp_path / "with")

@@ -275,7 +275,7 @@ def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: P
     recipe = prepare(tmp_path, "llava")
     with pytest.raises(RecipeError, match="got no gradient in the first step") as caught:
         train(recipe, "--model.freeze=[]", "--checkpoint.enabled=false")
-    assert "model.vision_tower.post_layernorm.*" in str(caught.value)
+    assert "model.vision_tower.post_layernorm.bias" in str(caught.value)
 
 
 AUTO = "_target_: transformers.AutoProcessor.from_pretrained"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
@@ -149,16 +149,13 @@ PACKED = (
 )
 
 
-def test_packs_several_ranks_and_a_cache_have_the_losses_of_single_samples(tmp_path: Path) -> None:
+def test_packs_and_several_ranks_have_the_losses_of_single_samples(tmp_path: Path) -> None:
     path = prepare(tmp_path)
     # The whole data set is one global batch, packed or not.
     epoch = ("--step_scheduler.global_batch_size=20", "--step_scheduler.max_steps=1")
-    cached = (f"--distill.top_k={num_tokens(path)}", f"--distill.cache_dir={tmp_path / 'logits'}")
     ways = {
         "fsdp2": ("--distributed.strategy=fsdp2",),
         "packs": ("--distributed.strategy=ddp", *PACKED),
-        "cached": cached,
-        "cached packs": ("--distributed.strategy=ddp", *PACKED, *cached),
     }
     run(path, "single", *epoch)
     jobs = [partial(run, path, name, *more, *epoch) for name, more in ways.items()]
@@ -167,36 +164,18 @@ def test_packs_several_ranks_and_a_cache_have_the_losses_of_single_samples(tmp_p
     for name in ways:
         (found,) = logged(tmp_path / name)
         assert found == pytest.approx(expected, abs=1e-5), name
-    # Packs are other samples, and have another cache; both are found again.
-    assert len(list((tmp_path / "logits").iterdir())) == 2
-    run(path, "again", *cached, *epoch)
-    log = (tmp_path / "again/log.txt").read_text()
-    assert "the teacher is not loaded" in log
-    assert logged(tmp_path / "again")[0] == pytest.approx(expected, abs=1e-5)
-
-
-def num_tokens(path: Path) -> int:
-    """The size of the vocabulary."""
-    return len(AutoTokenizer.from_pretrained(path.parent / "student"))
 
 
 LORA = ("--model.freeze=[]", "--peft={r: 4, target_modules: '*.language_model.*'}")
-KILLED = {
-    "cached": ("--distill.top_k=8",),
-    "adapters in packs": (*LORA, *PACKED),
-}
 
 
-@pytest.mark.parametrize(
-    "case", ["cached", pytest.param("adapters in packs", marks=pytest.mark.further)]
-)
-def test_a_killed_run_continues_exactly(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_run_with_adapters_and_packs_continues_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
     path = prepare(tmp_path)
     data = f"{{_target_: automodel_ckpt.data.vlm.conversations, path: {tmp_path}/conversations.jsonl, max_samples: 3}}"
-    options = (*KILLED[case], f"--validation_dataset={data}", "--dataloader.shuffle=true")
+    options = (*LORA, *PACKED, f"--validation_dataset={data}", "--dataloader.shuffle=true")
     dying = partial(run, path, "killed", *options, dies_after=3)
     ended = ranks.outcomes(dying, 1, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
@@ -265,10 +244,7 @@ def test_a_teacher_that_expects_other_images_is_an_error_before_weights_are_read
 
 def test_what_a_distillation_of_images_does_not_support_is_an_error(tmp_path: Path) -> None:
     path = prepare(tmp_path)
-    collate = (
-        "--dataloader.collate_fn={_target_: tests.support.runs.training_parts.part, name: relu}"
-    )
-    assert "show" in rejected(path, collate, "--distill.top_k=4")
+    assert "for texts only" in rejected(path, "--distill.top_k=4")
     assert "a distillation needs a teacher" in rejected(path, "--distill=null")
     for key in ("pp_size", "cp_size"):
         recipe = build(path, f"--distributed.{key}=2")

@@ -21,7 +21,7 @@ def rows(number: int, here: str) -> list[dict[str, list[int]]]:
 
 CASES = {
     "recipe": [
-        "rank 1: this rank was started with another recipe than rank 0",
+        "rank 1: this rank has another recipe, or other software, than rank 0",
         "optimizer.lr: 0.005, not 0.01",
         "seed: 8, not 7",
     ],

@@ -81,7 +81,7 @@ class Shared:
     def __init__(self, way: Way) -> None:
         self.way, self.layout = way, layout_here(**dict(way.sizes))
         built = model_of(tie_word_embeddings=True)
-        built.odd = Odd()
+        built.model.layers[0].odd = Odd()  # type: ignore[union-attr]
         built.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)  # type: ignore[union-attr]
         self.model = self._shared(built)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

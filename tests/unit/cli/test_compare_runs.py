@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.cli.checks.compare_runs import compare
-from automodel_ckpt.cli.checks.selftest import check_selftest_options
-from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.cli.train import main
+from tests.support.runs.training import write_recipe
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -70,10 +70,8 @@ def test_the_last_bit_and_the_number_of_steps_count_on_the_same_ranks() -> None:
     assert shorter["first_difference"]["quantity"] == "number of steps"
 
 
-def test_the_selftests_options_mean_nothing_without_it() -> None:
-    with pytest.raises(RecipeError, match="--selftest-steps requires --selftest-resume"):
-        check_selftest_options(parse(["r.yaml", "--selftest-steps", "3"]))
-    line = parse(["--selftest-steps=3", "r.yaml", "--selftest-resume"])
-    check_selftest_options(line)
-    assert (line.words, line.problems, line.modes["selftest_steps"]) == (["r.yaml"], [], ["3"])
-    assert parse(["--selftest-steps"]).problems
+def test_the_selftests_options_mean_nothing_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write_recipe(tmp_path)), "--selftest-steps", "3"]) == 2
+    assert "--selftest-steps requires --selftest-resume" in capsys.readouterr().err

@@ -387,6 +387,21 @@ def test_a_stop_by_signal_waits_for_the_upload(
     uploads.close()
 
 
+def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="automodel_ckpt")
+    remote = RemoteStorage(f"file://{tmp_path}/store", wait_after_signal_seconds=90)
+    saver = tiny.checkpointer(tmp_path / "run", remote=remote)
+    saver.open()
+    made = tiny.recipe()
+    saver.load(vars(made))
+    saver.save(vars(made), step=10, epoch=0)
+    saver.upload_before_stop(10.0, lambda: False)
+    saver.close()
+    assert "waiting up to 80 s for the upload of epoch_0_step_10" in caplog.text
+
+
 def test_an_uploading_process_that_is_killed_is_started_again(
     local: Path,
     tmp_path: Path,
