@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
 from automodel_ckpt.convert.open import open_source
@@ -103,7 +103,7 @@ class Export:
         self._check_names()
         if self.source.manifest is not None:
             # Tensors of Hugging Face files are read from headers, without digests.
-            level = "digest" if self.source.finished else "size"
+            level: Level = "digest" if self.source.finished else "size"
             _raise(verify(self.source.root, self.source.manifest, level))
 
     def check_digests(self, num_threads: int = 5) -> None:
