@@ -16,6 +16,7 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.selftest_probe import observed
 from tests.support.runs.training import Recipe, build, write_recipe
+from tests.support.servers.command_server import CommandServer
 
 MIXED = "--distributed.mixed_precision=bfloat16"
 
@@ -68,10 +69,13 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
     assert len(set(steps)) == len(steps) == 4
 
 
-def test_two_ranks_go_on_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out = run(tmp_path, capfd, MIXED, "--nproc-per-node=2", "--json")
-    found = json.loads(out)
-    assert (code, found["verdict"], found["num_ranks"], found["first_difference"]) == (
+def test_two_ranks_go_on_exactly(tmp_path: Path, commands: CommandServer) -> None:
+    words = ["--selftest-resume", "--selftest-steps=4", MIXED, "--nproc-per-node=2", "--json"]
+    done = commands.run(
+        "ckpt-train", str(write_recipe(tmp_path)), *words, cwd=tmp_path, timeout=170
+    )
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["verdict"], found["num_ranks"], found["first_difference"]) == (
         0,
         "bit-identical",
         [2, 2],
