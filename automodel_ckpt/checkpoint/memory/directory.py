@@ -190,9 +190,15 @@ def _owner(directory: Path) -> _Owner | None:
 
 
 def _is_orphan(directory: Path, owner: _Owner) -> bool:
-    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now."""
+    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now.
+
+    A run that was renamed is found in the same parent directory.
+    """
     if _refers_to(owner.run, owner.identity):
         return False
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if any(_identity(path) == owner.identity for path in owner.run.parent.iterdir()):
+            return False
     # The path of an unmounted disk is missing, too, or is a directory of another file system.
     found = owner.run if owner.run.is_dir() else owner.run.parent
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):

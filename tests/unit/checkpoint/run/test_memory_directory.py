@@ -71,6 +71,20 @@ def test_directories_of_runs_that_exist_are_no_orphans(run: Path, parent: Path) 
     assert directory.is_dir() and (parent / "something else").is_dir()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_memory_of_a_run_that_was_renamed_stays(run: Path, parent: Path, is_replaced: bool) -> None:
+    directory = open_memory(run, parent).directory
+    moved = run.rename(run.with_name("moved"))
+    if is_replaced:
+        run.mkdir()
+        open_memory(run, parent)
+    remove_orphans(parent)
+    assert memory_of(moved, parent) == directory
+    shutil.rmtree(moved)
+    remove_orphans(parent)
+    assert not directory.exists()
+
+
 def test_memory_of_a_live_run_stays_where_its_directory_is_not_visible(
     run: Path, parent: Path
 ) -> None:
