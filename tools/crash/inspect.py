@@ -77,7 +77,6 @@ def leftovers(root: Path, *, running: bool) -> list[str]:
         *layout.POINTERS,
         layout.LATE_VALIDATIONS,
         layout.TEXT_LOG,
-        layout.FINISHED,
         layout.TIMELINE_STATE,
     }
     if running:

@@ -60,7 +60,6 @@ AVERAGED = "averaged"
 # In a run directory: records, each read and written by one module of ``run/`` or ``memory/``.
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
-FINISHED = ".finished.json"
 MEMORY = ".memory.json"
 GENERATION = ".generation.json"
 LOCK_FILE = ".run.lock"
@@ -213,7 +212,7 @@ def is_temporary(name: str) -> bool:
     stem = match[1].removesuffix(".txt")
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
     logs = (TRAINING_LOG, VALIDATION_LOG, TIMELINE_LOG)
-    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, GENERATION, TIMELINE_STATE, *logs)
+    files = (LATE_VALIDATIONS, VERIFIED, MEMORY, GENERATION, TIMELINE_STATE, *logs)
     is_record = stem in (*POINTERS, *files) or _UPLOAD_RECORD.fullmatch(stem) is not None
     return is_record or f".{stem}" == LOCK_FILE or is_pin(stem)
 
