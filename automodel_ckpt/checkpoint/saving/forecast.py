@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
+from automodel_ckpt.checkpoint.state.optimizer_state import check_flat
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}
@@ -95,7 +96,7 @@ def forecast_bytes(
                 total += _num_slices(tensor, num_shards) * _ENTRY_BYTES["module"]
             total += world_size * _PADDING_BYTES
         elif item.kind == "optimizer" and save_optimizer:
-            mine = sum(_optimizer_bytes(item.value, num_shards))
+            mine = sum(_optimizer_bytes(item, num_shards))
             total += int(mine * _share_factor(item.value))
         elif item.kind == "object":
             num_files = 1 if item.scope == "replicated" else world_size
@@ -142,20 +143,23 @@ def _share_factor(optimizer: Optimizer) -> float:
     return float(total / max(here, 1))
 
 
-def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[int]:
-    for group in optimizer.param_groups:
+def _optimizer_bytes(item: Item, num_shards: int | None) -> Iterator[int]:
+    for group in item.value.param_groups:
         for parameter in group["params"]:
             entry = _ENTRY_BYTES["optimizer"] + archive_overhead()
-            for numel, itemsize in _state_entries(optimizer, group, parameter):
+            for numel, itemsize in _state_entries(item, group, parameter):
                 num_slices = 1 if numel is None else _num_slices(parameter, num_shards)
                 yield (numel or 1) * itemsize + num_slices * entry
 
 
 def _state_entries(
-    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+    item: Item, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[tuple[int | None, int]]:
-    """(elements, bytes per element) of each state entry; elements None for one without dimensions."""
-    optimizer = _optimizer_of(optimizer, group)
+    """Yield (elements, bytes per element) of each state entry; elements None for one without dimensions.
+
+    Raises :class:`RecipeError` for state that a checkpoint cannot store.
+    """
+    optimizer = _optimizer_of(item.value, group)
     state = optimizer.state.get(parameter)
     shape = list(parameter.shape)
     if not state and hasattr(optimizer, "state_like"):
@@ -166,6 +170,7 @@ def _state_entries(
         shape = [trial if extent > 1 else extent for extent, trial in pairs]
         trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device="cpu"))
         state = _state_after_a_step(optimizer, group, trial_parameter)
+    check_flat(item.name, {"state": {"*": state}, "param_groups": ()})
     real_extent = dict(zip(shape, parameter.shape, strict=False))
     for value in state.values():
         if not isinstance(value, torch.Tensor):

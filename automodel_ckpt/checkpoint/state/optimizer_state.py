@@ -30,7 +30,7 @@ Location = tuple[dict[str, Any], str]
 def locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
     """Return the position of each value in the state of the optimizer *name*, by the flat name that DCP gives it.
 
-    The other entries of *state* are those of LR schedulers. The parameter lists of groups are left out.
+    The other entries of *state* belong to LR schedulers. The parameter lists of groups are left out.
     """
     found: dict[str, Location] = {key: (state, key) for key in state if key != name}
     for prefix, entry in _entries(name, state[name]):
@@ -48,7 +48,7 @@ def check_flat(name: str, state: Mapping[str, Any]) -> None:
                 continue
             if type(key) is not str or "." in key or _is_container(value):
                 raise RecipeError(
-                    "an optimizer's state cannot be stored: a checkpoint has no containers in it",
+                    "an optimizer's state cannot be stored: it is not flat",
                     where=f"{prefix}.{key}",
                     value=f"the key {key!r}, {type(value).__module__}.{type(value).__qualname__}",
                     hint="keep tensors, numbers, text and tuples under text keys without dots, or leave the state out "

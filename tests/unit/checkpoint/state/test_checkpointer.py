@@ -927,7 +927,7 @@ def test_a_learning_rate_schedule_on_one_side_only_can_be_left_out(
     assert ("initial_lr" in other.optimizer.param_groups[0]) is not saved_with_schedule
 
 
-def test_an_export_from_memory_has_all_tensors_and_verifies(tmp_path: Path) -> None:
+def test_the_export_of_a_save_has_all_tensors_and_verifies(tmp_path: Path) -> None:
     options = {"save_consolidated": "every", "assets": {"model": AdapterFiles()}}
     made = tiny.recipe()
     exported = tiny.save(tmp_path, made, **options).path / "model/consolidated"
