@@ -288,7 +288,12 @@ class Checkpointer:
     def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
 
-        Returns the forecast on rank 0, None on other ranks. Raises :class:`SaveFailed` if it does not fit.
+        Returns:
+            The forecast on rank 0, None on other ranks.
+
+        Raises:
+            SaveFailed: if it does not fit.
+            RecipeError: if the optimizer has state that a checkpoint cannot store.
         """
         forecast = None
         with self._raise_on_all_ranks("estimating the size of a checkpoint"):
