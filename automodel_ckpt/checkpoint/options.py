@@ -105,7 +105,7 @@ class CheckpointOptions:
 
     @classmethod
     def of(cls, options: Any) -> CheckpointOptions:
-        """Return the *options* themselves, or those of an object with the same names, such as a recipe's section."""
+        """Return *options*, converted if it is an object with the same attributes, such as a recipe's section."""
         if isinstance(options, cls):
             return options
         return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})

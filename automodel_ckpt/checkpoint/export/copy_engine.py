@@ -228,7 +228,7 @@ class _Copier:
     def _place(
         self, part: _Part, common: Box, box: Box, tensor: ExportTensor, out: memoryview
     ) -> None:
-        """Read the elements *common* of a slice, and put them, cast, into *out*, which has those of *box*."""
+        """Read the elements *common* of a slice, and put them, cast, into *out*, the elements of *box*."""
         import numpy as np
 
         from automodel_ckpt.checkpoint.tensors.float_cast import cast_into, storage_dtype

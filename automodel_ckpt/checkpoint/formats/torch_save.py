@@ -63,7 +63,7 @@ def plan_jobs(plan: TreePlan, rank: int) -> Iterator[FileJob]:
 
 
 def metadata_of(plan: TreePlan, tree: Tree) -> bytes:
-    """A tree's ``.metadata`` for torch's reader; unchanged while the plan is reused."""
+    """A tree's ``.metadata`` for torch's reader."""
     metadata = DcpMetadata(has_paths=plan.nested)
     columns = _Columns(tree, metadata)
     for fqn, tensor in tree.tensors.items():

@@ -34,8 +34,8 @@ def num_threads() -> int:
 class Checksums:
     """The digest and, with *has_crc*, the CRC-32 of bytes that are added in blocks.
 
-    Threads of a *pool* compute those of long blocks. A block must not change until :meth:`finish` has returned, which
-    the other methods call.
+    Threads of a *pool* compute the checksums of long blocks. A block must not change until :meth:`finish` has
+    returned, which the other methods call.
     """
 
     def __init__(self, pool: ThreadPoolExecutor | None, *, has_crc: bool) -> None:

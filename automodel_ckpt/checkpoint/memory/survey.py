@@ -218,7 +218,7 @@ def _examine(
 
 
 def _without_tables(data: bytes, path: Path) -> Manifest:
-    """A manifest whose tables need not exist on this node."""
+    """Parse a manifest without its tables, which this node may lack."""
     return Manifest.parse(data, path, lambda file, start, nbytes: b"")
 
 

@@ -1,4 +1,4 @@
-"""Small JSON files beside checkpoints: written in one rename, read with a limit. None of them is trusted."""
+"""Small JSON files in a run directory: written in one rename, read with a limit. None of them is trusted."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def remember(run: Path, results: Mapping[str, bool]) -> None:
 
 
 def _current(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of checkpoints whose manifests are those that were verified."""
+    """Return the entries of checkpoints with the same manifest as when they were verified."""
     found = {}
     for name, entry in read_note(run, layout.VERIFIED, _MAX_BYTES).items():
         with contextlib.suppress(OSError, *Damaged):

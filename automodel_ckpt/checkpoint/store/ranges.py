@@ -217,7 +217,7 @@ class VerifiedRanges:
 
 
 def files_with_tensors(manifest: Manifest) -> set[str]:
-    """Return the files with tensors, and with the values beside them."""
+    """Return the files with tensors or other values of a tree."""
     files: set[str] = set()
     for tree in manifest.trees.values():
         files |= files_of(tree)
