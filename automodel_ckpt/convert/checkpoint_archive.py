@@ -232,9 +232,12 @@ class _Extraction:
         """Read the files of a checkpoint, which must be the next members, and write them below *staging*, if given."""
         for path in sorted(manifest.files):
             member = next(self._members, None)
-            expected = (f"{name}/{path}", manifest.files[path].size)
-            if member is None or member.is_directory or (member.name, member.nbytes) != expected:
-                raise self._unusable(f"{member} in the place of {expected[0]}, {expected[1]} bytes")
+            expected = f"{name}/{path} of {manifest.files[path].size} bytes"
+            if member is None:
+                raise self._unusable(f"it ends before {expected}")
+            found = f"{member.name} of {member.nbytes} bytes"
+            if member.is_directory or found != expected:
+                raise self._unusable(f"it has {found} in place of {expected}")
             if staging is None:
                 continue
             target = staging / path

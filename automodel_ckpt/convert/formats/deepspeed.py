@@ -285,6 +285,11 @@ class _Model:
                 what = "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes"
                 raise unusable(what, rank.path, f"as in {first.path.name}")
         check_ranks(self._files.optimizer, first.num_ranks, self._tag)
+        stated = self._states.value.get("dp_world_size")
+        # Ranks that share a sequence count as one there.
+        if type(stated) is int and (stated < 1 or first.num_ranks % stated):
+            what = "the files of the optimizer's and the model's states are of different numbers of ranks"
+            raise unusable(what, self._tag, f"dp_world_size {stated}, not {first.num_ranks}")
         if (first.stage == 3) != self._files.is_partitioned:
             what = "the files of the optimizer's and the model's states are of different stages of ZeRO"
             raise unusable(what, self._tag, f"stage {first.stage} in {first.path.name}")
@@ -298,6 +303,7 @@ class _Model:
             what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
             raise unusable(what, first.path, len(first.segments))
         for index, shapes in enumerate(groups):
+            _check_places(ranks, index)
             vector = FlatVector(rank.segments[index] for rank in ranks)
             paddings = first.paddings(index, len(shapes))
             self._add_group(list(shapes.items()), [vector], paddings, first.dtype)
@@ -376,6 +382,10 @@ class _Model:
             ]
             if len({segment.dtype for segment in segments}) > 1:
                 raise unusable(f"the parts of {fqn!r} have several dtypes", self._tag, fqn)
+            share = -(-math.prod(shape) // len(segments))
+            if any(segment.num_elements != share for segment in segments):
+                what = f"the parts of the frozen parameter {fqn!r} do not have its size"
+                raise unusable(what, self._tag, f"{len(segments)} parts of {list(shape)}")
             vectors = [FlatVector([segment]) for segment in segments]
             self._add(fqn, shape, vectors, 0, segments[0].dtype)
 
@@ -404,3 +414,21 @@ class _Model:
             elif stored is not None and not is_partitioned and stored.shape != view.shape:
                 what = f"the shapes of {fqn!r} in param_shapes and module are different"
                 raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
+
+
+def _check_places(ranks: Sequence[Partition], index: int) -> None:
+    """Raise :class:`CheckpointUnusable` if the parts of a parameter do not follow one another in group *index*.
+
+    This finds most files under the name of another rank, which have the same sizes. The parts of different parameters
+    are not compared: with ``round_robin_gradients``, DeepSpeed states another order than the one that it stores.
+    """
+    ends: dict[str, int] = {}
+    rank_begin = 0
+    for rank in ranks:
+        for fqn, start, num_elements in rank.places(index):
+            begin = rank_begin + start
+            if ends.setdefault(fqn, begin) != begin:
+                what = f"the part of {fqn!r:.200} does not continue the part of the rank before"
+                raise unusable(what, rank.path, f"element {begin}, not {ends[fqn]}")
+            ends[fqn] = begin + num_elements
+        rank_begin += rank.segments[index].num_elements

@@ -220,6 +220,7 @@ class Partition:
         self.num_ranks = self._num_ranks(state)
         # Elements after each parameter that belong to none, for each group.
         self._paddings = state.get("param_alignment_paddings")
+        self._places = state.get("param_slice_mappings")
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -236,6 +237,16 @@ class Partition:
             what = "the paddings of the parameters are damaged"
             raise unusable(what, self.path, repr(self._paddings)[:200])
         return found
+
+    def places(self, index: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, first element, number of elements) of the parameters in segment *index*, if they are stated."""
+        groups = self._places if isinstance(self._places, (list, tuple)) else ()
+        group = groups[index] if index < len(groups) else None
+        for name, address in group.items() if isinstance(group, dict) else ():
+            if isinstance(address, Opaque):
+                place = counts([address.get("start"), address.get("numel")])
+                if place is not None:
+                    yield name, place[0], place[1]
 
     def _stage(self, value: Any) -> int | None:
         """Return the stage of ZeRO; None for an optimizer without ZeRO (BF16_Optimizer), which states none."""

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, re
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
-from automodel_ckpt.convert.imports.base_copies import check_copies
+from automodel_ckpt.convert.imports.base_copies import check_copies, check_same
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
@@ -147,7 +147,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
     those of the adapter.
     """
-    tensors = _without_wrapped(weights)
+    tensors = _without_wrapped(directory, weights)
     try:
         model = build(_read_settings(directory, tensors))
     except RecipeError as error:
@@ -167,15 +167,18 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     return replace(model, files={**model.files, **read_files(directory, ADAPTER_SIDE_FILES)})
 
 
-def _without_wrapped(weights: Tensors) -> dict[str, Tensor]:
+def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
     """Return the tensors without those that peft adds for modules trained in full, with ``save_embedding_layers``.
 
-    These are the module of the base, which is not used, and a second copy of the trained one.
+    These are the module of the base, which is not used, and a second copy of the trained one. Raises
+    :class:`CheckpointUnusable` if the two copies differ.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in weights.tensors.items():
-        is_copy = _TRAINED in name and name.replace(_TRAINED, ".") in weights.tensors
-        if not is_copy and _UNTRAINED not in name:
+        trained = weights.tensors.get(name.replace(_TRAINED, "."))
+        if _TRAINED in name and trained is not None:
+            check_same(directory / layout.ADAPTER_MODEL, weights.root, tensor, trained)
+        elif _UNTRAINED not in name:
             found[name] = tensor
     return found
 

@@ -51,6 +51,17 @@ def check_copies(
         )
 
 
+def check_same(path: Path, root: Path, one: Tensor, other: Tensor) -> None:
+    """Raise :class:`CheckpointUnusable` unless two tensors of the adapter's file *path* have equal values."""
+    if difference(root, one, Tensors(root, {"": other}), [""]):
+        raise CheckpointUnusable(
+            "the adapter's file has two different copies of a module that was trained in full",
+            where=str(path),
+            value=f"{one.fqn[:200]}, {other.fqn[:200]}",
+            hint="restore the file from another copy",
+        )
+
+
 def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:
     """Return how the tensor *copy* differs from that of the base with one of the *names*; empty if it does not."""
     found = [base.tensors[name] for name in names if name in base.tensors]

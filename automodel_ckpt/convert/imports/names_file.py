@@ -46,14 +46,16 @@ def rename(module: Tensors, path: Path) -> Renaming:
 
     Raises :class:`RecipeError` if a line matches no tensor, or two tensors get one name.
     """
-    # Lines with an exact name come first.
-    lines = sorted(_read(path), key=lambda line: _PLACEHOLDER.search(line.text) is not None)
+    lines = _read(path)
+    # Exact names are not compared with each tensor: a model of many experts can have a hundred thousand.
+    exact = {line.text: [line] for line in lines if not _PLACEHOLDER.search(line.text)}
+    patterns = [line for line in lines if line.text not in exact]
     unused = dict.fromkeys(line.text for line in lines)
     renamed: dict[str, Tensor] = {}
     num_left_out = 0
     for fqn, tensor in module.tensors.items():
         name = fqn
-        for line in lines:
+        for line in exact.get(fqn, patterns):
             match = line.pattern.fullmatch(fqn)
             if match is not None:
                 unused.pop(line.text, None)

@@ -182,12 +182,13 @@ def _byte_level(
 
 def _steps(value: Any, key: str) -> list[Mapping[str, Any]]:
     """Return the steps of a normalizer or pre_tokenizer: those of a Sequence under *key*, or the only one."""
-    steps: Any = [value]
-    if isinstance(value, Mapping) and value.get("type") == "Sequence":
-        steps = value.get(key)
-    if not isinstance(steps, list):
+    if value is None:
         return []
-    return [step for step in steps if isinstance(step, Mapping)]
+    steps: Any = [value]
+    if value.get("type") == "Sequence":
+        steps = value.get(key) or []
+    # A step of another kind raises TypeError here.
+    return [{**step} for step in steps]
 
 
 def _tokens(
@@ -280,7 +281,7 @@ def _added(
 
 def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
     """Return the id of the special token in a template; None for the text itself."""
-    if "SpecialToken" not in part:
+    if "SpecialToken" not in {**part}:
         return None
     name = part["SpecialToken"].get("id")
     # -2 is neither an id nor the -1 of a beginning or end token that does not exist.

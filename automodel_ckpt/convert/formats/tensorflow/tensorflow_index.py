@@ -2,8 +2,7 @@
 
 Layout (source: tensorflow/core/lib/io/table_format.txt, tensorflow/core/util/tensor_bundle and
 tensorflow/core/protobuf/tensor_bundle.proto, TensorFlow 2.21). A table is a sequence of blocks, each followed by a byte
-for its compression and a checksum, which is not compared. A block has entries, whose keys share a prefix with the key
-before them,
+for its compression and a masked CRC-32C. A block has entries, whose keys share a prefix with the key before them,
 and the positions of some entries at its end. The footer, the last 48 bytes, points to the block that lists the other
 blocks.
 
@@ -28,6 +27,8 @@ _MAX_KEY_BYTES = 4096
 # The keys of a block share prefixes, so that a small file could describe long names.
 _MAX_ALL_KEYS_BYTES = 32 << 20
 _MAX_DIMENSIONS = 64
+_CRC_DELTA = 0xA282EAD8
+_POLYNOMIAL = 0x82F63B78
 _DTYPES = {
     1: "F32",
     2: "F64",
@@ -110,8 +111,8 @@ def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     if not is_index(data[-FOOTER_BYTES:]):
         raise IndexFault("its end is missing: it is truncated, or no index")
     footer = _Bytes(data[-FOOTER_BYTES:-8])
-    # The block with metadata is empty.
-    _handle(footer)
+    # The block with metadata is empty. Reading it compares its checksum, so that every byte of the index is covered.
+    _block(data, *_handle(footer))
     blocks = _block(data, *_handle(footer))
     last_key: bytes | None = None
     num_entries = 0
@@ -137,6 +138,9 @@ def _block(data: bytes, offset: int, size: int) -> bytes:
     compression = data[end]
     if compression != 0:
         raise IndexFault(f"it is compressed (kind {compression}), which TensorFlow does not do")
+    (stored,) = struct.unpack_from("<I", data, end + 1)
+    if stored != _masked_crc(data[offset : end + 1]):
+        raise IndexFault("the checksum of one of its blocks is wrong")
     return data[offset:end]
 
 
@@ -161,6 +165,24 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _handle(content: _Bytes) -> tuple[int, int]:
     return content.varint(), content.varint()
+
+
+def _crc_of(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (_POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+_CRC_TABLE = tuple(map(_crc_of, range(256)))
+
+
+def _masked_crc(data: bytes) -> int:
+    """Return the masked CRC-32C of *data* (source: tensorflow/core/lib/hash/crc32c.h)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + _CRC_DELTA) & 0xFFFFFFFF
 
 
 # ---------------------------------------------------------------- protocol buffers

@@ -94,9 +94,8 @@ def optimizer_state(
 
 def damaged_optimizer(path: Path) -> Any:
     """Report any exception in the block as damage of the optimizer's state in *path*."""
-    return faults_of(
-        path, f"the optimizer's state cannot be read; {_WITHOUT}, or from another copy"
-    )
+    hint = f"{_WITHOUT}, or take the files from another copy"
+    return faults_of(path, "the optimizer's state cannot be read", hint)
 
 
 def named_state(

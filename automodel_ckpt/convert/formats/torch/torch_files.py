@@ -13,6 +13,7 @@ import contextlib
 import math
 import mmap
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,9 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
+# The second model and others that accelerate's save_state writes to one directory.
+_OTHER_MODEL = re.compile(r"pytorch_model_[0-9]{1,6}\.bin", re.ASCII)
+_MAX_NAMED = 5
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """The key in every file of PyTorch Lightning."""
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
@@ -133,6 +137,9 @@ class TorchModelDirectory(Format):
             num_values += model.num_values
             num_others += model.num_others
         notes, omitted = reports(num_others, num_values)
+        others = [name for name in names_in(path) if _OTHER_MODEL.fullmatch(name)]
+        if others:
+            omitted = (*omitted, f"{', '.join(others[:_MAX_NAMED])} beside {BIN_FILE}")
         root = Path("/") if follow_links else path
         side_files = path if (path / "config.json").is_file() else None
         return Source(root, path, tensors, notes=notes, omitted=omitted, side_files=side_files)

@@ -139,6 +139,13 @@ def without(pattern: str) -> Callable[[Path], None]:
     return lambda directory: sorted(directory.glob(pattern))[-1].unlink()
 
 
+def swap(directory: Path) -> None:
+    first, second = sorted(directory.glob("*_optim_states.pt"))
+    first.rename(directory / "x")
+    second.rename(first)
+    (directory / "x").rename(second)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -152,6 +159,8 @@ def without(pattern: str) -> Callable[[Path], None]:
         ("stage2-float32", without("mp_rank_00_model_states.pt"), "model's states is missing"),
         ("stage2-bfloat16", truncate, "cannot be read"),
         ("stage2-bfloat16", link, "symbolic link"),
+        ("stage1-float32", swap, "does not continue the part of the rank before"),
+        ("stage2-bfloat16", swap, "does not continue the part of the rank before"),
         ("stage1-float32", touching("mp_rank_01_model_states.pt"), "tensor parallelism"),
         ("stage3-float32", touching("zero_pp_rank_0_mp_rank_01_optim_states.pt"), "tensor paral"),
         ("stage1-float32", touching("layer_00-model_states.pt"), "pipeline or expert parallelism"),
@@ -279,6 +288,56 @@ def test_any_number_of_ranks_and_any_shapes_are_read(
         directory = tmp_path / str(seed)
         write_zero(directory, groups, stage=stage, num_ranks=num_ranks)
         assert_equal(values(directory), groups[0] | groups[1])
+
+
+@pytest.mark.parametrize(
+    ("stage", "states", "message"),
+    [
+        (2, {"param_shapes": [{"a": (1 << 50,)}]}, "not have the size"),
+        (3, {"param_shapes": [{"a": (1,)}]}, "not have the size"),
+        (2, {"param_shapes": [{"a": (-1,)}]}, "the shape of a parameter is damaged"),
+        (2, {"param_shapes": [{"a": (4,)}, {"a": (4,)}]}, "groups"),
+        (2, {"module": {"a": torch.ones(2, 2)}}, "in param_shapes and module are different"),
+        (2, {"dp_world_size": 3}, "of different numbers of ranks"),
+        (2, {"mp_world_size": 2}, "tensor parallelism"),
+        (2, {"frozen_param_shapes": {"f": (3,)}}, "'f' does not have its shape"),
+        (
+            3,
+            {"frozen_param_shapes": {"f": (3,)}, "frozen_param_fragments": {"f": torch.ones(3)}},
+            "the frozen parameter 'f' do not have its size",
+        ),
+    ],
+)
+def test_damaged_states_of_the_model_are_an_error(
+    tmp_path: Path, stage: int, states: dict[str, Any], message: str
+) -> None:
+    write_zero(tmp_path / "tag", [{"a": torch.ones(4)}], stage=stage, num_ranks=2, **states)
+    assert message in error_of(tmp_path / "tag")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"partition_count": [2, 4]}, "expert parallelism"),
+        ({"partition_count": [1]}, "ranks disagree"),
+        ({"zero_stage": 9}, "stage of ZeRO is unknown"),
+        ({"single_partition_of_fp32_groups": [torch.ones(2).half()]}, "ranks disagree"),
+        ({"single_partition_of_fp32_groups": [torch.ones(4)[::2]]}, "not a flat tensor"),
+        ({"param_alignment_paddings": [[0]]}, "ranks disagree"),
+    ],
+)
+def test_a_damaged_file_of_one_rank_is_an_error(
+    tmp_path: Path, optimizer: dict[str, Any], message: str
+) -> None:
+    tag = write_zero(tmp_path / "tag", [{"a": torch.ones(4)}], stage=2, num_ranks=2)
+    state = {
+        "zero_stage": 2,
+        "partition_count": [2],
+        "single_partition_of_fp32_groups": [torch.ones(2)],
+    }
+    file = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": state | optimizer}, file)
+    assert message in error_of(tag)
 
 
 def test_an_optimizer_for_bfloat16_that_states_no_stage_is_read(tmp_path: Path) -> None:

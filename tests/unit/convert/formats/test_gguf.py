@@ -361,6 +361,14 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
             "other tokens",
         ),
         (lambda d: d.update(added_tokens=["x"]), "not a tokenizer"),
+        (
+            lambda d: d.update(post_processor={"type": "Sequence", "processors": "ByteLevel"}),
+            "not a tokenizer",
+        ),
+        (
+            lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": ["A"]}),
+            "not a tokenizer",
+        ),
     ],
 )
 def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(

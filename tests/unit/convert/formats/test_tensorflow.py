@@ -140,3 +140,15 @@ def test_missing_truncated_and_linked_data_files_are_errors(tmp_path: Path) -> N
     (tmp_path / "elsewhere").write_bytes(content)
     second.symlink_to(tmp_path / "elsewhere")
     assert "not a regular file" in error_of(directory)
+
+
+def test_a_changed_byte_of_an_index_is_an_error(tmp_path: Path) -> None:
+    directory = copied("objects", tmp_path)
+    index = directory / "ckpt-2.index"
+    content = index.read_bytes()
+    # Without the footer, whose magic number identifies the format.
+    for position in range(0, len(content) - 48, 7):
+        changed = bytearray(content)
+        changed[position] ^= 0x41
+        index.write_bytes(changed)
+        assert "cannot be read" in error_of(index), position

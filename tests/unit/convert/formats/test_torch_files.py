@@ -232,6 +232,9 @@ def test_a_directory_of_pytorch_files_is_read_by_its_index(tmp_path: Path) -> No
     single.mkdir()
     write(single / "pytorch_model.bin", state_dict())
     assert_equal(values(single), state_dict())
+    # A second model of accelerate's save_state is reported.
+    write(single / "pytorch_model_1.bin", {"other": torch.ones(1)})
+    assert open_source(single).omitted == ("pytorch_model_1.bin beside pytorch_model.bin",)
     missing = pytorch_files(tmp_path / "missing", num_files=2)
     write(missing / "pytorch_model-00001-of-00002.bin", {"other": torch.ones(1)})
     assert "not in its file" in error_of(missing)

@@ -130,6 +130,20 @@ def test_embeddings_that_were_saved_unchanged_are_left_out(
     )
 
 
+def test_two_different_copies_of_a_trained_module_are_an_error(
+    tmp_path: Path, error: Error
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    weights = load_file(adapter / FILE)
+    name = "base_model.model.lm_head"
+    weights[f"{name}.modules_to_save.weight"] = weights[f"{name}.weight"] + 1
+    save_file(weights, adapter / FILE)
+    assert "two different copies of a module that was trained in full" in error(adapter)
+
+
 def test_a_copy_that_differs_from_the_base_is_an_error(tmp_path: Path, error: Error) -> None:
     base = base_in(tmp_path / "base")
     adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head"])
