@@ -9,13 +9,10 @@ from importlib import resources
 from statistics import median
 
 from automodel_ckpt.base.units import counted, exact_time, size_text
-from automodel_ckpt.logs.charts import Chart, charts_of, legend_of
+from automodel_ckpt.logs.charts import MAX_POINTS, NUM_COLORS, Chart, charts_of, legend_of
 from automodel_ckpt.logs.goodput import CATEGORIES, Goodput, slow_rank_text
 from automodel_ckpt.logs.history import Checkpoint, History, Series
-from automodel_ckpt.logs.svg import MAX_POINTS, NUM_COLORS, svg
 
-_SYMBOLS = {"saved": "▲", "best": "◯", "resumed": "┆", "dots": "┄"}
-"""The symbols in the legend. Faint lines need none: the pointer shows their labels."""
 _CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
 
 
@@ -28,7 +25,6 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
 
     charts = charts_of(runs)
     figures = [dict(summary(run)) for run in runs]
-    legend = legend_of(charts)
     # Names of runs and checkpoints are names of directories: any text, also HTML.
     environment = Environment(autoescape=True)
     environment.filters["checkpoint_row"] = _checkpoint_row
@@ -39,8 +35,8 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
         figures=figures,
         titles=list(dict.fromkeys(title for found in figures for title in found)),
         differences=differences,
-        legend=[f"{_SYMBOLS[kind]} {text}" for kind, text in legend.items() if kind in _SYMBOLS],
-        charts=[(chart.title, svg(chart), _data(chart)) for chart in charts],
+        legend=legend_of(charts),
+        charts=[(chart.title, chart.svg, _data(chart)) for chart in charts],
         num_colors=NUM_COLORS,
         checkpoint_titles=_CHECKPOINT_TITLES,
         times=lambda goodput: list(_times(goodput)),
@@ -59,9 +55,8 @@ def _data(chart: Chart) -> str:
     data = []
     for line in chart.lines:
         series = line.series.at_most(MAX_POINTS)
-        if len(series):
-            values = {"steps": series.steps, "values": series.values}
-            data.append({"label": line.label, "colour": line.run % NUM_COLORS, **values})
+        values = {"steps": series.steps, "values": series.values}
+        data.append({"label": line.label, "colour": line.run % NUM_COLORS, **values})
     # In a script element, "</script>" in a label would end the element.
     return json.dumps(data).replace("<", "\\u003c")
 
