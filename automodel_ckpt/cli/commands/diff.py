@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import WHERE
+from automodel_ckpt.cli.common.checkpoint_tables import section
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
@@ -207,17 +208,17 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
     sections: dict[str, Any] = {}
     not_compared: list[str] = []
     absent: list[str] = []
-    for section in _SECTIONS:
-        before, after = getattr(a, section), getattr(b, section)
-        sections[section] = {}
+    for part in _SECTIONS:
+        before, after = getattr(a, part), getattr(b, part)
+        sections[part] = {}
         if before and after:
-            sections[section] = changed_leaves(before, after)
+            sections[part] = changed_leaves(before, after)
         elif before or after:
             # Another program's checkpoint has none of this: that is no change from a value to none.
-            not_compared.append(section)
+            not_compared.append(part)
         else:
             # Weights of another program have tensors only.
-            absent.append(section)
+            absent.append(part)
     document = {
         "a": a.name,
         "b": b.name,
@@ -292,18 +293,18 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
-    for section in _SECTIONS:
-        if section in document["absent"]:
+    for part in _SECTIONS:
+        if part in document["absent"]:
             continue
-        title = _TITLES.get(section, section)
-        lines = _change_lines(document[section])
-        if section in document["not_compared"]:
+        title = _TITLES.get(part, part)
+        lines = _change_lines(document[part])
+        if part in document["not_compared"]:
             lines = ["not compared: only one of the two has this information"]
-        yield from _section(title, lines)
+        yield from section(title, lines)
     for name, tree in document["trees"].items():
-        yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
+        yield from section(f"{name}: tensors", list(_tree_lines(tree)))
     if document["resume"]:
-        yield from _section("resuming A with the recipe of B", document["resume"])
+        yield from section("resuming A with the recipe of B", document["resume"])
 
 
 def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
@@ -344,13 +345,6 @@ def _changed_tensor_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]
     yield from fitted(rows, (1, 2, 3), ("elements changed", "largest change"))
     if len(ordered) > _MAX_LINES:
         yield f"and {len(ordered) - _MAX_LINES} more: `ckpt diff --json` lists all"
-
-
-def _section(title: str, content: Sequence[str]) -> Iterator[str]:
-    yield ""
-    yield coloured(printable(title), "bold", sys.stdout)
-    for line in content:
-        yield "  " + printable(line)
 
 
 def _text(value: Any) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import add_path, number_at_least
-from automodel_ckpt.cli.common.checkpoint_tables import count
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
 from automodel_ckpt.cli.common.terminal import (
@@ -269,7 +269,7 @@ def _print_shared(targets: Sequence[Path]) -> None:
         for others, files in by_others.items():
             size = size_text(sum(file.nbytes for file in files))
             names = ", ".join(others)
-            line = f"{target}: shares {count(files, 'file')} ({size}) with {names}"
+            line = f"{target}: shares {counted(len(files), 'file')} ({size}) with {names}"
             print(printable(line))
 
 
