@@ -11,7 +11,7 @@ from statistics import median
 from automodel_ckpt.base.units import counted, exact_time, size_text
 from automodel_ckpt.logs.charts import MAX_POINTS, NUM_COLORS, Chart, charts_of, legend_of
 from automodel_ckpt.logs.goodput import CATEGORIES, Goodput, slow_rank_text
-from automodel_ckpt.logs.history import Checkpoint, History, Series
+from automodel_ckpt.logs.history import Checkpoint, Completion, History, Series
 
 _CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
 
@@ -28,6 +28,7 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
     # Names of runs and checkpoints are names of directories: any text, also HTML.
     environment = Environment(autoescape=True)
     environment.filters["checkpoint_row"] = _checkpoint_row
+    environment.filters["completion_row"] = _completion_row
     return environment.from_string(_resource("page.html.jinja")).render(
         runs=list(runs),
         style=_resource("page.css"),
@@ -40,7 +41,6 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
         num_colors=NUM_COLORS,
         checkpoint_titles=_CHECKPOINT_TITLES,
         times=lambda goodput: list(_times(goodput)),
-        completions=_completions,
         counted=counted,
         slow_rank_text=slow_rank_text,
     )
@@ -70,14 +70,8 @@ def _times(goodput: Goodput) -> Iterator[tuple[int, float, str]]:
             yield color, round(share, 6), f"{title} {exact_time(seconds)}: {share:.1%}"
 
 
-def _completions(run: History) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the rows of the newest step, and of earlier ones."""
-    newest: list[tuple[str, ...]] = []
-    earlier: list[tuple[str, ...]] = []
-    for each in run.completions:
-        rows = newest if each.step == run.completions[0].step else earlier
-        rows.append((f"{each.step:,}", each.prompt, each.text))
-    return newest, earlier
+def _completion_row(completion: Completion) -> tuple[str, ...]:
+    return f"{completion.step:,}", completion.prompt, completion.text
 
 
 def _checkpoint_row(checkpoint: Checkpoint) -> list[str]:
