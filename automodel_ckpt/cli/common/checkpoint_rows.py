@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
@@ -188,7 +188,7 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
             place = f"{order.index(path.name) + 1} of {len(order)}"
             value = f"{ranking.metric} {metrics[ranking.metric]:g}"
             row = replace(row, reason=f"{value}: {place}; {row.reason}")
-        own = {
+        own: dict[str, Any] = {
             "train_loss": metrics.get("train_loss", metrics.get("loss")),
             "val_loss": metrics.get("val_loss"),
         }
