@@ -258,7 +258,7 @@ def _check(name: str, given: tuple[Any, ...], options: Mapping[str, Any]) -> Non
         widths = [abs(value) if isinstance(value, int) else weight for value, weight in rest]
         if max(widths, default=0) > _MAX_WIDTH:
             raise TemplateTooCostly(f"the template uses {name} with more than {_MAX_WIDTH}")
-        _meter.spend(max(widths, default=0) * weights[0])
+        _meter.spend(max(widths, default=0) * _num_indents(values[0]) if name != "round" else 0)
     elif name == "replace":
         text, *others = [value if isinstance(value, str) else str(value) for value in values]
         counts = [text.count(old) * len(new) for old, new in permutations(others, 2)]
@@ -268,6 +268,17 @@ def _check(name: str, given: tuple[Any, ...], options: Mapping[str, Any]) -> Non
         _meter.spend(_size(items) * sum(map(_meter.weigh, others)))
     elif name in ("format", "braces"):
         _check_format(_PERCENT if name == "format" else _BRACES, values[0], tuple(values[1:]))
+
+
+def _num_indents(value: Any, depth: int = 1) -> int:
+    """Return how often a filter writes the indentation: for each line of a text, and each level of JSON's lines."""
+    if isinstance(value, str):
+        return value.count("\n") + 1
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return depth
+    return 2 * depth + sum(_num_indents(item, depth + 1) for item in value)
 
 
 def _check_format(pattern: re.Pattern[str], text: Any, values: Any) -> None:

@@ -56,7 +56,7 @@ def _asks(recipe: Any, key: str) -> bool:
     value = recipe
     for name in key.split("."):
         value = getattr(value, name, None)
-    return value is True or (bool(value) and value != 1)
+    return bool(value) and not (key.endswith("_size") and value == 1)
 
 
 def _not_both(first: str, second: str, hint: str, why: str = "") -> Relation:

@@ -106,8 +106,6 @@ def _rendered(**values: Any) -> str:
         finalize=lambda value: printable(value) if isinstance(value, str) else value,
         loader=FileSystemLoader(Path(__file__).parent),
     )
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    # What a macro returns has its lines.
     return environment.get_template("card.md.jinja").render(values)
 
 

@@ -33,6 +33,8 @@ log = logging.getLogger("automodel_ckpt.trackers")
 
 MEMORY = ".trackers.json"
 OUTPUT = ".trackers.log"
+_PLACES = ("log_dir", "entity", "project", "id", "tracking_uri", "experiment", "space_id")
+"""Options that select where the values go. Another place gets the whole log."""
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
 """How long the process may take to send the last values after the trainer has ended."""
@@ -137,8 +139,13 @@ class Follower:
     def _start(
         self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
     ) -> None:
-        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run."""
+        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run, or
+        are in another place, such as another project."""
         memory = self._memory.setdefault(name, {"sent": {}})
+        place = {option: options[option] for option in _PLACES if option in options}
+        # Earlier versions did not record the place.
+        if memory.get("place", place) != place:
+            memory = self._memory[name] = {"sent": {}}
         was_killed = memory.pop("open", False)
         sent: dict[str, int] = memory["sent"]
         has_later_steps = after is not None and any(step > after for step in sent.values())
@@ -147,6 +154,7 @@ class Follower:
         if may_have_lost or goes_back:
             memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
             self._memory[name] = memory
+        memory["place"] = place
         # If the next start finds it, this process was killed, perhaps with values not sent yet.
         memory["open"] = True
         # The constructor stores the id of the tracker's run in the memory.

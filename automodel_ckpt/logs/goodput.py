@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from automodel_ckpt.base.units import counted
@@ -175,7 +175,8 @@ def _slow_ranks(records: list[dict[str, Any]]) -> Iterator[SlowRank]:
 
 def _finite(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and isfinite(value) else None
+    # isfinite() raises for an integer beyond the range of floats.
+    return float(value) if is_number and abs(value) <= float_info.max else None
 
 
 def slow_rank_text(slow: SlowRank) -> str:

@@ -28,9 +28,9 @@ VALIDATED = "val_"
 BENCHMARK = "eval_"
 """The field of a metric of the section ``evaluation`` begins with this."""
 _ERROR = "_stderr"
+_CURVES = ("loss", "grad_norm", "lr", "tps", "tps_per_gpu", "mfu", "mem")
 _STEP_FIELDS = frozenset(
-    {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens", "samples"}
-    | {"tps", "tps_per_gpu", "mfu", "mem", "seconds"}
+    {"step", "epoch", "timestamp", "tokens", "label_tokens", "samples", "seconds", *_CURVES}
 )
 """Fields of a step that have charts, or none; others are metrics of the objective."""
 _MAX_COMPLETIONS, _MAX_TEXT = 64, 2000
@@ -166,33 +166,25 @@ def read_history(path: Path, name: str | None = None) -> History:
     steps = [record for record in records if "event" not in record]
     saves = [record for record in records if record.get("event") == "save"]
     resumes = [record for record in records if record.get("event") == "resume"]
-    series = {
-        "loss": _series(steps, "loss"),
-        "grad_norm": _series(steps, "grad_norm"),
-        "lr": _series(steps, "lr"),
-        "tps": _series(steps, "tps"),
-        "tps_per_gpu": _series(steps, "tps_per_gpu"),
-        "mfu": _series(steps, "mfu").times(100),
-        "mem": _series(steps, "mem"),
-        "val_loss": _series(validations, "val_loss"),
-        "stall_seconds": _series(saves, "stall_seconds"),
-        "bytes": _series(saves, "bytes"),
-    }
-    if series["tps_per_gpu"] == series["tps"]:
-        series["tps_per_gpu"] = Series()
     fields = [field_name for record in validations for field_name in record]
     named = [name for name in fields if name.startswith(NAMED_LOSS)]
     set_names = _distinct(name.removeprefix(NAMED_LOSS) for name in named)
     measures = _distinct(_measures(steps, validations, set_names))
     metrics = [name for name in fields if name.startswith(BENCHMARK)]
     benchmarks = _distinct(name for name in metrics if not name.endswith(_ERROR))
-    for measure in measures:
-        series[measure] = _series(steps, measure)
-    for field_name in (*_validation_fields(measures, set_names), *benchmarks):
-        series[field_name] = _series(validations, field_name)
-    num_tokens = 0
-    for record in steps:
-        num_tokens += int(_number(record.get("tokens")) or 0)
+    validated = _validation_fields(measures, set_names)
+    series = {}
+    for of_kind, names in (
+        (steps, (*_CURVES, *measures)),
+        (validations, (*validated, *benchmarks)),
+        (saves, ("stall_seconds", "bytes")),
+    ):
+        for field_name in names:
+            series[field_name] = _series(of_kind, field_name)
+    series["mfu"] = series["mfu"].times(100)
+    if series["tps_per_gpu"] == series["tps"]:
+        series["tps_per_gpu"] = Series()
+    num_tokens = sum(int(_number(record.get("tokens")) or 0) for record in steps)
     trained = {record["step"] for record in steps if "loss" in record}
     not_finite = trained.difference(series["loss"].steps)
     return History(
@@ -250,11 +242,11 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
 
 
 def _validation_fields(measures: tuple[str, ...], set_names: tuple[str, ...]) -> list[str]:
-    """List the fields of *measures* for the main validation set, and of them and the loss for the named sets."""
-    fields = [f"{VALIDATED}{measure}" for measure in measures]
+    """List the fields of the loss and of *measures*, for the main validation set and the named ones."""
+    fields = []
     for measure in ("loss", *measures):
-        for set_name in set_names:
-            fields.append(f"{VALIDATED}{measure}_{set_name}")
+        field_name = f"{VALIDATED}{measure}"
+        fields += [field_name, *(f"{field_name}_{set_name}" for set_name in set_names)]
     return fields
 
 

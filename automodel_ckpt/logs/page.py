@@ -10,13 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from automodel_ckpt.base.units import counted, exact_time, size_text
-from automodel_ckpt.logs.charts import Chart, charts_of, legend_of
+from automodel_ckpt.logs.charts import MAX_POINTS, NUM_COLORS, Chart, charts_of, legend_of
 from automodel_ckpt.logs.goodput import CATEGORIES, Goodput, slow_rank_text
-from automodel_ckpt.logs.history import Checkpoint, History, Series
-from automodel_ckpt.logs.svg import MAX_POINTS, NUM_COLORS, svg
+from automodel_ckpt.logs.history import Checkpoint, Completion, History, Series
 
-_SYMBOLS = {"saved": "▲", "best": "◯", "resumed": "┆", "dots": "┄"}
-"""The symbols in the legend. Faint lines need none: the pointer shows their labels."""
 _CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
 
 
@@ -29,10 +26,10 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
 
     charts = charts_of(runs)
     figures = [dict(summary(run)) for run in runs]
-    legend = legend_of(charts)
     # Names of runs and checkpoints are names of directories: any text, also HTML.
     environment = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent))
     environment.filters["checkpoint_row"] = _checkpoint_row
+    environment.filters["completion_row"] = _completion_row
     return environment.get_template("page.html.jinja").render(
         runs=list(runs),
         style=_resource("page.css"),
@@ -40,12 +37,11 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
         figures=figures,
         titles=list(dict.fromkeys(title for found in figures for title in found)),
         differences=differences,
-        legend=[f"{_SYMBOLS[kind]} {text}" for kind, text in legend.items() if kind in _SYMBOLS],
-        charts=[(chart.title, svg(chart), _data(chart)) for chart in charts],
+        legend=legend_of(charts),
+        charts=[(chart.title, chart.svg, _data(chart)) for chart in charts],
         num_colors=NUM_COLORS,
         checkpoint_titles=_CHECKPOINT_TITLES,
         times=lambda goodput: list(_times(goodput)),
-        completions=_completions,
         counted=counted,
         slow_rank_text=slow_rank_text,
     )
@@ -60,9 +56,8 @@ def _data(chart: Chart) -> str:
     data = []
     for line in chart.lines:
         series = line.series.at_most(MAX_POINTS)
-        if len(series):
-            values = {"steps": series.steps, "values": series.values}
-            data.append({"label": line.label, "colour": line.run % NUM_COLORS, **values})
+        values = {"steps": series.steps, "values": series.values}
+        data.append({"label": line.label, "colour": line.run % NUM_COLORS, **values})
     # In a script element, "</script>" in a label would end the element.
     return json.dumps(data).replace("<", "\\u003c")
 
@@ -76,14 +71,8 @@ def _times(goodput: Goodput) -> Iterator[tuple[int, float, str]]:
             yield color, round(share, 6), f"{title} {exact_time(seconds)}: {share:.1%}"
 
 
-def _completions(run: History) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the rows of the newest step, and of earlier ones."""
-    newest: list[tuple[str, ...]] = []
-    earlier: list[tuple[str, ...]] = []
-    for each in run.completions:
-        rows = newest if each.step == run.completions[0].step else earlier
-        rows.append((f"{each.step:,}", each.prompt, each.text))
-    return newest, earlier
+def _completion_row(completion: Completion) -> tuple[str, ...]:
+    return f"{completion.step:,}", completion.prompt, completion.text
 
 
 def _checkpoint_row(checkpoint: Checkpoint) -> list[str]:

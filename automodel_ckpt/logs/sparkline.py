@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from automodel_ckpt.logs.charts import panels_of
+from automodel_ckpt.logs.charts import panels_of, short
 from automodel_ckpt.logs.history import History, Series
-from automodel_ckpt.logs.scale import short
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%#"
@@ -16,7 +15,7 @@ def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
     """Yield a line for each curve that has a text title and values: title, sparkline, first and last value."""
     shown = []
     for panel in panels_of([run]):
-        for curve in panel.curves_of(run):
+        for curve in panel.curves:
             series = run.series.get(curve.field, Series())
             if curve.text_title and len(series):
                 shown.append((curve.text_title, series))

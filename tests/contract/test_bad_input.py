@@ -242,6 +242,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["peft.target_parameters and ep_size cannot be combined"],
     ),
     (
+        "pretrain:\n  z_loss: 1.0\n",
+        ["--recipe=pretrain", "--model.mtp={weights: new}"],
+        ["pretrain.z_loss and model.mtp cannot be combined"],
+    ),
+    (
         "distributed:\n  ep_size: 2\n  strategy: ddp\n",
         [],
         ["which only fsdp2 does"],
@@ -291,6 +296,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"],
     ),
+    (f'seed: "${{oc.env:A,{" " * 9999}"\n', [], ["unsupported interpolation"]),  # it must not hang
     ("seed: ${now:}\n", [], ["unsupported interpolation", "${oc.env:NAME}"]),
     (
         "",

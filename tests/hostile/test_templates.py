@@ -15,7 +15,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
 
-from automodel_ckpt.base.bounded_templates import BoundedEnvironment
+from automodel_ckpt.base.bounded_templates import BoundedEnvironment, TemplateTooCostly
 from automodel_ckpt.cli import ckpt, train
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.measure import harness
@@ -211,6 +211,17 @@ def test_a_harness_whose_model_renders_a_template_has_the_same_limits(
     adapter = harness._adapter(lambda: None)(tokenizer)
     with pytest.raises(RecipeError, match="TemplateTooCostly"):
         adapter.apply_chat_template([{"role": "user", "content": "Hello"}])
+
+
+def test_the_indentation_of_nested_lists_is_counted_before_it_is_written() -> None:
+    text = "{% set n = namespace(x=range(2000)|list) %}"
+    text += (
+        "{% for _ in range(300) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x|tojson(indent=1000) }}"
+    )
+    begin = time.process_time()
+    with pytest.raises(TemplateTooCostly):
+        BoundedEnvironment().from_string(text).render()
+    assert time.process_time() - begin < 2  # 600 MB take longer
 
 
 def test_limits_hold_in_any_thread() -> None:

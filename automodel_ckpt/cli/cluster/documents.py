@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import textwrap
 from collections.abc import Iterable
-from string import Template
 from typing import Any
 
 import yaml
@@ -17,9 +15,17 @@ _WIDTH = 118
 
 
 def filled(template: str, **values: Any) -> dict[str, Any]:
-    """Return the mapping of a YAML template whose ``$name`` are *values*. JSON, as which they are written, is YAML."""
-    texts = {name: json.dumps(value) for name, value in values.items()}
-    document: dict[str, Any] = yaml.safe_load(Template(template).substitute(texts))
+    """Return the mapping of a YAML template, with one of *values* in the place of each text ``$name``."""
+
+    def fill(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: fill(item) for key, item in node.items()}
+        if isinstance(node, list):
+            return [fill(item) for item in node]
+        is_name = isinstance(node, str) and node.startswith("$")
+        return values[node[1:]] if is_name else node
+
+    document: dict[str, Any] = fill(yaml.safe_load(template))
     return document
 
 

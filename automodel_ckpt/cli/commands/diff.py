@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import WHERE
+from automodel_ckpt.cli.common.checkpoint_tables import section
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
@@ -23,7 +24,6 @@ from automodel_ckpt.cli.common.terminal import (
     print_document,
     print_error,
     printable,
-    problem_from_json,
     problem_json,
     table,
 )
@@ -31,12 +31,21 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, descri
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.checkpoint.sources.source import Source
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
 _SECTIONS = ("general", "recipe", "environment", "config")
 _TITLES = {"general": "checkpoint", "config": "model config"}
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
+_LISTS = {
+    "differing": "changed, by digest (values in a store are not read: `ckpt pull` the checkpoints to compare them)",
+    "undecided": "not compared, because they are stored in other slices (`ckpt pull` the checkpoints to compare them)",
+    "damaged": "damaged, not compared",
+    "only_first": "only in A",
+    "only_second": "only in B",
+    "bits_only_first": "with float32 weights in the optimizer of A only, compared as bfloat16",
+    "bits_only_second": "with float32 weights in the optimizer of B only, compared as bfloat16",
+}
+"""Lists of tensors in the document of a tree, and what is printed before their names."""
 _MAX_LINES = 20
 """How many tensors each list shows."""
 
@@ -94,9 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as copies:
         a = _side_at(arguments.a, copies)
         b = _side_at(arguments.b, copies)
-        document = _document(a, b)
+        document, problems = _document(a, b)
     print_document(arguments, document, _lines(document))
-    problems = _damage(document)
     if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
         print_error(message)
@@ -119,6 +127,7 @@ def _side(path: Path) -> Side:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.config.help.changes import saved_recipe
+    from automodel_ckpt.convert.formats.files import read_json
     from automodel_ckpt.convert.open import open_source
 
     has_manifest = os.path.lexists(path / layout.MANIFEST)
@@ -128,7 +137,9 @@ def _side(path: Path) -> Side:
             path,
             trees={"model": StoredTensors(source.root, source.tensors)},
             recipe=saved_recipe(path / layout.CONFIG),
-            config=_config_of(source),
+            config=_config(
+                lambda: read_json(source.config_directory, "config.json", source.export)
+            ),
         )
     if not has_manifest:
         path = path.parent
@@ -141,6 +152,7 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.state.display import plain_state
+    from automodel_ckpt.checkpoint.state.model_config import saved_config
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
     from automodel_ckpt.config.help.changes import saved_recipe
@@ -160,7 +172,7 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
         general={key: getattr(manifest, key) for key in _GENERAL},
         environment=manifest.environment,
         recipe=saved_recipe(path / layout.CONFIG),
-        config=_saved_config(path),
+        config=_config(lambda: saved_config(path, layout.state_directory("model"))),
         trees=trees,
         steps=plain_state(path, manifest, "step_scheduler"),
         data=plain_state(path, manifest, "dataloader"),
@@ -168,31 +180,22 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     )
 
 
-def _config_of(source: Source) -> dict[str, Any]:
-    """The content of config.json of another program's model; empty if there is none that can be read."""
-    from automodel_ckpt.convert.formats.files import read_json
-
+def _config(read: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """The content of the model's config.json; empty if there is none that can be read."""
     with contextlib.suppress(CheckpointUnusable):
-        return read_json(source.config_directory, "config.json", source.export) or {}
+        return read() or {}
     return {}
 
 
-def _saved_config(path: Path) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.state.model_config import saved_config
-
-    with contextlib.suppress(CheckpointUnusable):
-        return saved_config(path, layout.state_directory("model")) or {}
-    return {}
-
-
-def _document(a: Side, b: Side) -> dict[str, Any]:
-    """Return the document of ``ckpt diff --json``."""
+def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the document of ``ckpt diff --json``, and the problems of damaged tensors."""
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, changed_leaves, compare
 
     empty = StoredTensors(Path(), {})
     reads_values = not (a.url or b.url)
     trees = {}
+    # A missing file is a problem of each of its tensors.
+    found: dict[Problem, None] = {}
     for name in {**a.trees, **b.trees}:
         difference = compare(
             a.trees.get(name, empty), b.trees.get(name, empty), reads_values=reads_values
@@ -201,20 +204,22 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
         # The keys of problems in JSON are not the names of their fields.
         for fqn, problems in difference.damaged.items():
             trees[name]["damaged"][fqn] = [problem_json(problem) for problem in problems]
+            found.update(dict.fromkeys(problems))
     sections: dict[str, Any] = {}
     not_compared: list[str] = []
     absent: list[str] = []
-    for section in _SECTIONS:
-        before, after = getattr(a, section), getattr(b, section)
-        # Weights of another program have tensors only.
-        if not (before or after):
-            absent.append(section)
-        # Another program's checkpoint has none of this: that is no change from a value to none.
-        if bool(before) != bool(after):
-            not_compared.append(section)
-            before = after = {}
-        sections[section] = changed_leaves(before, after)
-    return {
+    for part in _SECTIONS:
+        before, after = getattr(a, part), getattr(b, part)
+        sections[part] = {}
+        if before and after:
+            sections[part] = changed_leaves(before, after)
+        elif before or after:
+            # Another program's checkpoint has none of this: that is no change from a value to none.
+            not_compared.append(part)
+        else:
+            # Weights of another program have tensors only.
+            absent.append(part)
+    document = {
         "a": a.name,
         "b": b.name,
         "foreign": [side.name for side in (a, b) if side.is_external],
@@ -224,15 +229,7 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
         "trees": trees,
         "resume": list(_resume_lines(a, b)),
     }
-
-
-def _damage(document: Mapping[str, Any]) -> list[Problem]:
-    problems: dict[Problem, None] = {}
-    for tree in document["trees"].values():
-        for entries in tree["damaged"].values():
-            # A missing file is a problem of each of its tensors.
-            problems.update(dict.fromkeys(problem_from_json(entry) for entry in entries))
-    return list(problems)
+    return document, list(found)
 
 
 # ---------------------------------------------------------------- a resume of A under B's recipe
@@ -296,18 +293,18 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
-    for section in _SECTIONS:
-        if section in document["absent"]:
+    for part in _SECTIONS:
+        if part in document["absent"]:
             continue
-        title = _TITLES.get(section, section)
-        lines = _change_lines(document[section])
-        if section in document["not_compared"]:
+        title = _TITLES.get(part, part)
+        lines = _change_lines(document[part])
+        if part in document["not_compared"]:
             lines = ["not compared: only one of the two has this information"]
-        yield from _section(title, lines)
+        yield from section(title, lines)
     for name, tree in document["trees"].items():
-        yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
+        yield from section(f"{name}: tensors", list(_tree_lines(tree)))
     if document["resume"]:
-        yield from _section("resuming A with the recipe of B", document["resume"])
+        yield from section("resuming A with the recipe of B", document["resume"])
 
 
 def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
@@ -318,49 +315,21 @@ def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 
 def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
-    damaged = f", {len(tree['damaged'])} damaged" if tree["damaged"] else ""
     equal = f"{tree['num_equal']} equal ({tree['num_unread']} by digest)"
-    changed = f"{len(tree['changed'])} changed"
-    unread = [*tree["differing"], *tree["undecided"]]
-    if unread:
-        changed = f"{len(tree['differing'])} changed, by digest"
-    yield f"{equal}, {changed}{damaged}"
-    yield from _float32_lines(tree)
-    for fqn in tree["differing"][:_MAX_LINES]:
-        yield f"{fqn}: changed"
-    for fqn in tree["undecided"][:_MAX_LINES]:
-        yield f"{fqn}: not compared, because it is stored in other slices"
-    if len(unread) > _MAX_LINES:
-        yield "`ckpt diff --json` lists all"
-    if unread:
-        yield "values in a store are not read: `ckpt pull` the checkpoints to compare them"
-    for fqn in tree["damaged"]:
-        yield f"{fqn}: damaged, not compared"
-    if tree["only_first"]:
-        yield f"only in A: {_names_text(tree['only_first'])}"
-    if tree["only_second"]:
-        yield f"only in B: {_names_text(tree['only_second'])}"
-    for fqn, (before, after) in tree["redescribed"].items():
-        yield f"{fqn}: {before} -> {after}"
-    yield from _changed_tensor_lines(tree["changed"])
-
-
-def _float32_lines(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Describe which bfloat16 weights have further bits in the optimizer's state (optimizer.float32_weights)."""
+    yield f"{equal}, {len(tree['changed'])} changed"
     if tree["num_as_float32"]:
         number = counted(tree["num_as_float32"], "tensor")
         yield f"{number} compared as float32: bfloat16 weights with the further bits that the optimizer keeps of them"
-    for side, names in (("A", tree["bits_only_first"]), ("B", tree["bits_only_second"])):
-        if names:
-            number = counted(len(names), "tensor")
-            yield f"only in {side}: the optimizer keeps float32 weights of {number}, compared as bfloat16 here"
-
-
-def _names_text(names: Sequence[str]) -> str:
-    text = ", ".join(names[:_MAX_LINES])
-    if len(names) > _MAX_LINES:
-        text += f" and {len(names) - _MAX_LINES} more"
-    return text
+    for name, title in _LISTS.items():
+        if tree[name]:
+            names = list(tree[name])
+            text = ", ".join(names[:_MAX_LINES])
+            if len(names) > _MAX_LINES:
+                text += f" and {len(names) - _MAX_LINES} more: `ckpt diff --json` lists all"
+            yield f"{len(names)} {title}: {text}"
+    for fqn, (before, after) in tree["redescribed"].items():
+        yield f"{fqn}: {before} -> {after}"
+    yield from _changed_tensor_lines(tree["changed"])
 
 
 def _changed_tensor_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -376,13 +345,6 @@ def _changed_tensor_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]
     yield from fitted(rows, (1, 2, 3), ("elements changed", "largest change"))
     if len(ordered) > _MAX_LINES:
         yield f"and {len(ordered) - _MAX_LINES} more: `ckpt diff --json` lists all"
-
-
-def _section(title: str, content: Sequence[str]) -> Iterator[str]:
-    yield ""
-    yield coloured(printable(title), "bold", sys.stdout)
-    for line in content:
-        yield "  " + printable(line)
 
 
 def _text(value: Any) -> str:

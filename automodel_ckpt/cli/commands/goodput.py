@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted, exact_time
+from automodel_ckpt.cli.common.arguments import add_run
 from automodel_ckpt.cli.common.paths import run_with_logs
 from automodel_ckpt.cli.common.terminal import print_document, printable, table
 from automodel_ckpt.errors import EXIT_DONE
@@ -27,13 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "Show how the time of a run was spent, from its first start to its last end: steps, start-up, "
         "validation, saves, steps that were lost, restarts. The goodput is the share of the steps that the run has."
     )
-    command.add_argument(
-        "path",
-        nargs="?",
-        default=".",
-        metavar="RUN",
-        help="run directory, or a path inside it (default: current directory)",
-    )
+    add_run(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(directory: Path, found: Goodput) -> Iterator[str]:
     from automodel_ckpt.logs.goodput import CATEGORIES, slow_rank_text
 
-    num_starts = len(found.starts)
-    starts = "1 start" if num_starts == 1 else f"{num_starts} starts"
+    starts = counted(len(found.starts), "start")
     yield printable(
         f"{directory}: {found.share:.1%} of {exact_time(found.total)} in {starts} was useful"
     )
@@ -63,7 +57,7 @@ def _lines(directory: Path, found: Goodput) -> Iterator[str]:
             note = f"{counted(found.num_lost_steps, 'step')} made again"
         rows.append((f"  {title}", f"{seconds:,.1f} s", f"{share:.1%}", note))
     yield from (line.rstrip() for line in table(rows, right=(1, 2)))
-    if num_starts > 1:
+    if len(found.starts) > 1:
         yield "starts"
         yield from _starts(found.starts)
     if found.slow_ranks:
@@ -87,17 +81,8 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
 
 
 def _document(found: Goodput) -> dict[str, Any]:
-    starts = []
-    for start in found.starts:
-        starts.append(
-            {
-                "began": start.began,
-                "seconds": start.seconds,
-                "first_step": start.first_step,
-                "last_step": start.last_step,
-                "outcome": start.outcome,
-            }
-        )
+    keys = ("began", "seconds", "first_step", "last_step", "outcome")
+    starts = [{key: getattr(start, key) for key in keys} for start in found.starts]
     return {
         "goodput": found.share,
         "total_seconds": found.total,

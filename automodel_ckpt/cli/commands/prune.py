@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         freed = _removable(arguments, run, policy)
         if arguments.drop_optimizer:
-            freed = _nonzero({name: _optimizer_bytes(run / name) for name in freed})
+            freed = {name: _optimizer_bytes(run / name) for name in freed}
     else:
         # Select under the lease: a live run, or another prune, changes the set of checkpoints.
         lease = Lease(run, hint=COMMAND_HINT)
@@ -141,6 +141,9 @@ def run(arguments: argparse.Namespace) -> int:
             freed = _remove(arguments, run, removable, lease.check)
         finally:
             lease.release()
+    if arguments.drop_optimizer:
+        # The others have no optimizer state any more.
+        freed = {name: nbytes for name, nbytes in freed.items() if nbytes}
     _print_result(arguments, freed)
     return EXIT_DONE
 
@@ -220,6 +223,7 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
 
 
 def _metric(arguments: argparse.Namespace) -> str:
+    # An empty name, as of a variable that is not set, is an error, not the default.
     return _METRIC if arguments.metric is None else arguments.metric
 
 
@@ -278,15 +282,10 @@ def _remove(
             # Removing takes long: a suspended process may have lost the lease meanwhile.
             check_lease()
             freed[name] = maintenance.drop_optimizer(run, name)
-        return _nonzero(freed)
+        return freed
     for name in maintenance.remove(run, removable, check_lease=check_lease):
         freed[name] = removable[name]
     return freed
-
-
-def _nonzero(freed: Mapping[str, int]) -> dict[str, int]:
-    """Leave out the checkpoints that have no optimizer state any more."""
-    return {name: nbytes for name, nbytes in freed.items() if nbytes}
 
 
 def _optimizer_bytes(checkpoint: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, values_text
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.arguments import add_path
 from automodel_ckpt.cli.common.checkpoint_tables import (
@@ -71,11 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_remote(arguments)
     path = whole_checkpoint(Path(arguments.path))
     document = external_checkpoints.document(path, arguments.stats)
-    lines = external_checkpoints.lines
     if document is None:
         document = _document(path, Manifest.read(path), arguments.stats)
-        lines = _lines
-    print_document(arguments, document, lines(document, everything=arguments.tensors))
+    print_document(arguments, document, _lines(document, everything=arguments.tensors))
     problems = damage_in(document)
     if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
@@ -156,47 +154,65 @@ def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
 
 
 def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
-    """Format the document for a terminal.
+    """Format the document of a checkpoint, of this or another program, for a terminal.
 
     With *everything*, lists all tensors and files, the recipe and the environment.
     """
+    is_external = document.get("foreign", False)
     yield coloured(printable(document["path"]), "bold", sys.stdout)
-    num_ranks = document["world_size"]
-    ranks = counted(num_ranks, "rank")
-    facts = [ranks, size_text(document["nbytes"]), *age_facts(document["created"])]
-    yield f"step {document['step']}, epoch {document['epoch']}, {', '.join(facts)}"
+    facts = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
+    kind = ""
+    if is_external:
+        yield coloured(document["note"], "yellow", sys.stdout)
+        kind = f"{printable(document['kind'])}; "
+    else:
+        facts.append(counted(document["world_size"], "rank"))
+    facts += [size_text(document["nbytes"]), *age_facts(document["created"])]
+    yield f"{kind}{', '.join(facts)}"
     losses = dict(document["losses"])
-    for name in ("step", "epoch"):  # the line above has them
-        losses.pop(name, None)
+    if not is_external:
+        for name in ("step", "epoch"):  # the line above has them
+            losses.pop(name, None)
     yield from section("losses", pairs(losses))
-    yield from section("progress", pairs(document["progress"]))
-    yield from section("data position", pairs(document["data_position"]))
-    yield from section("lineage", pairs(document["lineage"]))
+    for key in ("progress", "data_position", "lineage"):
+        yield from section(key.replace("_", " "), pairs(document.get(key, {})))
     files = document["files"]
     yield from section(f"files ({len(files)})", file_lines(files, everything))
     for name, tree in document["trees"].items():
-        title = f"{name} ({tree['format']}): {totals(tree['tensors'])}"
-        yield from section(title, _tree_lines(tree, everything))
-        groups = [line for options in tree["groups"] for line in _group_lines(options)]
-        yield from section(f"{name}: parameter groups", groups)
+        yield from _tree_lines(name, tree, everything)
+    if not is_external:
+        yield from _recipe_lines(document, everything)
+
+
+def _tree_lines(name: str, tree: Mapping[str, Any], everything: bool) -> Iterator[str]:
+    tensors = tree["tensors"]
+    place = "here" if name == "." else name
+    title = f"{place} ({tree['format']}): {totals(tensors)}"
+    if tree.get("values"):
+        title += f", {values_text(tree['values'])}"
+    problem = tree.get("problem")
+    content = [problem] if problem else tensor_lines(tensors, everything)
+    for alias, stored_name in tree.get("tied", {}).items():
+        content.append(f"{alias} = {stored_name}")
+    yield from section(title, content)
+    groups = [line for options in tree.get("groups", ()) for line in _group_lines(options)]
+    yield from section(f"{name}: parameter groups", groups)
+    for title, details in tree.get("details", {}).items():
+        yield from section(title, details)
+
+
+def _recipe_lines(document: Mapping[str, Any], everything: bool) -> Iterator[str]:
     recipe = {key: text for key, text in document["config"].items() if text not in _UNSET}
     if everything:
         yield from section("recipe", pairs(recipe))
         yield from section("environment", pairs(document["environment"]))
-    else:
-        listed = "all tensors and files"
-        # An imported checkpoint has no recipe.
-        if recipe:
-            listed = f"all tensors, files, and the recipe ({counted(len(recipe), 'value')})"
-        yield ""
-        yield f"`ckpt show --tensors` lists {listed}"
-
-
-def _tree_lines(tree: Mapping[str, Any], everything: bool) -> list[str]:
-    lines = tensor_lines(tree["tensors"], everything)
-    for alias, stored_name in tree["tied"].items():
-        lines.append(f"{alias} = {stored_name}")
-    return lines
+        return
+    listed = "all tensors and files"
+    # An imported checkpoint has no recipe.
+    if recipe:
+        listed = f"all tensors, files, and the recipe ({counted(len(recipe), 'value')})"
+    yield ""
+    yield f"`ckpt show --tensors` lists {listed}"
 
 
 def _group_lines(options: Mapping[str, Any]) -> list[str]:

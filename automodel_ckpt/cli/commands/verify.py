@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import add_path, number_at_least
-from automodel_ckpt.cli.common.checkpoint_tables import count
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
 from automodel_ckpt.cli.common.terminal import (
@@ -27,8 +26,6 @@ from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, 
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.run.shared_files import SharedFile
-
-_LEFTOVER = "an export is in progress or was interrupted; the next start of the run removes it"
 
 _REMOVED = "not verified, since its run or another command removed it meanwhile"
 
@@ -78,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
     code = _report(results, removed, arguments)
     if not arguments.json:
         _print_shared(targets)
-        _print_leftovers(targets)
     return code
 
 
@@ -269,15 +265,5 @@ def _print_shared(targets: Sequence[Path]) -> None:
         for others, files in by_others.items():
             size = size_text(sum(file.nbytes for file in files))
             names = ", ".join(others)
-            line = f"{target}: shares {count(files, 'file')} ({size}) with {names}"
+            line = f"{target}: shares {counted(len(files), 'file')} ({size}) with {names}"
             print(printable(line))
-
-
-def _print_leftovers(targets: Sequence[Path]) -> None:
-    """Print the staging directories of exports; they are not damage."""
-    from automodel_ckpt.checkpoint.export.export_leftovers import leftovers_in
-
-    for target in targets:
-        with contextlib.suppress(OSError):
-            for path in leftovers_in(target):
-                print(f"{printable(str(path))}: {_LEFTOVER}")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
@@ -55,15 +55,15 @@ class RunRow:
     """
 
     run: str
-    num_checkpoints: int
-    newest: str | None
-    step: int | None
-    epoch: int | None
-    train_loss: float | None
-    val_loss: float | None
-    lowest_val_loss: float | None
-    nbytes: int
-    created: float | None
+    num_checkpoints: int = 0
+    newest: str | None = None
+    step: int | None = None
+    epoch: int | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
+    lowest_val_loss: float | None = None
+    nbytes: int = 0
+    created: float | None = None
 
 
 def rows_of(run: Path) -> list[Row]:
@@ -140,7 +140,7 @@ def run_row(above: Path, run: Path) -> RunRow:
     name = os.path.relpath(run, above)
     complete = [row for row in rows_of(run) if row.complete and "superseded" not in row.reason]
     if not complete:
-        return RunRow(name, 0, None, None, None, None, None, None, 0, None)
+        return RunRow(name)
     newest = max(complete, key=lambda row: (row.step or 0, row.epoch or 0))
     val_losses = []
     for row in complete:
@@ -188,10 +188,12 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
             place = f"{order.index(path.name) + 1} of {len(order)}"
             value = f"{ranking.metric} {metrics[ranking.metric]:g}"
             row = replace(row, reason=f"{value}: {place}; {row.reason}")
-        losses = {"train_loss": metrics.get("loss"), **metrics}
-        own = {name: getattr(row, name) for name in ("train_loss", "val_loss")}
-        for name in own:
-            own[name] = losses.get(name) if own[name] is None else own[name]
+        own: dict[str, Any] = {
+            "train_loss": metrics.get("train_loss", metrics.get("loss")),
+            "val_loss": metrics.get("val_loss"),
+        }
+        # What the files state counts more than the name.
+        own = {name: value for name, value in own.items() if getattr(row, name) is None}
         rows.append(replace(row, **own, consumed_samples=found.consumed_samples, metrics=metrics))
     return sorted(rows, key=_row_order)
 

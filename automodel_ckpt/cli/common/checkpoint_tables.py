@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.terminal import (
     coloured,
     printable,
@@ -76,11 +77,6 @@ def pairs(values: Mapping[str, Any]) -> list[str]:
     return table(rows)
 
 
-def count(things: Sized, name: str) -> str:
-    """Return the number of *things* and their name, such as ``1 file`` or ``2 files``."""
-    return f"{len(things)} {name}" if len(things) == 1 else f"{len(things)} {name}s"
-
-
 # ---------------------------------------------------------------- files
 
 
@@ -94,7 +90,7 @@ def file_lines(files: Mapping[str, int], everything: bool) -> list[str]:
         sizes_at.setdefault(top + separator, []).append(size)
     rows = []
     for name, sizes in sizes_at.items():
-        num_files = count(sizes, "file") if name.endswith("/") else ""
+        num_files = counted(len(sizes), "file") if name.endswith("/") else ""
         rows.append((name, num_files, size_text(sum(sizes))))
     return table(rows, right=(1, 2))
 
@@ -107,7 +103,7 @@ def totals(tensors: Mapping[str, TensorEntry]) -> str:
     from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 
     if not tensors:
-        return count(tensors, "tensor")
+        return counted(len(tensors), "tensor")
     numel = nbytes = 0
     dtypes = set()
     for tensor in tensors.values():
@@ -115,7 +111,7 @@ def totals(tensors: Mapping[str, TensorEntry]) -> str:
         nbytes += nbytes_of(tensor["dtype"], tensor["shape"])
         dtypes.add(tensor["dtype"])
     names = ", ".join(sorted(dtypes))
-    return f"{count(tensors, 'tensor')}, {numel:,} elements, {size_text(nbytes)}, {names}"
+    return f"{counted(len(tensors), 'tensor')}, {numel:,} elements, {size_text(nbytes)}, {names}"
 
 
 def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[str]:
@@ -132,7 +128,9 @@ def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[s
     if has_statistics:
         rows.append(("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values()))
     for fqn, tensor in _by_parameter(tensors):
-        cells = _statistics_cells(tensor) if has_statistics else [_slices_text(tensor)]
+        cells = (
+            _statistics_cells(tensor) if has_statistics else [counted(tensor["slices"], "slice")]
+        )
         rows.append((printable(fqn), tensor["dtype"], str(list(tensor["shape"])), *cells))
     return table(rows, right=range(3, 12) if has_statistics else ())
 
@@ -148,10 +146,6 @@ def _by_parameter(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorE
 def _parameter(fqn: str) -> str:
     """Return ``optimizer.state.model.a.weight`` for ``optimizer.state.model.a.weight.exp_avg``; else the name."""
     return fqn.rpartition(".")[0] if ".state." in fqn else fqn
-
-
-def _slices_text(tensor: TensorEntry) -> str:
-    return "1 slice" if tensor["slices"] == 1 else f"{tensor['slices']} slices"
 
 
 def _statistics_cells(tensor: TensorEntry) -> list[str]:
@@ -184,7 +178,7 @@ def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     rows = []
     for (pattern, dtype, shape), names in groups.items():
         is_group = len(names) > 1
-        num_tensors = count(names, "tensor") if is_group else ""
+        num_tensors = counted(len(names), "tensor") if is_group else ""
         rows.append((pattern if is_group else names[0], dtype, shape, num_tensors))
     return _state_lines(state) + table(rows)
 

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.base.units import values_text
-from automodel_ckpt.cli.common.checkpoint_tables import (
-    file_lines,
-    pairs,
-    section,
-    statistics,
-    tensor_lines,
-    totals,
-)
-from automodel_ckpt.cli.common.terminal import (
-    age_facts,
-    coloured,
-    printable,
-    problem_json,
-    size_text,
-)
+from automodel_ckpt.cli.common.checkpoint_tables import statistics
+from automodel_ckpt.cli.common.terminal import problem_json
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.formats.format import Counters
@@ -139,30 +124,3 @@ def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict
         for fqn, entry in entries.items():
             entry.update(statistics(stored.root, stored.tensors[fqn]))
     return entries
-
-
-def lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
-    """Format the document for a terminal.
-
-    With *everything*, lists all tensors and files; otherwise, groups tensors, and files by directory.
-    """
-    yield coloured(printable(document["path"]), "bold", sys.stdout)
-    yield coloured(document["note"], "yellow", sys.stdout)
-    facts = [size_text(document["nbytes"]), *age_facts(document["created"])]
-    counters = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
-    facts = [*counters, *facts]
-    yield f"{printable(document['kind'])}; {', '.join(facts)}"
-    files = document["files"]
-    yield from section("losses", pairs(document["losses"]))
-    yield from section(f"files ({len(files)})", file_lines(files, everything))
-    for name, tree in document["trees"].items():
-        tensors = tree["tensors"]
-        location = "here" if name == "." else name
-        title = f"{location} ({tree['format']}): {totals(tensors)}"
-        if tree["values"]:
-            title += f", {values_text(tree['values'])}"
-        problem = tree["problem"]
-        content = [problem] if problem else tensor_lines(tensors, everything)
-        yield from section(title, content)
-        for title, details in tree["details"].items():
-            yield from section(title, details)

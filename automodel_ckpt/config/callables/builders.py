@@ -309,10 +309,14 @@ def _parameters(
 
 
 def _options(argument: ast.arg, module: str) -> dict[str, Parameter] | None:
-    """The fields of ``**options: Unpack[TYPED_DICT]`` in *module*; None for other keywords."""
+    """The fields of ``**options: Unpack[TYPED_DICT]`` in *module* of this package; None for other keywords."""
     annotation = argument.annotation
-    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Unpack":
+    is_unpacked = (
+        isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Unpack"
+    )
+    if not is_unpacked or not module.startswith("automodel_ckpt."):
         return None
+    assert isinstance(annotation, ast.Subscript)
     found, rows = definition(f"{module}.{ast.unparse(annotation.slice)}"), definition(_ROW_DEFAULTS)
     if not isinstance(found, ast.ClassDef) or not isinstance(rows, ast.Assign):
         return None

@@ -28,11 +28,12 @@ KEY_REFERENCE = re.compile(
 )
 """A reference to another key, with the escaped backslashes before it."""
 _OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
-# No backslashes in defaults: omegaconf reads them in another way than at the top.
+# No backslashes in defaults: omegaconf reads them in another way than at the top. Possessive quantifiers: otherwise
+# spaces without a closing brace take cubic time.
 _REFERENCE = re.compile(
-    rf"""oc\.env:[ \t]*(?P<name>{VARIABLE})[ \t]*(?:,[ \t]*(?:
-    '(?P<single>(?:[^\\$']|\$(?!\{{))*)'|"(?P<double>(?:[^\\$"]|\$(?!\{{))*)"|
-    (?P<plain>(?:[^\\${{}},'"]|\$(?!\{{))*))[ \t]*)?\}}""",
+    rf"""oc\.env:[ \t]*+(?P<name>{VARIABLE})[ \t]*+(?:,[ \t]*+(?:
+    '(?P<single>(?:[^\\$']|\$(?!\{{))*+)'|"(?P<double>(?:[^\\$"]|\$(?!\{{))*+)"|
+    (?P<plain>(?:[^\\${{}},'"]|\$(?!\{{))*+))[ \t]*+)?\}}""",
     re.ASCII | re.VERBOSE,
 )
 _SHELL = re.compile(r"(?<!\\)\$(?P<name>[A-Za-z_]\w*)")

@@ -16,7 +16,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 
 RECIPE = """\
-# A recipe with a comment.
+# A recipe with a comment 🙂.
 model:
   from_pretrained: my-llama
 dataset:

@@ -30,7 +30,9 @@ class Recorder:
     got: list[tuple[int, dict[str, float]]]
     attempt: int
 
-    def __init__(self, run: Path, memory: dict[str, Any], *, fails_at: int = 0) -> None:
+    def __init__(
+        self, run: Path, memory: dict[str, Any], *, fails_at: int = 0, project: str = ""
+    ) -> None:
         Recorder.got = []
         Recorder.attempt = memory.get("attempt", 1)
         self.fails_at = fails_at
@@ -59,6 +61,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def steps() -> list[int]:
     return [step for step, _ in Recorder.got]
+
+
+def test_another_place_of_a_tracker_gets_the_whole_log(run: Path) -> None:
+    Follower(run, {"recorder": {}}, None).close()
+    whole = steps()
+    Follower(run, {"recorder": {"project": "other"}}, None).close()
+    assert steps() == whole
+    Follower(run, {"recorder": {"project": "other"}}, None).close()
+    assert steps() == [0]
 
 
 def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:

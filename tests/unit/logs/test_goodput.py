@@ -353,6 +353,8 @@ def test_damaged_lines_are_ignored(tmp_path: Path, clock: Clock) -> None:
         log.write('{"event": "start", "start": 7, "time": 1, "step": 0}\n{"event": "end", "start"')
         log.write('\n{"event": "end", "start": "x", "time": -1, "step": true, "seconds": {}}\n[]\n')
     run.kill(start)
+    with (tmp_path / "training.jsonl").open("a") as log:
+        log.write(f'{{"step": 3, "seconds": 1{"0" * 400}}}\n')
     (tmp_path / TIMELINE_STATE).write_bytes(b"{" * 5000)
     found = read_goodput(tmp_path)
     assert len(found.starts) == 1
