@@ -56,7 +56,7 @@ def keeps_samples_apart(
 ) -> Answer:
     """Whether samples in one row, separated by ``position_ids`` alone, have the outputs that they have in a row alone.
 
-    Runs *model* with *options* on a few tokens, on *device* (default: that of its parameters), without side effects on
+    Runs *model* with *options* on a few tokens, on *device* (default: the device of its parameters), without side effects on
     its mode and the random state. *multiple* divides the length of the rows; *one_row* runs one row at a time. The
     answer is also false if the forward pass fails, for models of transformers with ``use_cache``, which look for
     samples in a row only without a cache, and for models with a mask of a fixed length that rows of *max_row_length*
@@ -103,6 +103,33 @@ def keeps_samples_apart(
     except Exception as error:
         log.debug("could not probe the model for packed samples", exc_info=True)
         return Answer.of_error(error)
+
+
+def padding_changes_outputs(
+    model: nn.Module, options: Mapping[str, Any], device: torch.device | None = None
+) -> bool:
+    """Whether padding behind a sample changes the outputs of its tokens, although the attention mask excludes it.
+
+    Runs *model* with *options* on a few tokens, on *device* (default: the device of its parameters), without side effects.
+    Returns False when the forward pass fails, or returns no logits for each token.
+    """
+    padding = [0] * len(_FIRST)
+    rows = [_SECOND + padding, [_OTHER[0], *_SECOND[1:], *padding]]
+    mask = [1] * len(_SECOND) + [0] * len(padding)
+    try:
+        with side_effect_free(model):
+            device = device or next(model.parameters()).device
+            tokens = torch.tensor(rows, device=device)
+            masks = torch.tensor([mask, mask], device=device)
+            length = len(_SECOND)
+            padded = logits_of(model(input_ids=tokens, attention_mask=masks, **options))
+            alone = logits_of(model(input_ids=tokens[:, :length], **options))
+            alone, padded = alone.float(), padded[:, :length].float()
+            # The effect of another first token is the scale: rounding is far below it in every dtype.
+            return _distance(padded, alone) > 0.1 * _distance(alone[0], alone[1])
+    except Exception:
+        log.debug("could not probe the model for padding", exc_info=True)
+        return False
 
 
 def _smallest_effect(model: nn.Module) -> float:
