@@ -56,7 +56,7 @@ def keeps_samples_apart(
 ) -> Answer:
     """Whether samples in one row, separated by ``position_ids`` alone, have the outputs that they have in a row alone.
 
-    Runs *model* with *options* on a few tokens, on *device* (default: the device of its parameters), without side effects on
+    Runs *model* with *options* on a few tokens, on *device* (default: that of its parameters), without side effects on
     its mode and the random state. *multiple* divides the length of the rows; *one_row* runs one row at a time. The
     answer is also false if the forward pass fails, for models of transformers with ``use_cache``, which look for
     samples in a row only without a cache, and for models with a mask of a fixed length that rows of *max_row_length*
@@ -110,7 +110,7 @@ def padding_changes_outputs(
 ) -> bool:
     """Whether padding behind a sample changes the outputs of its tokens, although the attention mask excludes it.
 
-    Runs *model* with *options* on a few tokens, on *device* (default: the device of its parameters), without side effects.
+    Runs *model* with *options* on a few tokens, without side effects. The default *device* is the model's.
     Returns False when the forward pass fails, or returns no logits for each token.
     """
     padding = [0] * len(_FIRST)
