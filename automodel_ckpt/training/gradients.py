@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,8 @@ class GradientAccumulation:
             output = self._objective.stage_output
             if self._timer is not None:
                 output = self._timer.measured(output)
-            return sum_losses(self._stage.train(rows, output, weight))
+            with selected_activations():
+                return sum_losses(self._stage.train(rows, output, weight))
         if self._router_loss is not None and self._router_loss.needs_counts(len(micro_batches)):
             self._count_routed(batch, self._router_loss)
         results = []
@@ -185,7 +187,8 @@ class GradientAccumulation:
         scales = []
         for loss, scale in zip(losses, weights, strict=True):
             scales.append(torch.full_like(loss, scale))
-        torch.autograd.backward(losses, scales)
+        with selected_activations():
+            torch.autograd.backward(losses, scales)
 
     def _metric(self, result: LossSum, name: str, otherwise: str) -> torch.Tensor:
         """The metric of a micro-batch that has a gradient. Raises :class:`RecipeError` if the objective left it out.
@@ -225,3 +228,27 @@ def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
     for loss in losses:
         total = total + loss.double()
     return total
+
+
+_UNSELECTABLE = re.compile(
+    r"cached during selective activation checkpoint|encountered during backward but not found"
+)
+
+
+@contextmanager
+def selected_activations() -> Iterator[None]:
+    """Raise torch's errors about layers that selective checkpointing cannot recompute as :class:`RecipeError`.
+
+    Some layers change a kept result in place (LED), or compute other operations in the recomputation (Llama 4).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _UNSELECTABLE.search(str(error)):
+            raise
+        raise RecipeError(
+            "selected activations of this model cannot be recomputed",
+            where="model.activation_checkpointing",
+            value=f"selective: {error}",
+            hint="set it to full",
+        ) from error

@@ -51,7 +51,12 @@ def read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
         position = _after_blanks(text, 0)
         if text[position : position + 1] != "[":
             if position < len(text):
-                raise _not_json(path, 1, f"neither a list nor an object per line: {text[:40]!r}")
+                raise RecipeError(
+                    "the file has neither a list of objects nor an object per line",
+                    where=str(path),
+                    value=repr(text[:40]),
+                    hint="write the rows as one list, or each row in one line",
+                )
             return
         position = _after_blanks(text, position + 1)
     counted = start.offset

@@ -332,7 +332,10 @@ class Source(Rows):
 
     def unreadable(self, error: Exception) -> RecipeError:
         """Make the error for data that ``datasets`` cannot read, with the reason."""
-        hint = "repair the file; every row must have the same fields with values of the same types"
+        hint = (
+            "repair or remove the file; every Parquet file needs rows, and all rows the same fields with values of the "
+            "same types"
+        )
         reason = " ".join(str(error.__cause__ or error).split())
         return RecipeError("the data file cannot be read", where=self.path, value=reason, hint=hint)
 

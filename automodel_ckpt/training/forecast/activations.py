@@ -13,6 +13,7 @@ from automodel_ckpt.models.loss import fused_distillation
 from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.loss.head_gradients import stores_errors
 from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.loss_head import LossHead, class_of
 from automodel_ckpt.models.loss.loss_head_probe import adds_bias_to_logits, output_layer
 from automodel_ckpt.models.loss.mtp import mtp_of
 from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy
@@ -176,8 +177,8 @@ def _head_memory(recipe: Any, num_positions: int) -> HeadMemory:
     num_logits = num_losses * num_positions * num_columns
     device_type = recipe.layout.device.type
     is_small = device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
-    # With adapters on it, for example, the loss is computed from full logits.
-    is_plain = isinstance(head, nn.Linear)
+    # With adapters on it, or quantized, the loss is computed from full logits.
+    is_plain = class_of(head) in (nn.Linear, LossHead)
     if is_small or not is_plain or adds_bias_to_logits(model):
         return HeadMemory(_LOSS_BYTES * num_logits + gradient, gradient)
     # Other losses than the cross-entropy do not store errors.

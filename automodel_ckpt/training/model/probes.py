@@ -15,7 +15,7 @@ from torch import nn
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.packing_probe import probe_rows
+from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.dropout import turn_off_dropout
 from automodel_ckpt.models.inspect.forward import (
@@ -85,6 +85,8 @@ def probe(
         _check_plan(request, probe_model, sharded, options)
     marks_tokens = router is not None
     rows = _shared_rows(request, model, probe_model, sharded, options, marks_tokens=marks_tokens)
+    if request.shares_rows and rows is None:
+        _warn_of_padding(request, probe_model, sharded, options)
     head = _loss_head(request, probe_model, options)
     # Read here: its value depends on the weight's type, which sharding changes back after the probes.
     all_up_to = head.all_up_to if head is not None else 0
@@ -184,6 +186,22 @@ def _shared_rows(
         hidden_size=_hidden_size(request),
         marks_tokens=marks_tokens,
     )
+
+
+def _warn_of_padding(
+    request: ModelRequest, probe_model: nn.Module, sharded: Sharded, options: Mapping[str, Any]
+) -> None:
+    """Log a warning if the losses of samples depend on their padding (CPM-Ant, ProphetNet). A collective."""
+    layout, size = request.layout, request.config.step_scheduler.local_batch_size
+    if size == 1 or layout.in_stages or request.row_multiple > 1:
+        return
+    with sharded.compute():
+        is_changed = padding_changes_outputs(probe_model, options, layout.device)
+    if is_changed:
+        log.warning(
+            "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
+            " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
+        )
 
 
 def _hidden_size(request: ModelRequest) -> int:

@@ -261,3 +261,11 @@ def test_a_list_that_ends_too_early_or_too_late_is_rejected(
     (tmp_path / "rows.json").write_text(text)
     with pytest.raises(RecipeError, match=message):
         RecordTable([tmp_path / "rows.json"])
+
+
+@pytest.mark.parametrize("text", ['{"a": 1} {"a": 2}', '{\n"a": 1\n}\n{\n"a": 2\n}\n', '"text"'])
+def test_json_without_a_list_or_an_object_per_line_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match="neither a list of objects nor an object per line"):
+        Source(str(path)).texts(["a"])

@@ -26,9 +26,11 @@ def matrix() -> torch.Tensor:
     [
         lambda x: (x, x.view(6, 4)),
         lambda x: (x, x.t()),
-        lambda x: (x[0], x),
+        lambda x: (x[:3], x[2:]),
+        lambda x: (x[0], x[1], x),
+        lambda x: (x, x[3]),
     ],
-    ids=["equal", "transposed", "a part"],
+    ids=["equal", "transposed", "rows", "a part", "its end"],
 )
 def test_trainable_parameters_with_common_elements_are_an_error(views: object) -> None:
     assert callable(views)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from automodel_ckpt.errors import RecipeError
@@ -19,6 +20,7 @@ from automodel_ckpt.models.layers.activation_memory import (
     checkpoint_activations,
 )
 from automodel_ckpt.models.layers.compiling import compile_layers
+from automodel_ckpt.training.gradients import selected_activations
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
 
 pytestmark = [
@@ -214,3 +216,36 @@ def test_what_cannot_be_selected_or_offloaded_is_an_error() -> None:
     with pytest.raises(RecipeError, match="no GPU memory to offload activations"):
         check_offload(CPU)
     check_offload(torch.device("cuda"))
+
+
+class BiasInPlace(nn.Module):
+    """A layer that adds a bias to a kept result in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden @ self.weight).add_(self.bias).exp().tanh()
+
+
+class MoreInEachCall(BiasInPlace):
+    """A layer that computes more operations in each call."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            hidden = hidden + 1
+        return (hidden @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("layer", [BiasInPlace, MoreInEachCall])
+def test_layers_that_cannot_be_recomputed_selectively_are_an_error(layer: type) -> None:
+    model: Any = nn.Sequential(layer())
+    model.supports_gradient_checkpointing = True
+    checkpoint_activations(model, "selective", list(model))
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(RecipeError, match="set it to full"), selected_activations():
+        loss.backward()
