@@ -19,8 +19,8 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.callables import allowlist
 from automodel_ckpt.config.callables.trust import Rejected, Trust, check_name
 from automodel_ckpt.errors import EXIT_USAGE
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.hostile.harness import bombs, gadgets, sandbox
-from tests.support.models.tokenizers import train_tokenizer
 
 KNOWN = (
     "transformers.exporters.utils.import_dotted_path",

@@ -13,6 +13,8 @@ PUBLIC = {
     "automodel_ckpt.cli.ckpt",
     "automodel_ckpt.cli.train",
     "automodel_ckpt.errors",
+    # Recipes of the examples name its functions.
+    "automodel_ckpt.examples.data.python_docs",
     "automodel_ckpt.recipes.base",
     "automodel_ckpt.recipes.llm_finetune",
     # A user's recipe derives its loop from the class there (docs/guides/write-a-recipe.md).
@@ -23,13 +25,21 @@ _FROM = re.compile(r"\bfrom (automodel_ckpt[\w.]*) import \(?\s*((?:\w+(?: as \w
 _IMPORT = re.compile(
     r"""(?:^|[\n;"'])\s*import (automodel_ckpt[\w.]*)|import_module\(\s*["'](automodel_ckpt[\w.]*)"""
 )
+_FROM_TEST = re.compile(r"\bfrom (tests\.[\w.]*\btest_\w+) import")
 _PATCH = re.compile(r"""setattr\(\s*["'](automodel_ckpt\.[\w.]+)\.\w+["']""")
 
 
 @cache
 def uses_doors_only(path: Path) -> bool:
-    """Whether a test file reaches into nothing internal. conftest.py marks the tests of such a file with ``doors``."""
-    return not internal_names(path.read_text())
+    """Whether a test file, and each test file that it imports from, reaches into nothing internal.
+
+    conftest.py marks the tests of such a file with ``doors``.
+    """
+    text = path.read_text()
+    others = [ROOT.joinpath(*name.split(".")) for name in _FROM_TEST.findall(text)]
+    return not internal_names(text) and all(
+        uses_doors_only(other.with_suffix(".py")) for other in others
+    )
 
 
 def internal_names(text: str) -> set[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doors import PUBLIC, internal_names, uses_doors_only
+from tests.support.doors import PUBLIC, ROOT, internal_names, uses_doors_only
 
 FILES = sorted(Path(__file__).parents[2].rglob("test_*.py"))
 WITH_MARKER = [path for path in FILES if uses_doors_only(path)]
@@ -41,6 +41,29 @@ def test_a_file_with_the_marker_imports_nothing_internal() -> None:
                 continue
             internal = {name for name in names if name.startswith("automodel_ckpt")} - PUBLIC
             assert not internal, path
+
+
+def test_a_file_with_the_marker_gets_nothing_internal_from_a_helper_that_imports_it() -> None:
+    for path in WITH_MARKER:
+        for module, name, _ in _imported(path):
+            helper = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+            if module.startswith("tests.") and helper.exists():
+                passed_on = {
+                    own
+                    for other, _, own in _imported(helper)
+                    if other.startswith("automodel_ckpt.") and other not in PUBLIC
+                }
+                assert name not in passed_on, f"{path}: {module}.{name}"
+
+
+def _imported(path: Path) -> list[tuple[str, str, str]]:
+    """What a file imports with ``from``: the module, the name there, and the name in the file."""
+    return [
+        (str(node.module), alias.name, alias.asname or alias.name)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
 
 
 def test_a_fifth_of_the_lines_of_tests_has_the_marker() -> None:

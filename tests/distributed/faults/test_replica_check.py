@@ -14,7 +14,17 @@ from tests.support import ranks
 from tests.support.runs import training
 
 
-def test_a_run_ends_before_it_saves_replicas_that_differ(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "named"),
+    [
+        (3, "{strategy: ddp}", "rank 1"),
+        # Ranks 1 and 3 have the same shard, and no third rank has it.
+        (4, "{strategy: fsdp2, dp_replicate_size: 2}", "rank 1, 3"),
+    ],
+)
+def test_a_run_ends_before_it_saves_replicas_that_differ(
+    num_ranks: int, strategy: str, named: str, tmp_path: Path
+) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     recipe = training.write_recipe(tmp_path)
@@ -22,20 +32,23 @@ def test_a_run_ends_before_it_saves_replicas_that_differ(tmp_path: Path) -> None
         f"--checkpoint.memory.directory={memory}",
         "--checkpoint.verify_replicas=true",
         "--step_scheduler.ckpt_every_steps=3",
+        f"--step_scheduler.global_batch_size={4 * num_ranks}",
+        f"--distributed={strategy}",
     )
-    message, other = ranks.run(corrupted, 2, recipe, tmp_path / "run", *options, init=False)
-    assert message == other and "replicas of the model differ after step 3: rank 0, 1" in message
+    messages = ranks.run(corrupted, num_ranks, recipe, tmp_path / "run", *options, init=False)
+    assert len(set(messages)) == 1
+    assert f"replicas of the model differ after step 3: {named} has other values" in messages[0]
+    assert "checkpoint.verify_replicas: model.embed_tokens.weight" in messages[0]
     (directory,) = memory.iterdir()
     assert [path.name for path in directory.glob("epoch_*")] == ["epoch_0_step_2"]
     assert list((tmp_path / "run").glob("epoch_*")) == []
 
 
 def corrupted(recipe: Path, directory: Path, *options: str) -> str:
-    """Trains on two replicas, of which one gets a flipped bit in the third step; how the run ends."""
+    """Trains on replicas, of which one gets a flipped bit in the third step; how the run ends."""
     with pytest.raises(AutomodelError) as caught:
         training.train(
             recipe,
-            "--distributed.strategy=ddp",
             f"--checkpoint.checkpoint_dir={directory}",
             *options,
             recipe_class=Corrupted,
@@ -48,7 +61,9 @@ class CorruptedLoop(LLMFinetune.loop_class):
         due = super().step(batch, control)
         if self.step_scheduler.step == 3 and self.layout.rank == 1:
             with torch.no_grad():
-                next(iter(self.model.parameters())).view(torch.int32).flatten()[0] ^= 1
+                weight: Any = next(iter(self.model.parameters()))
+                local = weight.to_local() if hasattr(weight, "to_local") else weight
+                local.view(torch.int32).flatten()[0] ^= 1
         return due
 
 

@@ -23,11 +23,11 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.training.model.deferred_model import build_deferred
 from tests.support import ranks
-from tests.support.models.tokenizers import train_tokenizer
 from tests.support.runs.parallel import layout_here
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 

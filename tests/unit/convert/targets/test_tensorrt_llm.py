@@ -114,6 +114,25 @@ def changed(directory: Path, **options: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mapping": {"world_size": 8, "tp_size": 4, "pp_size": 2}}, "another than tensor"),
+        ({"mapping": {"world_size": -1, "tp_size": -1}}, "no number of ranks"),
+        ({"num_attention_heads": 8}, "rows of the model's heads"),
+        ({"num_hidden_layers": 1}, "unknown tensor"),
+        ({"num_hidden_layers": 3}, "tensor of the model is missing"),
+    ],
+)
+def test_a_config_of_another_model_is_an_error(
+    options: dict[str, object], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    directory = copied("plain", 1, tmp_path)
+    changed(directory, **options)
+    assert ckpt.main(["import", str(directory), str(tmp_path / "run")]) == 3
+    assert message in capsys.readouterr().err
+
+
 def test_quantized_weights_are_shown(tmp_path: Path, capsys: Capture) -> None:
     directory = copied("plain", 1, tmp_path)
     changed(directory, quantization={"quant_algo": "FP8"})
