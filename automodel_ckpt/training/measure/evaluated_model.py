@@ -37,6 +37,8 @@ from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_r
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.values.records import PromptCompletion
 
+log = logging.getLogger("automodel_ckpt")
+
 
 class EvaluatedModel:
     """Lends the model in training to what generates text or computes probabilities with it.
@@ -144,8 +146,6 @@ class Completions:
             )
         return PromptCompletion(prompt, completion.text, completion.num_tokens)
 
-
-log = logging.getLogger("automodel_ckpt")
 
 SECTION = "evaluation.harness"
 

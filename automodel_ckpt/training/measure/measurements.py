@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.measure.evaluated_model import Completions
     from automodel_ckpt.training.measure.weight_average import WeightAverage
 
+log = logging.getLogger("automodel_ckpt")
+
+
 Batches = Callable[[], Iterator[GlobalBatch]]
 """Reads a validation set from its start."""
 ReadBatches = Callable[[Iterable[GlobalBatch]], Iterator[GlobalBatch | None]]
@@ -186,9 +189,6 @@ def validation_text(validation: Validation, measures: Iterable[str]) -> str:
     for name, loss in validation.losses.items():
         sets.append(f"{name} {text(loss, name)}")
     return "; ".join(sets)
-
-
-log = logging.getLogger("automodel_ckpt")
 
 
 class Benchmark(Protocol):

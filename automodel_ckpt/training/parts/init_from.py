@@ -54,6 +54,8 @@ from automodel_ckpt.training.parts.init_checks import (
     side_directory,
 )
 
+log = logging.getLogger("automodel_ckpt")
+
 
 @contextlib.contextmanager
 def config_directory(modules: Mapping[str, nn.Module]) -> Iterator[Path | None]:
@@ -72,8 +74,6 @@ def config_directory(modules: Mapping[str, nn.Module]) -> Iterator[Path | None]:
         Path(directory, "config.json").write_text(json.dumps(content))
         yield Path(directory)
 
-
-log = logging.getLogger("automodel_ckpt")
 
 MODEL = "model"
 _MAX_NAMED = 3

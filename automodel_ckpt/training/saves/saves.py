@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
     from automodel_ckpt.training.watch.replica_check import ReplicaCheck
 
+log = logging.getLogger("automodel_ckpt")
+
 
 def make_final_exports(
     checkpointer: Checkpointer,
@@ -97,8 +99,6 @@ def saved_line(report: SaveReport, figures: str = "") -> str:
         text += f", removed {' '.join(report.pruned)}"
     return text
 
-
-log = logging.getLogger("automodel_ckpt")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -42,6 +42,9 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.model_files import require_local
 from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_ranks
 
+log = logging.getLogger("automodel_ckpt")
+
+
 C = TypeVar("C")
 
 Place = tuple[str | int, ...]
@@ -188,8 +191,6 @@ def _with(value: Any, place: Place, revision: str) -> Any:
     changed: Any = {str(key): _with(getattr(value, str(key)), tuple(rest), revision)}
     return replace(value, **changed)
 
-
-log = logging.getLogger("automodel_ckpt")
 
 COMMIT, REVISION = "base_commit", "base_revision"
 """Notes in a manifest's ``environment``: NAME@COMMIT, and the revision that the recipe asked for."""

@@ -29,6 +29,8 @@ from automodel_ckpt.training.values.run_log import RunLog
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
 
+log = logging.getLogger("automodel_ckpt")
+
 
 def continue_imported_run(
     resumed: Resumed,
@@ -58,9 +60,6 @@ def continue_imported_run(
         step_scheduler.follow_data(
             epochs_done=dataloader.epoch, num_samples=dataloader.samples_before
         )
-
-
-log = logging.getLogger("automodel_ckpt")
 
 
 def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:

@@ -26,6 +26,9 @@ from automodel_ckpt.parallel.ranks import agree
 from automodel_ckpt.parallel.ranks.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.training.values.run_log import RunLog
 
+log = logging.getLogger("automodel_ckpt")
+
+
 SHOWN = 5
 """The largest number of keys or ranks in a message."""
 
@@ -90,9 +93,6 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
-
-
-log = logging.getLogger("automodel_ckpt")
 
 
 class StartedRank(NamedTuple):

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.counters.spikes import Spike
     from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
+log = logging.getLogger("automodel_ckpt")
+
+
 _HINT = (
     "lower optimizer.lr, add warmup_steps or clip_grad_norm, use bfloat16 instead of float16, or look at the samples "
     "of these steps (logging.sample_ids)"
@@ -221,8 +224,6 @@ class Divergence:
 def _numbers(step: ReportedStep) -> str:
     return f"loss {step.loss}, gradient norm {step.grad_norm}, learning rate {step.lr:g}"
 
-
-log = logging.getLogger("automodel_ckpt")
 
 _NOTHING = BatchSize(0, 0, 0)
 

@@ -29,6 +29,9 @@ from automodel_ckpt.optim.build import check_sharding_support
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.values.readback import LaunchedStep
 
+log = logging.getLogger("automodel_ckpt")
+
+
 _NUM_HINTS = 3
 
 
@@ -176,8 +179,6 @@ class BatchErrors:
             where = f"the global batch of samples {each.sample_ids[:16]}"
             check_token_ids(each.micro_batches, num_rows, where)
 
-
-log = logging.getLogger("automodel_ckpt")
 
 _NUM_SHOWN = 5
 
