@@ -186,6 +186,7 @@ class TrainingLoop:
             self.checkpointer.directory,
             timeout_seconds=60 * self.config.distributed.timeout_minutes,
             arrival_seconds=ARRIVAL_SECONDS if self.checkpointer.is_distributed else 0.0,
+            stop_request=self.stop_request,
         )
         with self._hang_watch as watch:
             self._numbers.straggler_watch = StragglerWatch(

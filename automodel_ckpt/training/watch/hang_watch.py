@@ -28,6 +28,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     StackDump,
     report_on,
 )
+from automodel_ckpt.parallel.ranks.stop import StopRequest
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -38,6 +39,9 @@ _JOIN_SECONDS = 15.0
 _WORKING = (STEPS, DATA)
 _SUSPENDED_SECONDS = 1.0
 """If a poll is so much late, the process was suspended."""
+_STOP_MIN_SECONDS = 60.0
+"""In place of a longer ``min_seconds`` after a stop request, which waits for the present step. Launchers leave a run at
+least two minutes."""
 _TIMEOUT_SHARE = 2 / 3
 """A step with nothing to compare it with hangs if a rank waits in it for this share of the timeout of collectives."""
 _PHASES = {DATA: "waiting for data", STEPS: "in a step"}
@@ -62,17 +66,21 @@ class HangWatch:
         *,
         timeout_seconds: float = math.inf,
         arrival_seconds: float = 0.0,
+        stop_request: StopRequest | None = None,
     ) -> None:
         """The stacks are written to the directory *run*.
 
         *timeout_seconds* is that of the collectives. *arrival_seconds* is how long a file takes until all ranks see it:
-        nodes without shared storage send each other what they write.
+        nodes without shared storage send each other what they write. After a *stop_request*, a hang is found sooner,
+        and ends the run.
         """
         self._settings = settings
         self._layout = layout
         self._timeline = timeline
         self._root = run / HANGS
         self._arrival_seconds = arrival_seconds
+        self._stop_request = stop_request
+        self._has_noticed_stop = False
         self._first: list[float] = []
         """Seconds of steps at the start of this process, which compile and allocate, and are no measure of others."""
         self._others: deque[float] = deque(maxlen=_MAX_STEPS)
@@ -144,6 +152,10 @@ class HangWatch:
 
     # ---------------------------------------------------------------- the thread
 
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stop_request is not None and self._stop_request.wanted
+
     def _watch(self) -> None:
         while True:
             seconds, begin = self._poll_seconds, time.monotonic()
@@ -168,6 +180,10 @@ class HangWatch:
 
     def _check(self) -> None:
         step = self._completed + 1
+        if self._is_stopping and not self._has_noticed_stop:
+            self._has_noticed_stop = True
+            # A hang that was only reported ends the run now.
+            self._reported.clear()
         seconds = self._seconds()
         is_overdue = seconds > self._limit()
         # Twice: this thread may read the time while the main thread adds to it.
@@ -180,6 +196,8 @@ class HangWatch:
 
     def _limit(self) -> float:
         usual, least = self._usual, self._settings.min_seconds
+        if self._is_stopping:
+            least = min(least, _STOP_MIN_SECONDS)
         if usual is not None:
             return max(least, self._settings.factor * usual)
         return max(least, _TIMEOUT_SHARE * self._timeout_seconds)
@@ -241,6 +259,9 @@ class HangWatch:
             return
         text = self._text(step, seconds, found, directory)
         ends = self._settings.restart and hang_action.may_restart(os.environ)
+        if self._is_stopping and hang_action.restart is not None:
+            ends = True
+            text += "\n  a stop was requested, which waited for this step: nothing was saved"
         mark = f"start {self._start} {'is restarted' if ends else 'waits'}"
         # A rank with a lower number may have been too slow to write its state, and then reports, too.
         if mark in hangs.read_text(directory / hangs.REPORT):

@@ -28,6 +28,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     StackDump,
     report_on,
 )
+from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 
@@ -151,6 +152,7 @@ def watch(
     timeline: Timeline,
     run: Path,
     timeout_seconds: float = math.inf,
+    stop_request: StopRequest | None = None,
     **settings: Any,
 ) -> HangWatch:
     """A watch of rank 0 of three, whose thread does not run."""
@@ -162,6 +164,7 @@ def watch(
         timeline,
         run,
         timeout_seconds=timeout_seconds,
+        stop_request=stop_request,
     )
     found._worked_before = found._worked()
     found.hosts, found._addresses = ["here"] * 3, [None] * 3
@@ -253,6 +256,35 @@ def test_a_hang_is_reported_or_the_ranks_are_restarted(
     assert str(directory) in text
     assert bool(messages) == may_restart
     assert (directory / "report.txt").read_text().startswith(f"{text}\n")
+
+
+def test_after_a_stop_request_a_hang_that_was_only_reported_ends_the_run(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save waits for the step, and launchers do not wait long."""
+    messages: list[str] = []
+    monkeypatch.setattr(hang_action, "restart", messages.append)
+    timeline, request = Timeline(), StopRequest()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, min_seconds=600.0, restart=False, stop_request=request)
+    for step in range(1, 20):
+        clock.now += 0.1
+        watched.note_step(step)
+    for rank in (1, 2):
+        state = replace(STATE, rank=rank, start=watched._start, completed=20 - rank)
+        hangs.write_state(tmp_path / "hangs" / "step_20", replace(state, is_overdue=False))
+    for seconds, requested in ((61, 0), (540, 0), (0, signal.SIGTERM)):
+        assert not messages
+        clock.now += seconds
+        request.requested = requested
+        for _ in range(2):
+            watched._check()
+    (text,) = messages
+    assert "rank 2 did not arrive" in text and "nothing was saved" in text
+    request.requested, watched._num_overdue = signal.SIGTERM, 0
+    watched.note_step(20)
+    clock.now += 61
+    assert is_reported(watched, monkeypatch), "after 60 s in place of hangs.min_seconds"
 
 
 def test_the_section_can_be_disabled() -> None:
