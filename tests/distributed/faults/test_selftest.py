@@ -5,59 +5,57 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from automodel_ckpt.cli.checks.selftest import Runs, plan_of, selftest
-from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.selftest_probe import observed
-from tests.support.runs.training import Recipe, build, write_recipe
+from tests.support.runs.training import RECIPE, write_recipe
 from tests.support.servers.command_server import CommandServer
 
 MIXED = "--distributed.mixed_precision=bfloat16"
 
+FORGETFUL = '''
+import torch
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 
-class Forgetful(Recipe):
+
+class Forgetful(LLMFinetune):
     """Its random numbers and an odd weight are not restored."""
 
-    def build(self) -> None:
+    def build(self):
         super().build()
         self.odd = torch.nn.Linear(1, 1)
         self.untracked |= {"rng"}
+'''
 
 
-def run(
-    directory: Path,
-    capfd: pytest.CaptureFixture[str],
-    *arguments: str,
-    recipe_class: type[Recipe] = Recipe,
-) -> tuple[int, str]:
-    """(exit code, what was printed)"""
-    line = parse(["--selftest-resume", "--selftest-steps", "4", *arguments])
-    assert not line.problems
+@pytest.fixture
+def run(tmp_path: Path, commands: CommandServer) -> Run:
+    return Run(tmp_path, commands)
 
-    def observe(loaded: Any, notes: Path, stop_after: int | None) -> Any:
-        build(directory / "recipe.yaml", recipe_class=recipe_class)  # resolves the plug-ins
-        return loaded, observed(recipe_class, notes, stop_after=stop_after)
 
-    recipe = load_recipe(write_recipe(directory), line.overrides)
-    code = selftest(recipe, line, observe)
-    return code, capfd.readouterr().out
+class Run:
+    """The selftest of a tiny recipe, as a command."""
+
+    def __init__(self, directory: Path, commands: CommandServer) -> None:
+        self.directory, self.commands = directory, commands
+
+    def __call__(self, *arguments: str, text: str = RECIPE) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)"""
+        recipe = write_recipe(self.directory, text)
+        words = [str(recipe), "--selftest-resume", *arguments]
+        done = self.commands.run("ckpt-train", *words, cwd=self.directory, timeout=170)
+        return done.returncode, done.stdout, done.stderr
 
 
 def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     # Files outside of the run directory are those of the user's runs, and a run without checkpoints cannot go back.
     report, traces = tmp_path / "speed.json", tmp_path / "traces"
     others = ["--step_scheduler.on_spike={}", f"--throughput.file={report}"]
     others += [f"--profile.directory={traces}", "--profile.num_steps=1", "--profile.start_step=2"]
-    code, out = run(tmp_path, capfd, MIXED, "--dataloader.num_workers=1", *others)
-    assert code == 0
+    code, out, err = run("--selftest-steps=4", MIXED, "--dataloader.num_workers=1", *others)
+    assert code == 0, err
     assert not report.exists() and not traces.exists()
     *steps, verdict = out.splitlines()
     assert verdict == "bit-identical: 4 steps, stopped after step 2, 1 rank"
@@ -69,18 +67,12 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
     assert len(set(steps)) == len(steps) == 4
 
 
-def test_two_ranks_go_on_exactly(tmp_path: Path, commands: CommandServer) -> None:
-    words = ["--selftest-resume", "--selftest-steps=4", MIXED, "--nproc-per-node=2", "--json"]
-    done = commands.run(
-        "ckpt-train", str(write_recipe(tmp_path)), *words, cwd=tmp_path, timeout=170
-    )
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["verdict"], found["num_ranks"], found["first_difference"]) == (
-        0,
-        "bit-identical",
-        [2, 2],
-        None,
-    )
+def test_two_ranks_go_on_exactly(run: Run) -> None:
+    code, out, err = run("--selftest-steps=4", MIXED, "--nproc-per-node=2", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["verdict"], found["num_ranks"]) == ("bit-identical", [2, 2])
+    assert found["first_difference"] is None
 
 
 @pytest.mark.parametrize(
@@ -88,45 +80,30 @@ def test_two_ranks_go_on_exactly(tmp_path: Path, commands: CommandServer) -> Non
     [(1, 2, ()), pytest.param(2, 1, ("--packed_sequence.size=32",), marks=pytest.mark.further)],
 )
 def test_on_other_ranks_the_samples_are_the_same_and_the_losses_nearly(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    before: int,
-    after: int,
-    packs: tuple[str, ...],
+    run: Run, before: int, after: int, packs: tuple[str, ...]
 ) -> None:
     still = ("--model.from_config.attention_dropout=0", "--step_scheduler.local_batch_size=1")
-    code, out = run(
-        tmp_path, capfd, f"--nproc-per-node={before}", f"--selftest-nproc={after}", *still, *packs
-    )
-    assert code == 0
+    ranks = (f"--nproc-per-node={before}", f"--selftest-nproc={after}", "--selftest-steps=4")
+    code, out, err = run(*ranks, *still, *packs)
+    assert code == 0, err
     assert "equal within tolerance: 4 steps, stopped after step 2" in out
     assert f", resumed on {after}" in out
     assert re.search(r"largest relative difference of loss: \S+ \(tolerance 0\.001\)", out)
 
 
-def test_state_that_is_not_restored_is_named_with_its_step(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, out = run(tmp_path, capfd, recipe_class=Forgetful)
-    assert code == 1
+def test_state_that_is_not_restored_is_named_with_its_step(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    text = f"recipe: forgetful.py:Forgetful\n{RECIPE}"
+    code, out, err = run("--selftest-steps=4", "--trust", "forgetful.py", text=text)
+    assert code == 1, err
     assert "different: 4 steps" in out
-    assert re.search(
-        r"first difference: step 3, rank 0, loss: straight \d+\.\d+, resumed \d+\.\d+", out
-    ), out
+    pattern = r"first difference: step 3, rank 0, loss: straight \d+\.\d+, resumed \d+\.\d+"
+    assert re.search(pattern, out), out
 
 
-def test_a_run_that_fails_shows_what_it_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = parse(["--selftest-resume", "--model.freeze=['*']"])
-    path = write_recipe(tmp_path)
-
-    def observe(loaded: Any, notes: Path, stop_after: int | None) -> Any:
-        build(path)
-        return loaded, observed(Recipe, notes, stop_after=stop_after)
-
-    assert selftest(load_recipe(path, line.overrides), line, observe) == 2
-    err = capfd.readouterr().err
+def test_a_run_that_fails_shows_what_it_said(run: Run) -> None:
+    code, _, err = run("--model.freeze=['*']")
+    assert code == 2
     assert "no parameter is left to train" in err
     assert "the run 'straight' ended with exit code 2" in err
 
@@ -142,30 +119,18 @@ def test_a_run_that_fails_shows_what_it_said(
         ),
         (("--selftest-nproc=0",), "invalid number of ranks"),
         (("--nnodes=2",), "starts its own ranks"),
+        (("--selftest-steps=4", "--dataset.max_samples=8"), "the data ended after 1 step"),
     ],
 )
 def test_a_selftest_that_cannot_be_is_refused(
-    tmp_path: Path, arguments: tuple[str, ...], what: str
+    run: Run, arguments: tuple[str, ...], what: str
 ) -> None:
-    line = parse(["--selftest-resume", *arguments])
-    recipe = load_recipe(write_recipe(tmp_path), line.overrides)
-    with pytest.raises(RecipeError, match=what):
-        selftest(recipe, line, lambda *_: (None, Recipe))
+    code, _, err = run("--step_scheduler.num_epochs=1", *arguments)
+    assert code == 2
+    assert re.search(what, err), err
 
 
-@pytest.mark.parametrize(
-    ("max_steps", "arguments", "expected"),
-    [(None, (), 6), (60, (), 6), (3, (), 3), (1, ("--selftest-steps=4",), 4)],
-)
-def test_a_short_run_is_tested_with_its_own_number_of_steps(
-    max_steps: int | None, arguments: tuple[str, ...], expected: int
-) -> None:
-    line = parse(["--selftest-resume", *arguments])
-    assert plan_of(line, max_steps).num_steps == expected
-
-
-def test_data_of_a_single_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = parse(["--selftest-resume"])
-    monkeypatch.setattr(Runs, "_run", lambda *_: [[object()]])
-    with pytest.raises(RecipeError, match="the data ended after 1 step"):
-        selftest(load_recipe(write_recipe(tmp_path), line.overrides), line, lambda *_: None)  # type: ignore[arg-type, return-value]
+def test_a_short_run_is_tested_with_its_own_number_of_steps(run: Run) -> None:
+    code, out, err = run("--step_scheduler.max_steps=3")
+    assert code == 0, err
+    assert "bit-identical: 3 steps, stopped after step 1" in out
