@@ -77,7 +77,7 @@ test: $(STAMP)  ## the tests, offline, about ten minutes on two cores
 test-doors: $(STAMP)  ## the tests through command lines, public names and files that take seconds: three minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "doors and not further and not slow" $(WORKERS) $(DOORS) $(PYTEST_ARGS)
 
-test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: a minute more
+test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: three minutes more
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once

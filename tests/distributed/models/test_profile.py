@@ -53,6 +53,7 @@ def test_a_resumed_run_traces_the_steps_after_its_start(
     assert f"profile of step 9: {trace} (open it in https://ui.perfetto.dev)" in logged
 
 
+@pytest.mark.further
 def test_a_stopped_run_writes_the_steps_that_it_traced_and_a_failed_write_stops_no_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,14 @@ def trained_next_to_a_reference(recipe_file: Path, strategy: str) -> tuple[Any, 
         recipe.close()
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "auto"), (2, "fsdp2"), (2, "ddp")])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [
+        pytest.param(1, "auto", marks=pytest.mark.further),
+        (2, "fsdp2"),
+        pytest.param(2, "ddp", marks=pytest.mark.further),
+    ],
+)
 def test_a_frozen_model_next_to_the_trained_one_starts_equal_and_does_not_change(
     tmp_path: Path, num_ranks: int, strategy: str
 ) -> None:

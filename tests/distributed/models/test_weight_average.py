@@ -138,6 +138,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.further
 def test_it_is_divided_and_named_as_the_model_is(tmp_path: Path) -> None:
     # With decay 0, the average is the weights.
     recipe = write_recipe(tmp_path, RECIPE + "ema: {decay: 0.0}\n")

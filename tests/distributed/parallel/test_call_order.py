@@ -105,6 +105,7 @@ def test_fsdp2_reports_layers_that_only_some_ranks_call(
         assert first in problem.value and second in problem.value
 
 
+@pytest.mark.further
 def test_layers_that_are_called_again_to_recompute_them_do_not_count(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "recomputing"))
     (expected,) = ranks.run(trained, 1, recipe, init=False)

@@ -59,6 +59,7 @@ def test_a_run_with_divided_rows_logs_what_one_rank_does_and_goes_on_exactly_on_
     assert validations(tmp_path / "cut") == pytest.approx(validations(tmp_path / "alone"), rel=1e-4)
 
 
+@pytest.mark.further
 def test_divided_rows_train_as_complete_ones_on_every_grid(tmp_path: Path) -> None:
     options = (*FLAT, "--step_scheduler.max_steps=2", "--model.from_config.num_attention_heads=4")
     run(tmp_path, *options, name="one")

@@ -131,7 +131,7 @@ def test_models_without_experts_are_rejected(tmp_path: Path) -> None:
     ("num_experts", "messages"),
     [
         (3, ["3 experts, and 4 ranks", "a number of ranks that divides 3"]),
-        (6, ["dp_replicate_size to 2", "ep_size to 2"]),
+        pytest.param(6, ["dp_replicate_size to 2", "ep_size to 2"], marks=pytest.mark.further),
     ],
 )
 def test_experts_that_the_ranks_cannot_divide_evenly_are_rejected_with_sizes_that_fit(

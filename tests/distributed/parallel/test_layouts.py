@@ -89,7 +89,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+FIRST = {"pretrain", "pretrain of experts", "vlm_finetune", "dpo", "sequence_classification"}
+"""One of each kind of rows. The others share their code."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FIRST else pytest.mark.further) for name in KINDS],
+)
 def test_a_kind_trains_on_the_layouts_of_its_guide_as_on_one_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
