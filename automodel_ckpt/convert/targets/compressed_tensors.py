@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -64,30 +64,17 @@ class _Part:
     shape: tuple[int, ...]
 
 
-def export_compressed_tensors(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    scheme: str,
-    linear_weights: LinearWeights,
-    *,
-    cast_dtype: str | None = None,
-    log: Log = LOG,
-) -> ExportReport:
-    """Quantize the linear layers of the model in *source* by *scheme* (one of SCHEMES), and write Hugging Face files.
+def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> ExportReport:
+    """Quantize the linear layers of the model by *scheme* (one of SCHEMES), and write Hugging Face files.
 
-    *output* defaults to the source's name with the scheme's name, next to it. Tensors that are not quantized (norms,
-    embeddings, the output layer, biases) keep the dtype of the checkpoint, unless *cast_dtype* (bf16, fp16 or fp32)
-    casts them.
-
-    Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, :class:`SaveFailed` if the
-    files cannot be written, and :class:`RecipeError` if the package compressed-tensors is missing.
+    Tensors that are not quantized (norms, embeddings, the output layer, biases) keep the dtype of the checkpoint, if
+    they are not cast.
     """
     quantizer = _Quantizer(scheme)
-    export = Export(source, cast_dtype, log)
     opened = export.source
     side = export.required_config("quantizing")
-    target = export.directory(output, f"-{scheme}")
-    export.check_files()
+    export.directory(f"-{scheme}")
+    export.check()
     plan = export.plan()
     files, file_warnings = export.side_files(plan)
     # These warnings are about weights that lie among the side files: here they may be the source.
@@ -95,11 +82,11 @@ def export_compressed_tensors(
     quantized = _selected(export, plan, linear_weights(side), quantizer)
     files[_CONFIG] = _config(files[_CONFIG], quantizer, _ignored(plan, quantized))
     export.log_casts(plan.casts)
-    with export.published_directory(target, "the quantized model") as staging:
+    with export.published_directory("the quantized model") as staging:
         files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
         write_side_files(files, staging)
     num_tensors = sum(len(file.tensors) for file in plan.files)
-    return export.report(target, num_tensors, num_quantized=len(quantized))
+    return export.report(num_tensors, num_quantized=len(quantized))
 
 
 class _Quantizer:

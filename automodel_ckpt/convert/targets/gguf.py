@@ -46,14 +46,13 @@ from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.imports.base_copies import difference
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
 # llama.cpp requires each tensor to begin at a multiple (general.alignment, by default).
 _ALIGNMENT = 32
-_CASTS = {"F16": "fp16", "BF16": "bf16"}
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 # The same two in config.json's model.
@@ -78,47 +77,32 @@ class _Entry:
         return numel // self.kind.block_size * self.kind.block_bytes
 
 
-def export_gguf(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    cast_dtype: str | None = None,
-    tensor_type: str | None = None,
-    overwrite: bool = False,
-    num_threads: int = 5,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a GGUF file.
+def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 5) -> ExportReport:
+    """Write the model as a GGUF file.
 
-    *output* defaults to the source's name with ``.gguf``, next to it. Vectors (norms, biases) are written as F32, other
-    tensors as *tensor_type*: a name in ``WRITABLE`` of ``convert/formats/gguf/kinds.py``, in any case, for example
-    ``Q8_0``. By
-    default they have the dtype of the checkpoint, which *cast_dtype* changes to bf16, fp16 or fp32.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot represent;
-    :class:`SaveFailed` if the file cannot be written; :class:`RecipeError` for a wrong argument, or if the package gguf
-    is missing. In each case nothing was written.
+    Vectors (norms, biases) are written as F32, other tensors as *tensor_type*: a name in ``WRITABLE`` of
+    ``convert/formats/gguf/kinds.py``, in any case, for example ``Q8_0``. By default they have the dtype of the
+    checkpoint, which may be cast to bf16, fp16 or fp32.
     """
     library = _library()
-    wanted = _wanted_kind(tensor_type, cast_dtype)
+    wanted = _wanted_kind(tensor_type, export.cast_code)
     if wanted is not None:
         # Quantized values are computed from the stored ones: a cast before would only lose precision.
-        cast_dtype = _CASTS.get(wanted.name, "fp32")
-    export = Export(source, cast_dtype, log)
+        export.cast_code = wanted.dtype or "F32"
     opened = export.source
     # Before the digests are verified, which reads the complete source.
-    target = export.file(output, ".gguf", overwrite=overwrite)
-    export.check_digests(num_threads)
+    export.file(".gguf")
+    export.check(reads_parts=True, num_threads=num_threads)
     tensors = _tensors(export)
     model, keys, tokenizer_warnings = _described(export, tensors)
     entries = _entries(model, tensors, wanted)
     export.warn(*opened.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
     export.log_casts((entry.source.stored.dtype, entry.kind.name) for entry in entries)
-    with published_file(target, log, what="the GGUF file") as path:
+    with published_file(export.target, export.log, what="the GGUF file") as path:
         all_keys = [*_general(opened, entries), *keys]
         _write(library, path, opened.root, all_keys, model, entries)
     counts = Counter(entry.kind.name for entry in entries)
-    return export.report(target, len(entries), kinds=dict(counts))
+    return export.report(len(entries), kinds=dict(counts))
 
 
 def write_modelfile(file: Path) -> Path:
@@ -137,14 +121,14 @@ def write_modelfile(file: Path) -> Path:
     return path
 
 
-def _wanted_kind(tensor_type: str | None, cast_dtype: str | None) -> Kind | None:
+def _wanted_kind(tensor_type: str | None, cast_code: str | None) -> Kind | None:
     if tensor_type is None:
         return None
-    if cast_dtype is not None:
+    if cast_code is not None:
         raise RecipeError(
             "--type and --cast-dtype both select the type of tensors",
             where="ckpt export --to gguf",
-            value=f"--type {tensor_type} --cast-dtype {cast_dtype}",
+            value=f"--type {tensor_type} --cast-dtype {cast_code}",
             hint="remove --cast-dtype",
         )
     kind = WRITABLE.get(tensor_type.upper())

@@ -7,11 +7,9 @@ no torch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
@@ -24,7 +22,7 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -42,41 +40,28 @@ class _RankTensor:
     num_zero_rows: int = 0
 
 
-def export_tensorrt_llm(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    num_ranks: int = 1,
-    compress: bool = True,
-    cast_dtype: str | None = None,
-    overwrite: bool = False,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for TensorRT-LLM.
+def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> ExportReport:
+    """Write the model for TensorRT-LLM.
 
-    *num_ranks* is the size of tensor parallelism. With *compress*, the result is one ``.qnemo`` file, an (uncompressed)
-    tar archive; otherwise a directory. All tensors are cast to *cast_dtype* (fp16 or bf16); by default to bfloat16 if
+    *num_ranks* is the size of tensor parallelism. With *compress* ``true``, the result is one ``.qnemo`` file, an
+    (uncompressed) tar archive; otherwise a directory. All tensors are cast to fp16 or bf16; by default to bfloat16 if
     most of the model is, else to float16.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, and for a model other than Llama or Mistral;
-    :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing
-    was written.
     """
-    export = Export(source, cast_dtype, log)
     opened = export.source
+    is_file = compress == "true"
     if export.cast_code not in (None, *_DTYPES):
-        raise _wrong("--cast-dtype", cast_dtype, "TensorRT-LLM computes in fp16 or bf16")
-    if compress:
-        target = export.file(output, ".qnemo", overwrite=overwrite)
+        raise _wrong("--cast-dtype", export.cast_code, "TensorRT-LLM computes in fp16 or bf16")
+    if is_file:
+        export.file(".qnemo")
     else:
-        target = export.directory(output, "-tensorrt-llm")
-    export.check_files()
+        export.directory("-tensorrt-llm")
+    export.check()
     dtype = export.cast_code or _dtype_of(opened)
     files = export.config_and_tokenizer(dtype)
     model = _Model(export, files, num_ranks, dtype)
     export.log_casts((tensor.dtype, dtype) for tensor in opened.tensors.values())
-    _publish(export, target, model, _small_files(model.config, files), compress)
-    return export.report(target, len(opened.tensors))
+    _publish(export, model, _small_files(model.config, files), is_file=is_file)
+    return export.report(len(opened.tensors))
 
 
 def _dtype_of(source: Source) -> str:
@@ -243,21 +228,21 @@ def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _publish(
-    export: Export, target: Path, model: _Model, contents: Mapping[str, bytes], compress: bool
+    export: Export, model: _Model, contents: Mapping[str, bytes], *, is_file: bool
 ) -> None:
-    """Write the archive, or with *compress* false the directory."""
+    """Write the archive, or without *is_file* the directory."""
     # All tensors are described before anything is written.
     for rank in range(model.num_ranks):
         for _ in model.rank_tensors(rank):
             pass
-    if not compress:
-        with export.published_directory(target, "the checkpoint of TensorRT-LLM") as staging:
+    if not is_file:
+        with export.published_directory("the checkpoint of TensorRT-LLM") as staging:
             write_side_files(contents, staging)
             for rank in range(model.num_ranks):
                 with open(staging / f"rank{rank}.safetensors", "xb") as file:
                     model.write_rank(file, rank)
         return
-    with export.published(target, "the .qnemo file") as file:
+    with export.published("the .qnemo file") as file:
         writer = TarWriter(file)
         for name, content in contents.items():
             writer.add_bytes(name, content)

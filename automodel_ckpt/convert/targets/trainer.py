@@ -29,7 +29,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
 )
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import numbered_state
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -53,28 +53,22 @@ class Intervals:
     eval_steps: int = 500
 
 
-def export_trainer(
-    source: Path,
-    output: str | os.PathLike[str] | None,
+def write(
+    export: Export,
     *,
     parameters_in: Callable[[Path], Parameters],
     intervals: Intervals = Intervals(),
-    callbacks: Sequence[str] = (),
-    log: Log = LOG,
+    callbacks: Sequence[str] | None = None,
 ) -> ExportReport:
-    """Write the checkpoint *source* of a run as a checkpoint of transformers' Trainer.
+    """Write the checkpoint of a run as a checkpoint of transformers' Trainer, by default ``checkpoint-N``.
 
-    *output* defaults to ``checkpoint-N`` next to *source*. *parameters_in* is called with the directory of the exported
-    config.json; the result lists the model's parameters. *intervals* are stated in ``trainer_state.json``, and so are
-    *callbacks*, the classes with state that a script adds to the Trainer. Its next save fails without them.
-
-    Raises :class:`CheckpointUnusable` for a source that is damaged, or has no optimizer that the Trainer can load, and
-    :class:`SaveFailed` if the directory cannot be written. In both cases nothing was written. Memory: one block of a
-    tensor.
+    *parameters_in* is called with the directory of the exported config.json; the result lists the model's parameters.
+    *intervals* are stated in ``trainer_state.json``, and so are *callbacks*, the classes with state that a script adds
+    to the Trainer. Its next save fails without them. Memory: one block of a tensor.
     """
+    source, log = export.source.root, export.log
     if not is_checkpoint(source):
         raise _unusable("this is not a checkpoint of a run", source, "no training state")
-    export = Export(source, None, log)
     manifest = Manifest.read(source)
     run = read_run_state(source)
     what = "there is no training state that the Trainer can load"
@@ -82,8 +76,8 @@ def export_trainer(
         raise _unusable(what, source, "an adapter", merge=True)
     if run is None:
         raise _unusable(what, source, "weights only")
-    target = export.directory(output or source.with_name(f"checkpoint-{run.step}"), "")
-    with export.published_directory(target, "the Trainer's checkpoint") as directory:
+    export.directory("", f"checkpoint-{run.step}")
+    with export.published_directory("the Trainer's checkpoint") as directory:
         weights = consolidate(source, directory / _WEIGHTS, keep_dtypes=True, log=log)
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)
@@ -92,9 +86,10 @@ def export_trainer(
         groups = trainer_groups(run, parameters, source)
         _write_archive(directory / OPTIMIZER_FILE, numbered_state(run, groups))
         _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
-        state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *callbacks))
+        state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *(callbacks or ())))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-        unloaded = unloaded_warning(parameters, _names_in(directory), target)
+        stored = read_weight_map(directory / layout.HF_INDEX) or {}
+        unloaded = unloaded_warning(parameters, stored, export.target)
     export.warnings += weights.warnings
     export.warn(*unloaded)
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
@@ -102,9 +97,7 @@ def export_trainer(
         f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
         f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
     )
-    return export.report(
-        target, weights.num_tensors, step=run.step, num_parameters=len(run.tensors)
-    )
+    return export.report(weights.num_tensors, step=run.step, num_parameters=len(run.tensors))
 
 
 def unloaded_warning(
@@ -122,11 +115,6 @@ def unloaded_warning(
     count = counted(len(names), "parameter")
     warning = f"the Trainer does not load {count} from these files, such as {names[0]}"
     return [f"{warning}: give it a model that from_pretrained({str(target)!r}) returns"]
-
-
-def _names_in(directory: Path) -> Collection[str]:
-    """Return the names of the tensors in exported files."""
-    return read_weight_map(directory / layout.HF_INDEX) or {}
 
 
 # ---------------------------------------------------------------- the optimizer
