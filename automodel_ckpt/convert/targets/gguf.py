@@ -44,9 +44,9 @@ from automodel_ckpt.convert.formats.gguf.model import (
 from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue
-from automodel_ckpt.convert.imports.base_copies import difference
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
