@@ -91,38 +91,38 @@ def prepare(source: Path, run: Path, options: ImportOptions = ImportOptions()) -
 def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewCheckpoint:
     weights = source.opened.modules[MODEL]
     adapter = _adapter(source, weights, options)
-    if adapter is not None and options.parameters is not None:
-        trained = adapter.parameters
-        options = replace(options, parameters=lambda _: lambda: trained)
-    renaming = None
+    renamings: list[Renaming] = []
     name_notes: tuple[str, ...] = ()
-    omitted = source.opened.omitted
+    omitted = [*source.opened.omitted]
     if adapter is not None:
-        weights, copies = _without_copies(weights, adapter)
-        omitted = (*omitted, *copies)
+        weights = _without_copies(weights, adapter, omitted)
+        if options.parameters is not None:
+            trained = adapter.parameters
+            options = replace(options, parameters=lambda _: lambda: trained)
     if options.names is not None:
-        renaming = rename(weights, options.names)
-        weights = renaming.after
-        omitted = (*omitted, *renaming.left_out)
+        renamings.append(rename(weights, options.names))
+        weights = renamings[-1].after
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
     if adapter is None:
         check_merged(weights, source.path)
         name_notes, without = _compared(source, weights, options)
         if without is not None:
-            renaming, weights = without, without.after
-            omitted = (*omitted, *without.left_out)
-    training = _training(source, options, renaming)
+            renamings.append(without)
+            weights = without.after
+    omitted += [text for renaming in renamings for text in renaming.left_out]
+    training = _training(source, options, renamings)
+    name, origin = position_of(source, options.step, options.epoch)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
-        omitted = training.state.omitted
-    position = position_of(source, options.step, options.epoch)
-    counters = training or position
-    name = layout.CheckpointName(step=counters.step, epoch=counters.epoch)
+        omitted = [*training.state.omitted]
+        name = layout.CheckpointName(step=training.step, epoch=training.epoch)
     check_free(run, name)
     maps = BaseMaps(is_adapter=adapter is not None)
     plan = make_plan(weights.tensors, {}, maps, where=str(source.directory))
     left_out = source.left_out(omitted, has_training=training is not None)
+    states = list(source.states())
+    reasons = (known.training_left(path) for path, known in states)
     return NewCheckpoint(
         source=source.path,
         kind=source.known.name,
@@ -135,34 +135,29 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         name=name,
         left_out=tuple(left_out),
         training=training,
-        has_training_state=source.has_training_state,
-        training_left=source.training_left,
-        position_from=position.origin,
+        has_training_state=any(known.has_training_state(path) for path, known in states),
+        training_left=next(filter(None, reasons), ""),
+        position_from=origin,
         adapter=adapter,
         name_notes=name_notes,
     )
 
 
 def _training(
-    source: ImportSource, options: ImportOptions, renaming: Renaming | None
+    source: ImportSource, options: ImportOptions, renamings: list[Renaming]
 ) -> TrainingImport | None:
     """Return the training state of the source, if it is asked for."""
     if options.parameters is None:
         return None
-    if renaming is not None:
+    if renamings:
         raise RecipeError(
             "the weights get other names, and the state of the optimizer cannot get them",
             where="ckpt import --training-state",
-            value=next(iter(renaming.before.tensors))[:200],
+            value=next(iter(renamings[0].before.tensors))[:200],
             hint="import the weights without --training-state",
         )
     path, state = training_state_of(source, options.parameters, config=options.config)
-    return training_import(
-        state,
-        where=str(path),
-        step=options.step,
-        epoch=options.epoch,
-    )
+    return training_import(state, where=str(path), step=options.step, epoch=options.epoch)
 
 
 def _compared(
@@ -234,15 +229,13 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
     return adapter_model(source.directory, weights, options.adapters)
 
 
-def _without_copies(weights: Tensors, adapter: AdapterModel) -> tuple[Tensors, list[str]]:
-    """Return an adapter's tensors without the copies of other weights in its file, and a text about these."""
+def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str]) -> Tensors:
+    """Return an adapter's tensors without the copies of other weights in its file, which *omitted* names."""
     tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
-    num_copies = len(weights.tensors) - len(tensors)
-    if not num_copies:
-        return weights, []
-    return replace(weights, tensors=tensors), [
-        f"{counted(num_copies, 'copy', 'copies')} of weights that the base or the adapter has"
-    ]
+    if num_copies := len(weights.tensors) - len(tensors):
+        copies = counted(num_copies, "copy", "copies")
+        omitted.append(f"{copies} of weights that the base or the adapter has")
+    return replace(weights, tensors=tensors)
 
 
 def _config_directory(config: Path) -> Path:
