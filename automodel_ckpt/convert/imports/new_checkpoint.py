@@ -26,14 +26,10 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     readable_bytes,
 )
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
-from automodel_ckpt.checkpoint.run import maintenance, resume
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy, metric_of
-from automodel_ckpt.checkpoint.run.writable import check_not_a_file
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.policy import metric_of
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -45,6 +41,7 @@ from automodel_ckpt.convert.imports.training_import import (
     training_jobs,
     written_optimizer,
 )
+from automodel_ckpt.convert.publishing import held_run
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -159,20 +156,9 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
     ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` if it cannot be written, and
     :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
     """
-    run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
-    check_not_a_file(planned.run)
-    try:
-        # The lease first: recover() removes staging directories, which a live run may be writing.
-        run.hold(COMMAND_HINT)
-        maintenance.recover(run.root)
+    with held_run(planned.run, f"writing {planned.name}") as run:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
-    except OSError as error:
-        raise as_failure(
-            error, f"writing {planned.name}", run.root, restart=SAME_COMMAND
-        ) from error
-    finally:
-        run.release()
 
 
 def _write(planned: NewCheckpoint, run: Path) -> Path:
