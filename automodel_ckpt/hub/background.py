@@ -71,7 +71,11 @@ class Pushes:
         self._step = 0
         """The newest step that the run has, for a process that is started again."""
         name = "the process that uploads to the Hub"
-        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, self._present_job, name=name)
+
+        def job() -> dict[str, Any]:
+            return {**self.job, "went_back_to": self._step}
+
+        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, job, name=name)
         # The text of the card instead of its path.
         fields = {**asdict(section), "card": _card(section)}
         self.job = {"section": fields, "makes_exports": makes_exports}
@@ -86,9 +90,6 @@ class Pushes:
                 unlink(self._root, LINK, name)
         self._step = resumed_step or 0
         self.process.start()
-
-    def _present_job(self) -> dict[str, Any]:
-        return {**self.job, "went_back_to": self._step}
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""

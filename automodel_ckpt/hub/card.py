@@ -45,7 +45,6 @@ _TAGS = {
     "pretrain": "pretraining",
 }
 _SENTENCES = "modules.json"
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _MAX_ROWS = 12
 _PACKAGES = ("automodel-ckpt", "torch", "transformers", "peft", "datasets")
 
@@ -93,15 +92,20 @@ def card_files(
         loader=FileSystemLoader(Path(__file__).parent),
     )
     name = address.repo.rpartition("/")[2]
+    tag = _pipeline_tag(facts, bundle)
     text = environment.get_template("card.md.jinja").render(
         name=name,
         facts=facts,
         is_adapter=bundle.is_adapter,
         has_license=bool(terms),
         sections=list(_sections(facts, evaluation)),
-        **_loading(bundle, facts, address),
+        address=address,
+        files=bundle.files,
+        tag=tag,
+        auto_class=f"AutoModel{_CLASSES[tag]}",
+        model_config=layout.ADAPTER_MODEL_CONFIG,
     )
-    header = _metadata(bundle, facts, name, terms, evaluation).to_yaml()
+    header = _metadata(bundle, facts, name, tag, terms, evaluation).to_yaml()
     header = "\n".join(map(printable, header.split("\n")))
     return {README: f"---\n{header}\n---\n\n{text}\n".encode()}
 
@@ -143,6 +147,7 @@ def _metadata(
     bundle: Bundle,
     facts: Facts,
     name: str,
+    task: str,
     terms: Mapping[str, str | None],
     evaluation: Sequence[Metric],
 ) -> Any:
@@ -161,7 +166,6 @@ def _metadata(
     if facts.base is not None:
         more["base_model"] = facts.base
         more["base_model_relation"] = "adapter" if bundle.is_adapter else "finetune"
-    task = _pipeline_tag(facts, bundle)
     results = []
     for data, metric, value in _results(facts, evaluation):
         results.append(EvalResult(task, data, data, metric, round(value, 6), metric_name=metric))
@@ -188,29 +192,6 @@ def _results(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[str, 
 
 
 # ---------------------------------------------------------------- the values of the text
-
-
-def _loading(bundle: Bundle, facts: Facts, address: HubAddress) -> dict[str, Any]:
-    """What the code that loads the model names."""
-    tag = _pipeline_tag(facts, bundle)
-    at = f', revision="{address.revision}"' if address.revision else ""
-    place = f'"{address.repo}"{at}'
-    preprocessor = "AutoTokenizer" if "tokenizer_config.json" in bundle.files else None
-    if any(name in bundle.files for name in _PROCESSORS):
-        preprocessor = "AutoProcessor"
-    loader = f"AutoModel{_CLASSES[tag]}"
-    if tag == "sentence-similarity" and not bundle.is_adapter:
-        loader = "SentenceTransformer"
-    # The head of a classifier is among the adapter's weights. Its size is in this config, not in that of the base.
-    has_config = bundle.is_adapter and layout.ADAPTER_MODEL_CONFIG in bundle.files
-    model_config = f'"{address.repo}", "{layout.ADAPTER_MODEL_CONFIG}"{at}' if has_config else None
-    return {
-        "place": place,
-        "loader": loader,
-        "preprocessor": preprocessor,
-        "model_config": model_config,
-        "imports": [*(["AutoConfig"] if has_config else []), *filter(None, (loader, preprocessor))],
-    }
 
 
 def _sections(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[Any, ...]]:

@@ -67,7 +67,9 @@ class Facts:
                 seen.add(found[1])
                 path = _unquoted(value)
                 is_on_hub = is_hub_name(path) and "/" in path and not os.path.splitext(path)[1]
-                yield found[1], path if is_on_hub else _public_name(path), is_on_hub
+                # The last part of a local path does not contain the name of a user or a machine.
+                name = path if is_on_hub else path.rstrip("/").rpartition("/")[2]
+                yield found[1], name or "local data", is_on_hub
         for section in ("dataset", "validation_dataset"):
             target = self.recipe.get(f"{section}._target_")
             if target is not None and section not in seen:
@@ -80,7 +82,8 @@ class Facts:
             if value in _UNSET or not _SETTINGS.fullmatch(key) or f"{key}={value}" in _DEFAULTS:
                 continue
             text = _unquoted(value)
-            if _is_private(text):
+            # It may be a path of this machine, or a reference to its environment.
+            if any(part in text for part in ("/", "\\", "~", "${")):
                 continue
             item = _LIST_INDEX.fullmatch(key)
             name = item[1] if item else key
@@ -158,16 +161,6 @@ def _measures(
         if is_measure and isinstance(value, int | float) and math.isfinite(value):
             measures[name] = float(value)
     return measures
-
-
-def _public_name(path: str) -> str:
-    """The last part of a local path, which does not contain the name of a user or a machine."""
-    return path.rstrip("/").rpartition("/")[2] or "local data"
-
-
-def _is_private(text: str) -> bool:
-    """Whether a value may be a path of this machine, or a reference to its environment."""
-    return "/" in text or "\\" in text or "~" in text or "${" in text
 
 
 def _unquoted(text: str) -> str:

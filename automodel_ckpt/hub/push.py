@@ -20,7 +20,6 @@ from automodel_ckpt.hub.client import (
     client,
     has_token,
     missing_token,
-    read_file,
     reporting,
 )
 from automodel_ckpt.hub.listing import Content, Listed, differences, listed, size_of
@@ -127,7 +126,10 @@ def _obsolete(
     """List the files of the model that the branch has now, and that are not uploaded again."""
     if layout.EXPORT_MANIFEST not in before:
         return []
-    data = read_file(repo, layout.EXPORT_MANIFEST, head)
+    from huggingface_hub import HfFileSystem
+
+    # No file is written, which a kill could leave.
+    data = HfFileSystem().cat_file(f"{repo}/{layout.EXPORT_MANIFEST}", revision=head)
     try:
         names = list(parse_json(data)["files"])
     except (ValueError, KeyError, TypeError):

@@ -91,7 +91,12 @@ class Pusher(UploadLoop):
 
     def _push(self, name: str) -> None:
         section = self._section
-        self._await_export(self.root / name)
+        # The run may make this export in the background.
+        export = self.root / name / "model" / layout.CONSOLIDATED
+        deadline = time.monotonic() + _EXPORT_SECONDS
+        while self._makes_exports and not export.is_dir() and time.monotonic() < deadline:
+            if self.finishing.wait(0.5):
+                break
         started = time.monotonic()
         error = ""
         try:
@@ -133,14 +138,6 @@ class Pusher(UploadLoop):
         if name == best or (best is None and is_newest):
             targets.append(self._address)
         return targets
-
-    def _await_export(self, checkpoint: Path) -> None:
-        """Wait a moment for an export that the run makes in the background."""
-        export = checkpoint / "model" / layout.CONSOLIDATED
-        deadline = time.monotonic() + _EXPORT_SECONDS
-        while self._makes_exports and not export.is_dir() and time.monotonic() < deadline:
-            if self.finishing.wait(0.5):
-                return
 
 
 def _sent_bytes() -> int:

@@ -76,6 +76,8 @@ def _add_average(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
+    from automodel_ckpt.checkpoint.files import layout
+
     target = _TARGETS[arguments.to]
     for flag, settings in OPTIONS.items():
         default = settings.get("default")
@@ -83,8 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
         if given != default and flag not in target.options:
             raise without_effect(arguments.command, flag, given, f"with --to {target.name}")
     source = find_checkpoint(Path(arguments.path))
-    if arguments.ema or _is_average_directory(source):
-        _check_average_is_enough(arguments, target)
+    is_average = source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
+    if target.resumes and (arguments.ema or is_average):
+        option = f"--to {target.name}"
+        raise RecipeError(
+            "the average of the weights has no optimizer state, and a run cannot be continued from it",
+            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
+            value=option,
+            hint=f"export the run without {_EMA}, or the average without {option}",
+        )
     _check_no_adapter(source, target.name)
     if target.name not in _WITH_OWN_RULES:
         _check_tensors(source)
@@ -153,21 +162,3 @@ def _average_in(source: Path) -> Path:
         value=f"its modules: {', '.join(modules) or 'none'}",
         hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
     )
-
-
-def _is_average_directory(source: Path) -> bool:
-    from automodel_ckpt.checkpoint.files import layout
-
-    return source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
-
-
-def _check_average_is_enough(arguments: argparse.Namespace, target: Target) -> None:
-    """Raise :class:`RecipeError` if the export would have optimizer state, which is not that of the average."""
-    if target.resumes:
-        option = f"--to {target.name}"
-        raise RecipeError(
-            "the average of the weights has no optimizer state, and a run cannot be continued from it",
-            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
-            value=option,
-            hint=f"export the run without {_EMA}, or the average without {option}",
-        )

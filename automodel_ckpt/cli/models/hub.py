@@ -28,16 +28,13 @@ _WRITTEN = ("license", "eval")
 def add_card_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt card``."""
     command.description = (
-        "Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it. "
+        "Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it "
+        "(or to write it: `ckpt card PATH > README.md`). "
         "It contains no paths, users or hosts."
     )
     command.add_argument("path", metavar="PATH", help=f"{WHERE}, or an export")
     command.add_argument(
         "repo", nargs="?", metavar="hub:ORG/NAME", help="repository that the card is for"
-    )
-    command.add_argument("--output", "-o", metavar="DIR", help="write README.md there instead")
-    command.add_argument(
-        "--force", action="store_true", help="with --output, replace files that exist"
     )
     _add_facts(command.add_argument)
 
@@ -155,14 +152,11 @@ def run_pull(arguments: argparse.Namespace) -> int:
 
 def run_card(arguments: argparse.Namespace) -> int:
     """Run ``ckpt card``. Makes no request to the Hub."""
-    from automodel_ckpt.convert.publishing import check_file_target, published_file
     from automodel_ckpt.hub.address import HubAddress
     from automodel_ckpt.hub.bundle import README, described
     from automodel_ckpt.hub.card import card_files
 
     _check_base(arguments)
-    if arguments.force and arguments.output is None:
-        raise without_effect("card", "--force", "", "without --output")
     source = find_checkpoint(Path(arguments.path))
     address = HubAddress("my-org/my-model")
     if arguments.repo is not None:
@@ -177,17 +171,8 @@ def run_card(arguments: argparse.Namespace) -> int:
         evaluation=_metrics(arguments.eval),
     )
     text = files[README].decode()
-    if arguments.output:
-        target = Path(arguments.output) / README
-        check_file_target(target, overwrite=arguments.force)
-        with published_file(target, print_error, what="the model card") as staging:
-            staging.write_text(text, "utf-8")
-    if arguments.json:
-        print(json.dumps({"card": text, "files": sorted(files)}))
-    elif arguments.output:
-        print(printable(str(target)))
-    else:
-        sys.stdout.write(text)
+    document = {"card": text, "files": sorted(files)}
+    sys.stdout.write(f"{json.dumps(document)}\n" if arguments.json else text)
     return EXIT_DONE
 
 

@@ -120,28 +120,19 @@ def attribute(flag: str) -> str:
     return name
 
 
-def _nothing(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
-    return {}
-
-
-def _no_details(report: Any) -> str:
-    return ""
-
-
 class Target(NamedTuple):
     """A value of ``--to``.
 
     *summary* describes it in ``--help``, as does *output*, the default of ``--output``. An option that is not in
-    *options* is an error when it is given. *supplied* returns more keyword arguments, and *details* what else is logged
-    of a report. *resumes* states whether the other program continues the run, with its optimizer state.
+    *options* is an error when it is given. *supplied* returns more keyword arguments. *resumes* states whether the
+    other program continues the run, with its optimizer state.
     """
 
     name: str
     summary: str
     output: str
     options: tuple[str, ...]
-    supplied: Callable[[argparse.Namespace, Path], Mapping[str, Any]] = _nothing
-    details: Callable[[Any], str] = _no_details
+    supplied: Callable[[argparse.Namespace, Path], Mapping[str, Any]] | None = None
     resumes: bool = False
 
     def run(self, arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
@@ -155,15 +146,16 @@ class Target(NamedTuple):
         keywords: dict[str, Any] = {}
         for flag in self.options:
             keywords[attribute(flag)] = getattr(arguments, attribute(flag))
-        keywords |= self.supplied(arguments, source)
+        if self.supplied is not None:
+            keywords |= self.supplied(arguments, source)
         source = keywords.pop("source", source)
         report = export_to(self.name, source, arguments.output, log=log, **keywords)
         text = f"wrote {counted(report.num_tensors, 'tensor')}"
-        log(report_line(text, report, self.details(report)))
+        log(report_line(text, report, report.summary))
         if not arguments.json:
             print_path(report.output)
         document = {**asdict(report), **report.details, "output": str(report.output)}
-        del document["details"]
+        del document["details"], document["summary"]
         return document
 
 
@@ -228,23 +220,6 @@ def _trainer(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
     return {"source": source, "parameters_in": parameters_in, "intervals": Intervals(**found)}
 
 
-def _trainer_details(report: Any) -> str:
-    return f"state of {counted(report.details['num_parameters'], 'parameter')}"
-
-
-def _gguf_details(report: Any) -> str:
-    from automodel_ckpt.checkpoint.export.next_steps import gguf_lines
-    from automodel_ckpt.convert.targets.gguf import write_modelfile
-
-    for line in gguf_lines(report.output, write_modelfile(report.output)):
-        log(line)
-    return ", ".join(f"{count} {name}" for name, count in report.details["kinds"].items())
-
-
-def _quantized_details(report: Any) -> str:
-    return f"{report.details['num_quantized']} of them quantized"
-
-
 TARGETS: tuple[Target, ...] = (
     Target(
         "hf",
@@ -257,7 +232,6 @@ TARGETS: tuple[Target, ...] = (
         "one file for llama.cpp: Llama, Mistral, Qwen 2 and 3, SmolLM, Gemma 2 and 3",
         "NAME.gguf next to the checkpoint",
         ("--cast-dtype", "--type", "--num-threads", "--force"),
-        details=_gguf_details,
     ),
     Target(
         "torch",
@@ -278,7 +252,6 @@ TARGETS: tuple[Target, ...] = (
         "checkpoint-N next to the checkpoint",
         ("--callback",),
         _trainer,
-        _trainer_details,
         resumes=True,
     ),
     Target(
@@ -293,7 +266,6 @@ TARGETS: tuple[Target, ...] = (
         "NAME-SCHEME next to the checkpoint",
         ("--scheme", "--cast-dtype"),
         _scheme,
-        _quantized_details,
     ),
     Target(
         "nemo",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.files import agreeing_config
-from automodel_ckpt.checkpoint.export.plan import Plan, make_plan
+from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import MODEL
@@ -41,8 +41,8 @@ from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_
 from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
-    fitting_prefixes,
     has_odd_prefix,
+    possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -120,6 +120,11 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_free(run, name)
     maps = BaseMaps(is_adapter=adapter is not None)
     plan = make_plan(weights.tensors, {}, maps, where=str(source.directory))
+    side_files = dict(adapter.files) if adapter else source.side_files(options.config)
+    if _CONFIG in side_files:
+        # It agrees with the tensors that are written.
+        path = source.directory / _CONFIG
+        side_files[_CONFIG], _ = agreeing_config(side_files[_CONFIG], plan, BaseMaps(), path)
     left_out = source.left_out(omitted, has_training=training is not None)
     states = list(source.states())
     reasons = (known.training_left(path) for path, known in states)
@@ -128,7 +133,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         kind=source.known.name,
         weights=weights,
         plan=plan,
-        side_files=_side_files(source, adapter, plan, options.config),
+        side_files=side_files,
         other_files=recipe_of(source.run_directory),
         losses=losses_in(source.run_directory, detect(source.run_directory, follow_links=True)),
         run=run,
@@ -184,35 +189,21 @@ def _compared(
         return ((unknown,) if has_own_names else ()), None
     notes, renaming = tuple(found.lines()), None
     if has_own_names and options.names is None and found.unknown and found.missing:
-        without: dict[str, Renaming] = {}
-
-        def fits(prefix: str) -> bool:
-            without[prefix] = without_prefix(weights, prefix)
-            after = without[prefix].after
-            again = compare(config, [*after.tensors, *after.tied])
-            return again is not None and not (again.unknown or again.missing)
-
-        prefixes = fitting_prefixes(weights.tensors, found.missing, fits)
-        if len(prefixes) != 1:
+        fitting: dict[str, Renaming] = {}
+        for prefix in possible_prefixes(weights.tensors, found.missing):
+            after = without_prefix(weights, prefix)
+            again = compare(config, [*after.after.tensors, *after.after.tied])
+            if again is not None and not (again.unknown or again.missing):
+                fitting[prefix] = after
+        if len(fitting) != 1:
             found.check(str(source.path))
             return notes, None
-        renaming = without[prefixes[0]]
-        notes = (f"those of the model after the prefix {prefixes[0]!r}, which is removed",)
+        ((prefix, renaming),) = fitting.items()
+        notes = (f"those of the model after the prefix {prefix!r}, which is removed",)
     is_quantized = bool(quantization_of(files))
     stored = weights if renaming is None else renaming.after
     found.check_shapes(stored.tensors, str(source.path), is_quantized=is_quantized)
     return notes, renaming
-
-
-def _side_files(
-    source: ImportSource, adapter: AdapterModel | None, plan: Plan, config: Path | None
-) -> dict[str, bytes]:
-    """Return the files beside the weights, with a config.json that agrees with the tensors in *plan*."""
-    files = dict(adapter.files) if adapter is not None else source.side_files(config)
-    if _CONFIG in files:
-        path = source.directory / _CONFIG
-        files[_CONFIG], _ = agreeing_config(files[_CONFIG], plan, BaseMaps(), path)
-    return files
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:

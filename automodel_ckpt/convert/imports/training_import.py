@@ -9,7 +9,7 @@ one's random state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,14 +185,22 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
         rates = list(stated)
     if any(type(rate) not in (int, float) or not math.isfinite(rate) for rate in rates):
         return None
+    last_rates = [group.options.get("lr", 0.0) for group in groups]
+    return lambda_schedule([float(rate) for rate in rates], last_rates, step)
+
+
+def lambda_schedule(
+    base_rates: Sequence[float], last_rates: Sequence[float], step: int
+) -> dict[str, Any]:
+    """Return the state of a LambdaLR (torch 2.13), such as the schedules of transformers, after *step* steps."""
     return {
-        "base_lrs": [float(rate) for rate in rates],
+        "base_lrs": base_rates,
         "last_epoch": step,
         "_step_count": step + 1,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
-        "_last_lr": [group.options.get("lr", 0.0) for group in groups],
-        "lr_lambdas": [None] * len(groups),
+        "_last_lr": last_rates,
+        "lr_lambdas": [None] * len(base_rates),
     }
 
 

@@ -119,7 +119,15 @@ def prepare(
     """
     shares = _shares(weights, ema, len(sources))
     opened = [open_weights(source) for source in sources]
-    modules = [_model_in(weights_in) for weights_in in opened]
+    for weights_in in opened:
+        if MODEL not in weights_in.modules:
+            raise CheckpointUnusable(
+                "this checkpoint has no module named 'model'",
+                where=str(weights_in.path),
+                value=", ".join(weights_in.modules),
+                hint="name the directory of one of its modules",
+            )
+    modules = [weights_in.modules[MODEL] for weights_in in opened]
     for source, module in zip(sources[1:], modules[1:], strict=True):
         _check_consistent(modules[0], module, opened[0].path, source)
     copied = _different(modules, integers)
@@ -138,6 +146,10 @@ def prepare(
     for weights_in, share, summary in zip(opened, shares, summaries, strict=True):
         source_of: dict[str, Any] = {"path": str(weights_in.path), "weight": share}
         averaged_from.append(source_of | ({"manifest": summary.digest} if summary else {}))
+    left_out: list[str] = []
+    for weights_in in opened:
+        left_out += [f"module {module}" for module in weights_in.modules if module != MODEL]
+        left_out += weights_in.omitted
     copied_from = modules[-1 if integers == "last" else 0]
     checkpoint = NewCheckpoint(
         source=opened[0].path,
@@ -149,7 +161,7 @@ def prepare(
         losses={},
         run=run,
         name=name,
-        left_out=_left_out(opened),
+        left_out=tuple(dict.fromkeys(left_out)),
         contents=partial(_contents, modules, shares, copied_from),
         lineage={"averaged_from": averaged_from} | ({} if ema is None else {"average_ema": ema}),
     )
@@ -190,18 +202,6 @@ def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> l
 
 def _invalid(what: str, where: str, value: object) -> RecipeError:
     return RecipeError(what, where=where, value=value, hint="`ckpt average --help` describes it")
-
-
-def _model_in(opened: Weights) -> Tensors:
-    module = opened.modules.get(MODEL)
-    if module is None:
-        raise CheckpointUnusable(
-            "this checkpoint has no module named 'model'",
-            where=str(opened.path),
-            value=", ".join(opened.modules),
-            hint="name the directory of one of its modules",
-        )
-    return module
 
 
 def _check_consistent(first: Tensors, other: Tensors, first_path: Path, other_path: Path) -> None:
@@ -246,15 +246,6 @@ def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
 def _some(names: Sequence[str]) -> str:
     more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return "; ".join(names[:_SHOWN]) + more
-
-
-def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
-    """Name what the sources contain beside the averaged weights."""
-    names: dict[str, None] = {}
-    for weights_in in opened:
-        others = [f"module {module}" for module in weights_in.modules if module != MODEL]
-        names |= dict.fromkeys([*others, *weights_in.omitted])
-    return tuple(names)
 
 
 # ---------------------------------------------------------------- side files

@@ -105,7 +105,9 @@ class MergedModel:
         self._base = {exported.get(name, name): each for name, each in self._base.items()}
         self._numbers = {exported.get(name, name): each for name, each in self._numbers.items()}
         # A layer with experts has two parameters, whose factors many tensors in files share.
-        self._factor = functools.lru_cache(maxsize=4)(self._read_factor)
+        self._factor = functools.lru_cache(maxsize=4)(
+            lambda key, dtype: self._read(adapter.tensors[key], dtype)
+        )
         self.notes: list[str] = []
         self._in_memory: dict[str, str] = {}
         self._changes: dict[str, Change] = {}
@@ -246,9 +248,6 @@ class MergedModel:
             values[start : start + len(block)] = block
         return cast(values.float().numpy(), "F32", dtype)
 
-    def _read_factor(self, key: str, dtype: str) -> Array:
-        return self._read(self._adapter.tensors[key], dtype)
-
     # ---------------------------------------------------------------- the changes
 
     def _with_prefix(self, changes: dict[str, Change]) -> dict[str, Change]:
@@ -313,7 +312,9 @@ class MergedModel:
                 self._in_memory.setdefault(file_name, name)
             num_changed = sum(name in self._changes for name in pair)
             if num_changed == 0:
-                if self._differ_in_base(*pair):
+                # transformers then does not tie them.
+                base, both = Tensors(_ROOT, self._base), self._base.keys() >= set(pair)
+                if both and difference(_ROOT, self._base[pair[0]], base, pair[1:]):
                     apart.update(pair)
             elif num_changed == 1 or not self._are_equal(*pair):
                 untied.update(pair)
@@ -328,12 +329,6 @@ class MergedModel:
             if differing:
                 self.notes.append(f"{reason}: {', '.join(sorted(differing))}")
         return untied | apart
-
-    def _differ_in_base(self, one: str, other: str) -> bool:
-        """Whether the base has both tensors, with different values: transformers then does not tie them."""
-        if one not in self._base or other not in self._base:
-            return False
-        return bool(difference(_ROOT, self._base[one], Tensors(_ROOT, self._base), [other]))
 
     def _are_equal(self, one: str, other: str) -> bool:
         """Whether two changed tensors have equal values, up to rounding.

@@ -77,7 +77,8 @@ def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> Expo
         files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
         write_side_files(files, staging)
     num_tensors = sum(len(file.tensors) for file in plan.files)
-    return export.report(num_tensors, num_quantized=len(quantized))
+    summary = f"{len(quantized)} of them quantized"
+    return export.report(num_tensors, summary, num_quantized=len(quantized))
 
 
 class _Quantizer:

@@ -43,7 +43,7 @@ class ExportReport:
     """An export that was published at *output*: *nbytes* bytes, in *seconds*.
 
     *checked* states whether the digests of the source were known, and so compared. *warnings* were logged. *details*
-    are what a target has to report in addition.
+    are what a target has to report in addition, and *summary* are some of them in words.
     """
 
     output: Path
@@ -53,6 +53,7 @@ class ExportReport:
     checked: bool
     warnings: tuple[str, ...]
     details: Mapping[str, Any] = field(default_factory=dict)
+    summary: str = ""
 
 
 class Export:
@@ -199,7 +200,7 @@ class Export:
         """Return a directory that becomes the target when the block ends."""
         return published_directory(self.target, self.log, what=what)
 
-    def report(self, num_tensors: int, **details: Any) -> ExportReport:
+    def report(self, num_tensors: int, summary: str = "", **details: Any) -> ExportReport:
         """Return the report of what was published."""
         target = self.target
         paths = [target] if target.is_file() else target.rglob("*")
@@ -207,7 +208,7 @@ class Export:
         seconds = time.monotonic() - self._started
         warnings = tuple(self.warnings)
         return ExportReport(
-            target, num_tensors, nbytes, seconds, self._is_checked, warnings, details
+            target, num_tensors, nbytes, seconds, self._is_checked, warnings, details, summary
         )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
+from automodel_ckpt.checkpoint.export.next_steps import gguf_lines, modelfile_text
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
@@ -121,11 +121,14 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
     export.log_casts((entry.source.stored.dtype, entry.kind.name) for entry in entries)
     with published_file(export.target, export.log, what="the GGUF file") as path:
         _write_file(library, path, export.source, keys, model, entries)
-    counts = Counter(entry.kind.name for entry in entries)
-    return export.report(len(entries), kinds=dict(counts))
+    for line in gguf_lines(export.target, _write_modelfile(export.target)):
+        export.log(line)
+    kinds = Counter(entry.kind.name for entry in entries)
+    summary = ", ".join(f"{count} {name}" for name, count in kinds.items())
+    return export.report(len(entries), summary, kinds=dict(kinds))
 
 
-def write_modelfile(file: Path) -> Path:
+def _write_modelfile(file: Path) -> Path:
     """Write Ollama's Modelfile next to a GGUF *file*, unless there is one already, and return its path.
 
     Raises :class:`SaveFailed` if it cannot be written.

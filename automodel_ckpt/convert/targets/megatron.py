@@ -68,7 +68,13 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
 
     Rows of zeros make those of the embedding and the output layer a multiple of *vocabulary_multiple*.
     """
-    _check_multiple(vocabulary_multiple)
+    if not 0 < vocabulary_multiple <= _MAX_MULTIPLE:
+        raise RecipeError(
+            f"the rows of the vocabulary must be a multiple of 1 to {_MAX_MULTIPLE}",
+            where="ckpt export --vocabulary-multiple",
+            value=vocabulary_multiple,
+            hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
+        )
     opened = export.source
     export.directory("-megatron")
     # Tensors are written in parts of the stored slices, which have no digests.
@@ -90,16 +96,6 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
         write_side_files(beside, directory)
         _write(directory / _RELEASE, state_dict, conversion)
     return export.report(len(state_dict), checkpoint=str(export.target / _RELEASE))
-
-
-def _check_multiple(multiple: int) -> None:
-    if not 0 < multiple <= _MAX_MULTIPLE:
-        raise RecipeError(
-            f"the rows of the vocabulary must be a multiple of 1 to {_MAX_MULTIPLE}",
-            where="ckpt export --vocabulary-multiple",
-            value=multiple,
-            hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
-        )
 
 
 # ---------------------------------------------------------------- tensors

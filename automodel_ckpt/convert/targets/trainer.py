@@ -29,6 +29,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
 )
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
+from automodel_ckpt.convert.imports.training_import import lambda_schedule
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import numbered_state
 from automodel_ckpt.errors import CheckpointUnusable
@@ -85,7 +86,10 @@ def write(
         parameters = parameters_in(directory)()
         groups = trainer_groups(run, parameters, source)
         _write_archive(directory / OPTIMIZER_FILE, numbered_state(run, groups))
-        _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
+        base_rates = [group.options["initial_lr"] for group in groups]
+        last_rates = [group.options.get("lr", 0.0) for group in groups]
+        schedule = lambda_schedule(base_rates, last_rates, run.step)
+        _write_archive(directory / SCHEDULER_FILE, schedule)
         state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *(callbacks or ())))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
         stored = read_weight_map(directory / layout.HF_INDEX) or {}
@@ -97,7 +101,9 @@ def write(
         f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
         f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
     )
-    return export.report(weights.num_tensors, step=run.step, num_parameters=len(run.tensors))
+    num_parameters = len(run.tensors)
+    summary = f"state of {counted(num_parameters, 'parameter')}"
+    return export.report(weights.num_tensors, summary, step=run.step, num_parameters=num_parameters)
 
 
 def unloaded_warning(
@@ -165,24 +171,6 @@ def _group(
     rate = options.get("lr", 0.0)
     # The Trainer always has a schedule, which needs the peak rate.
     return ParameterGroup(members, {"initial_lr": rate, **options})
-
-
-def _schedule(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
-    """Return the state of the Trainer's schedule, a LambdaLR, after the run's steps (torch 2.13)."""
-    base_rates: list[float] = []
-    last_rates: list[float] = []
-    for group in groups:
-        base_rates.append(group.options["initial_lr"])
-        last_rates.append(group.options.get("lr", 0.0))
-    return {
-        "base_lrs": base_rates,
-        "last_epoch": run.step,
-        "_step_count": run.step + 1,
-        "_is_initial": False,
-        "_get_lr_called_within_step": False,
-        "_last_lr": last_rates,
-        "lr_lambdas": [None] * len(base_rates),
-    }
 
 
 def _trainer_state(
