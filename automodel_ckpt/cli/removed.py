@@ -11,6 +11,8 @@ REMOVED = {
     "average --density": _MERGEKIT,
     "average --scale": _MERGEKIT,
     "average --seed": _MERGEKIT,
+    "card --output": "redirect its output: ckpt card PATH > README.md",
+    "card -o": "redirect its output: ckpt card PATH > README.md",
     "export --to zarr": "export Hugging Face files (--to hf) or one file for torch.load (--to torch)",
     "import --group": "leave it out: all parameters are in one group, or in the groups of transformers' Trainer; "
     "otherwise import the weights without --training-state",

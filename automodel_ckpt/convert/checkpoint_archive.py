@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -19,20 +18,14 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.run import maintenance, resume
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run.writable import check_not_a_file
+from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
-from automodel_ckpt.convert.publishing import published_file
+from automodel_ckpt.convert.publishing import held_run, published_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
-_LEVEL = 3
 _NUM_THREADS = 2
 _MAX_LOG_BYTES = 1 << 32
 # zstd decoders need this much memory at most.
@@ -47,9 +40,7 @@ _LOGS = (
 _FIRST_FORMAT = "archive.json"
 
 
-def archive(
-    source: Path, target: Path, *, level: int = _LEVEL, log: Log
-) -> tuple[list[str], int, int]:
+def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[str], int, int]:
     """Write the checkpoint, or all complete checkpoints of the run directory, *source* to the file *target*.
 
     Returns:
@@ -61,8 +52,22 @@ def archive(
     """
     zstandard = _zstandard()
     is_run = layout.parse_checkpoint_name(source.name) is None
-    checkpoints = _checkpoints_in(source) if is_run else [source]
-    manifests = [_intact_manifest(checkpoint) for checkpoint in checkpoints]
+    checkpoints = [source]
+    if is_run:
+        # The oldest first.
+        checkpoints = [source / record.name for record in resume.records(source, "")][::-1]
+    if not checkpoints:
+        raise CheckpointUnusable(
+            "there is no complete checkpoint to archive",
+            where=str(source),
+            value="no checkpoint",
+            hint="name a run directory or a checkpoint",
+        )
+    manifests = [Manifest.read(checkpoint) for checkpoint in checkpoints]
+    for checkpoint, manifest in zip(checkpoints, manifests, strict=True):
+        problems = verify(checkpoint, manifest)
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
     with published_file(target, log, what="the archive") as staging:
         compressor = zstandard.ZstdCompressor(
             level=level, threads=_NUM_THREADS, write_checksum=True
@@ -92,22 +97,31 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.
         SaveFailed: A checkpoint cannot be written.
     """
-    _check_readable(path)
-    directory = RunDirectory(run, KeepPolicy(), "val_loss")
-    check_not_a_file(run)
     try:
-        # The lease first: recover() removes staging directories, which a live run may be writing.
-        directory.hold(COMMAND_HINT)
-        maintenance.recover(directory.root)
-        with _reader(path) as reader:
-            published = _Extraction(reader, directory.root, log).run()
+        # Before a run directory is created.
+        os.close(open_regular(Path(os.path.realpath(path))))
+    except OSError as error:
+        hint = "check the path and its permissions"
+        problem = os_problem(error, "the archive cannot be read", hint=hint)
+        raise CheckpointUnusable.all_of([problem]) from error
+    zstandard = _zstandard()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+
+    def decompressed(file: BinaryIO) -> BinaryIO:
+        return cast(
+            BinaryIO, decompressor.stream_reader(file, read_across_frames=True, closefd=False)
+        )
+
+    # The manifests limit the members and their sizes.
+    faults = (zstandard.ZstdError,)
+    with (
+        held_run(run, f"extracting {path}") as directory,
+        TarReader(path, decompressed, faults, max_members=None) as reader,
+    ):
+        published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
         directory.candidates(None)
-        return published
-    except OSError as error:
-        raise as_failure(error, f"extracting {path}", run, restart=SAME_COMMAND) from error
-    finally:
-        directory.release()
+    return published
 
 
 def _zstandard() -> Any:
@@ -120,50 +134,6 @@ def _zstandard() -> Any:
             value="not installed",
             hint="pip install 'automodel_ckpt[archive]'",
         ) from error
-
-
-def _checkpoints_in(run: Path) -> Sequence[Path]:
-    """Return the complete checkpoints of a run directory, the oldest first."""
-    found = [run / record.name for record in resume.records(run, "")]
-    if not found:
-        raise CheckpointUnusable(
-            "there is no complete checkpoint to archive",
-            where=str(run),
-            value="no checkpoint",
-            hint="name a run directory or a checkpoint",
-        )
-    return found[::-1]
-
-
-def _intact_manifest(checkpoint: Path) -> Manifest:
-    manifest = Manifest.read(checkpoint)
-    problems = verify(checkpoint, manifest)
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
-    return manifest
-
-
-def _check_readable(path: Path) -> None:
-    """Raise :class:`CheckpointUnusable` if *path* is no file that can be opened, before a run directory is created."""
-    try:
-        os.close(open_regular(Path(os.path.realpath(path))))
-    except OSError as error:
-        hint = "check the path and its permissions"
-        problem = os_problem(error, "the archive cannot be read", hint=hint)
-        raise CheckpointUnusable.all_of([problem]) from error
-
-
-def _reader(path: Path) -> TarReader:
-    """Open a tar archive that is compressed with zstd. The manifests limit its members and their sizes."""
-    zstandard = _zstandard()
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-
-    def decompressed(file: BinaryIO) -> BinaryIO:
-        return cast(
-            BinaryIO, decompressor.stream_reader(file, read_across_frames=True, closefd=False)
-        )
-
-    return TarReader(path, decompressed, (zstandard.ZstdError,), max_members=None)
 
 
 class _Extraction:
@@ -182,7 +152,7 @@ class _Extraction:
         for member in self._members:
             name, _, file = member.name.partition("/")
             if member.name in _LOGS and not member.is_directory:
-                logs[member.name] = self._bytes(member, _MAX_LOG_BYTES)
+                logs[name] = self._bytes(member, _MAX_LOG_BYTES)
             elif file == layout.MANIFEST and layout.parse_checkpoint_name(name) is not None:
                 published.append(self._checkpoint(name, self._bytes(member, MAX_BYTES)))
             else:

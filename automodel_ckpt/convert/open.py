@@ -39,7 +39,6 @@ from automodel_ckpt.convert.formats.registry import DCP, detect
 from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
 from automodel_ckpt.convert.names.conversion import (
-    Conversion,
     conversion_in,
     has_megatron_names,
     required_conversion,
@@ -133,7 +132,8 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
     each other or the config.
     """
     given = Path(path).expanduser()
-    if given.is_file() and not _is_pointer(given):
+    is_pointer = given.name.removesuffix(".txt") in layout.POINTERS
+    if given.is_file() and not is_pointer:
         return _weights_of(given, _open_file(given, config))
     return _open_resolved(_resolved(given), config)
 
@@ -199,26 +199,21 @@ def _in_hugging_face_names(
     """Return *source* with the names of a Hugging Face model, if it has Megatron's or torchtitan's and the model is
     known."""
     directory = path if path.is_dir() else path.parent
-    conversion: Conversion | None = None
     if has_torchtitan_names(source.tensors):
         found = (
             required_torchtitan_conversion(config) if config else torchtitan_conversion(directory)
         )
     elif has_megatron_names(source.tensors):
         found = required_conversion(config) if config else conversion_in(directory)
-        conversion = found or known.conversion(path)
+        stated = None if found else known.conversion(path)
+        if stated is not None:
+            return stated.source(source)
     else:
         return source
-    if found is not None:
-        return replace(found.source(source), side_files=config or directory)
-    return source if conversion is None else conversion.source(source)
+    return replace(found.source(source), side_files=config or directory) if found else source
 
 
 # ---------------------------------------------------------------- checkpoints of this program
-
-
-def _is_pointer(path: Path) -> bool:
-    return path.name.removesuffix(".txt") in layout.POINTERS
 
 
 def _resolved(path: Path) -> Path:
@@ -260,19 +255,18 @@ def _module(checkpoint: Path, manifest: Manifest, name: str) -> Tensors:
 
 def _module_in(directory: Path) -> Tensors:
     """Return the module that a checkpoint stores in *directory*."""
-    modules: dict[str, Tensors] = {}
-    for name, module in _modules_of(directory.parent).items():
-        modules[layout.state_directory(name)] = module
-    manifest = Manifest.read(directory.parent)
+    checkpoint = directory.parent
+    modules = _modules_of(checkpoint)
+    manifest = Manifest.read(checkpoint)
     if is_average(manifest, directory.name):
-        average = _module(directory.parent, manifest, directory.name)
+        average, model = _module(checkpoint, manifest, directory.name), modules[MODEL]
         # Tensors that do not train are stored with the model.
-        tensors = {**modules[MODEL].tensors, **average.tensors}
-        modules[directory.name] = replace(average, tensors=tensors, tied=modules[MODEL].tied)
-    if directory.name not in modules:
-        value = f"those of it: {sorted(modules)}"
+        return replace(average, tensors={**model.tensors, **average.tensors}, tied=model.tied)
+    found = {layout.state_directory(name): module for name, module in modules.items()}
+    if directory.name not in found:
+        value = f"those of it: {sorted(found)}"
         raise _unusable("this directory of a checkpoint holds no module", directory, value)
-    return modules[directory.name]
+    return found[directory.name]
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:

@@ -17,6 +17,12 @@ from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.checkpoint.parts.commit import make_run_directory
+from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
+from automodel_ckpt.checkpoint.run import maintenance
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run.writable import check_not_a_file
 from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
 
 
@@ -119,3 +125,22 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def held_run(path: Path, doing: str) -> Iterator[RunDirectory]:
+    """Yield the run directory *path* for a command that adds checkpoints; leftovers of killed saves are removed first.
+
+    Raises :class:`SaveFailed` for an OSError in the block, which *doing* describes, or if a live run has the directory.
+    """
+    run = RunDirectory(path, KeepPolicy(), "val_loss")
+    check_not_a_file(path)
+    try:
+        # The lease first: recover() removes staging directories, which a live run may be writing.
+        run.hold(COMMAND_HINT)
+        maintenance.recover(run.root)
+        yield run
+    except OSError as error:
+        raise as_failure(error, doing, run.root, restart=SAME_COMMAND) from error
+    finally:
+        run.release()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
-from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.pending import TO_HUB, link, pending, step_of, unlink
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.client import has_token
-from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job
 
 log = logging.getLogger("automodel_ckpt")
 
+LINK = TO_HUB
+STATUS = ".hub.json"
+LOCK = ".hub.lock"
+"""The names in the run directory of links to what is uploaded, of the status, and of the lock of the process."""
 _MODULE = "automodel_ckpt.hub.pusher"
 
 
@@ -68,17 +71,14 @@ class Pushes:
         self._step = 0
         """The newest step that the run has, for a process that is started again."""
         name = "the process that uploads to the Hub"
-        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, self._present_job, name=name)
-        self.job = Job(
-            repo=section.repo,
-            push=section.push,
-            private=section.private,
-            revision=section.revision,
-            card=_card(section),
-            base_model=section.base_model,
-            license=section.license,
-            makes_exports=makes_exports,
-        )
+
+        def job() -> dict[str, Any]:
+            return {**self.job, "went_back_to": self._step}
+
+        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, job, name=name)
+        # The text of the card instead of its path.
+        fields = {**asdict(section), "card": _card(section)}
+        self.job = {"section": fields, "makes_exports": makes_exports}
 
     def start(self, resumed_step: int | None) -> None:
         """Start the uploading process. The run continues from *resumed_step*; None if it begins.
@@ -90,9 +90,6 @@ class Pushes:
                 unlink(self._root, LINK, name)
         self._step = resumed_step or 0
         self.process.start()
-
-    def _present_job(self) -> dict[str, Any]:
-        return asdict(replace(self.job, went_back_to=self._step))
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,26 @@ class Bundle:
     readme: str | None = None
     base: str | None = None
 
-    def read(self, name: str) -> Any:
-        """The content of a JSON file; an empty mapping if there is none."""
-        content = self.files.get(name)
-        if content is None:
+    def read(self, name: str) -> dict[str, Any]:
+        """The content of a JSON file; an empty mapping if there is none. Raises :class:`CheckpointUnusable`."""
+        if name not in self.files:
             return {}
-        return parse_json(content if isinstance(content, bytes) else content.read_bytes())
+        try:
+            content = self.files[name]
+            if isinstance(content, Path):
+                content = read_model_file(self.directory, name)
+            found = parse_json(content)
+            if isinstance(found, dict):
+                return found
+            value = "no mapping"
+        except (OSError, ValueError) as error:
+            value = repr(error)[:200]
+        raise CheckpointUnusable(
+            "a file of the model cannot be read",
+            where=str(self.directory / name),
+            value=value,
+            hint="restore the file from another copy, or use another checkpoint",
+        )
 
 
 @contextlib.contextmanager
@@ -71,7 +85,8 @@ def opened(path: Path, log: Log, *, base_model: str | None = None) -> Iterator[B
         yield _of_export(path, _checkpoint_of(path), base_model)
         return
     if not os.path.lexists(path / layout.MANIFEST):
-        yield _of_directory(path, base_model)
+        # The files of a model that another program wrote, or of a trained adapter without its checkpoint.
+        yield _with_manifest(_described(path, _names_in(path), None, base_model))
         return
     model = path / _MODEL
     if os.path.lexists(model / layout.CONSOLIDATED / layout.EXPORT_MANIFEST):
@@ -98,11 +113,35 @@ def described(path: Path, *, base_model: str | None = None) -> Bundle:
             if os.path.isdir(directory / place):
                 directory /= place
                 break
-    names = _names_in(directory)
+    return _described(directory, _names_in(directory), checkpoint, base_model)
+
+
+def _described(
+    directory: Path, names: Iterable[str], checkpoint: Path | None, base_model: str | None
+) -> Bundle:
+    """Return the files *names* of *directory*, in which a name replaces the local path of an adapter's base."""
+    try:
+        readme = read_safely(directory, README).decode("utf-8", "replace")
+    except OSError:
+        readme = None
     files: dict[str, Path | bytes] = {name: directory / name for name in names}
-    is_adapter = layout.ADAPTER_CONFIG in files
-    base = _replace_local_base(files, directory, base_model) if is_adapter else None
-    return Bundle(directory, files, checkpoint, is_adapter, _readme(directory), base)
+    bundle = Bundle(directory, files, checkpoint, layout.ADAPTER_CONFIG in files, readme)
+    if not bundle.is_adapter:
+        return bundle
+    settings = bundle.read(layout.ADAPTER_CONFIG)
+    base = str(settings.get("base_model_name_or_path") or "")
+    is_local = os.path.isabs(base) or os.path.exists(base)
+    if not is_local and base_model is None:
+        return bundle
+    name = base_model or os.path.basename(base.rstrip("/"))
+    settings["base_model_name_or_path"] = name
+    content = json.dumps(settings, indent=2, sort_keys=True).encode() + b"\n"
+    if record := bundle.read(layout.AUTOMODEL_PEFT_CONFIG):
+        if isinstance(record.get("base"), dict):
+            record["base"] |= {"name": name, "relative_to_run": None}
+        files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
+    files[layout.ADAPTER_CONFIG] = content
+    return replace(bundle, base=base if is_local else None)
 
 
 def _checkpoint_of(export: Path) -> Path | None:
@@ -134,11 +173,10 @@ def _of_export(directory: Path, checkpoint: Path | None, base_model: str | None)
     if problems:
         raise CheckpointUnusable.all_of(problems)
     if layout.ADAPTER_CONFIG in manifest.files:
-        names = [name for name in manifest.files if _is_uploaded(name)]
-        return _with_manifest(directory, names, checkpoint, base_model)
-    names = [*manifest.files, layout.EXPORT_MANIFEST]
-    files: dict[str, Path | bytes] = {name: directory / name for name in names if name != README}
-    return Bundle(directory, files, checkpoint, False, readme=_readme(directory))
+        names = filter(_is_uploaded, manifest.files)
+        return _with_manifest(_described(directory, names, checkpoint, base_model))
+    names = (name for name in (*manifest.files, layout.EXPORT_MANIFEST) if name != README)
+    return _described(directory, names, checkpoint, base_model)
 
 
 def _of_checkpoint(checkpoint: Path, base_model: str | None) -> Bundle:
@@ -153,12 +191,7 @@ def _of_checkpoint(checkpoint: Path, base_model: str | None) -> Bundle:
     if problems:
         raise CheckpointUnusable.all_of(problems)
     names = [name.removeprefix(prefix) for name in records]
-    return _with_manifest(checkpoint / _MODEL, names, checkpoint, base_model)
-
-
-def _of_directory(directory: Path, base_model: str | None) -> Bundle:
-    """The files of a model that another program wrote, or of a trained adapter without its checkpoint."""
-    return _with_manifest(directory, _names_in(directory), None, base_model)
+    return _with_manifest(_described(checkpoint / _MODEL, names, checkpoint, base_model))
 
 
 def _names_in(directory: Path) -> list[str]:
@@ -172,7 +205,13 @@ def _names_in(directory: Path) -> list[str]:
         directories[:] = [name for name in directories if not name.startswith(".")]
         names += [os.path.relpath(os.path.join(parent, name), directory) for name in files]
     names = sorted(name for name in names if _is_uploaded(name))
-    _check_links(directory, names)
+    for name in names:
+        # Weights are validated, and may be links out of the directory.
+        if not name.endswith(".safetensors"):
+            try:
+                model_file(directory, name)
+            except OSError as error:
+                raise CheckpointUnusable.all_of([unreadable(error)]) from error
     if not {"config.json", layout.ADAPTER_CONFIG} & set(names):
         raise CheckpointUnusable(
             "there is no model to upload",
@@ -183,44 +222,24 @@ def _names_in(directory: Path) -> list[str]:
     return names
 
 
-def _check_links(directory: Path, names: list[str]) -> None:
-    """Raise :class:`CheckpointUnusable` for a link out of the directory, except to weights, which are validated."""
-    for name in names:
-        if name.endswith(".safetensors"):
-            continue
-        try:
-            model_file(directory, name)
-        except OSError as error:
-            raise CheckpointUnusable.all_of([unreadable(error)]) from error
-
-
 def _is_uploaded(name: str) -> bool:
     parts = name.split("/")
     is_hidden = any(part.startswith(".") for part in parts)
     return not is_hidden and name not in _NOT_UPLOADED and parts[0] not in layout.EXPORTS
 
 
-def _with_manifest(
-    directory: Path, names: list[str], checkpoint: Path | None, base_model: str | None
-) -> Bundle:
-    files: dict[str, Path | bytes] = {name: directory / name for name in names}
-    is_adapter = layout.ADAPTER_CONFIG in files
-    base = None
-    if is_adapter:
-        base = _replace_local_base(files, directory, base_model)
-    entries = {}
-    for name, content in files.items():
-        entries[name] = _entry(content)
+def _with_manifest(bundle: Bundle) -> Bundle:
+    """Return *bundle* with a manifest of its files."""
     document = {
         "format": "automodel_ckpt.export",
         "format_version": 1,
-        "checked": checkpoint is not None,
-        "files": entries,
+        "checked": bundle.checkpoint is not None,
+        "files": {name: _entry(content) for name, content in bundle.files.items()},
     }
-    if checkpoint is not None:
-        document["checkpoint"] = checkpoint.name
-    files[layout.EXPORT_MANIFEST] = json.dumps(document).encode() + b"\n"
-    return Bundle(directory, files, checkpoint, is_adapter, readme=_readme(directory), base=base)
+    if bundle.checkpoint is not None:
+        document["checkpoint"] = bundle.checkpoint.name
+    manifest = json.dumps(document).encode() + b"\n"
+    return replace(bundle, files={**bundle.files, layout.EXPORT_MANIFEST: manifest})
 
 
 def _entry(content: Path | bytes) -> dict[str, Any]:
@@ -236,48 +255,3 @@ def _entry(content: Path | bytes) -> dict[str, Any]:
     sizes += [end - start for start, end in spans]
     digests = part_digests(content, sizes)
     return {"size": size, "parts": [list(pair) for pair in zip(sizes, digests, strict=True)]}
-
-
-def _replace_local_base(
-    files: dict[str, Path | bytes], directory: Path, base_model: str | None
-) -> str | None:
-    """Replace the local path of an adapter's base in its files by a name. Returns the path; None for a Hub name."""
-    settings = _json(directory, layout.ADAPTER_CONFIG)
-    base = str(settings.get("base_model_name_or_path") or "")
-    is_local = os.path.isabs(base) or os.path.exists(base)
-    if not is_local and base_model is None:
-        return None
-    name = base_model or os.path.basename(base.rstrip("/"))
-    settings["base_model_name_or_path"] = name
-    files[layout.ADAPTER_CONFIG] = json.dumps(settings, indent=2, sort_keys=True).encode() + b"\n"
-    if layout.AUTOMODEL_PEFT_CONFIG in files:
-        record = _json(directory, layout.AUTOMODEL_PEFT_CONFIG)
-        if isinstance(record.get("base"), dict):
-            record["base"] |= {"name": name, "relative_to_run": None}
-        content = json.dumps(record, indent=2).encode() + b"\n"
-        files[layout.AUTOMODEL_PEFT_CONFIG] = content
-    return base if is_local else None
-
-
-def _json(directory: Path, name: str) -> dict[str, Any]:
-    try:
-        found = parse_json(read_model_file(directory, name))
-    except (OSError, ValueError) as error:
-        raise _malformed(directory / name, repr(error)[:200]) from error
-    if not isinstance(found, dict):
-        raise _malformed(directory / name, "no mapping")
-    return found
-
-
-def _malformed(path: Path, value: str) -> CheckpointUnusable:
-    hint = "restore the file from another copy, or use another checkpoint"
-    return CheckpointUnusable(
-        "a file of the model cannot be read", where=str(path), value=value, hint=hint
-    )
-
-
-def _readme(directory: Path) -> str | None:
-    try:
-        return read_safely(directory, README).decode("utf-8", "replace")
-    except OSError:
-        return None

@@ -12,8 +12,10 @@ from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.errors import printable
+from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.bundle import README, Bundle
 from automodel_ckpt.hub.facts import Facts, facts_of
+from automodel_ckpt.logs.history import Series
 
 _CLASSES = {
     "text-generation": "ForCausalLM",
@@ -43,7 +45,6 @@ _TAGS = {
     "pretrain": "pretraining",
 }
 _SENTENCES = "modules.json"
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _MAX_ROWS = 12
 _PACKAGES = ("automodel-ckpt", "torch", "transformers", "peft", "datasets")
 
@@ -60,21 +61,22 @@ class Metric:
 
 def card_files(
     bundle: Bundle,
-    repo: str,
+    address: HubAddress,
     *,
-    revision: str | None = None,
     base_model: str | None = None,
     license_name: str | None = None,
     evaluation: Sequence[Metric] = (),
     readme: str | None = None,
     is_online: bool = False,
 ) -> dict[str, bytes]:
-    """Return README.md for a model in the repository *repo*.
+    """Return README.md for a model in the repository *address*.
 
     *readme* is the text of the user's own card; without it, that of a README.md beside the files is used, and without
     both a card is written. *license_name* replaces the license of the base. With *is_online*, the card of the base may
     be downloaded for it.
     """
+    from jinja2 import Environment, FileSystemLoader
+
     own = readme if readme is not None else bundle.readme
     if own is not None:
         return {README: own.encode()}
@@ -84,32 +86,31 @@ def card_files(
         terms = {"license": license_name}
     elif facts.base is not None:
         terms = _base_license(facts.base, facts.base_commit, is_online=is_online)
-    name = repo.rpartition("/")[2]
-    text = _rendered(
-        name=name,
-        facts=facts,
-        is_adapter=bundle.is_adapter,
-        has_license=bool(terms),
-        sections=list(_sections(facts, evaluation)),
-        **_loading(bundle, facts, repo, revision),
-    )
-    header = _metadata(bundle, facts, name, terms, evaluation).to_yaml()
-    header = "\n".join(map(printable, header.split("\n")))
-    return {README: f"---\n{header}\n---\n\n{text}\n".encode()}
-
-
-def _rendered(**values: Any) -> str:
-    from jinja2 import Environment, FileSystemLoader
-
     # Names come from files: none may begin a line, or end a cell of a table.
     environment = Environment(
         finalize=lambda value: printable(value) if isinstance(value, str) else value,
         loader=FileSystemLoader(Path(__file__).parent),
     )
-    return environment.get_template("card.md.jinja").render(values)
+    name = address.repo.rpartition("/")[2]
+    tag = _pipeline_tag(facts, bundle)
+    text = environment.get_template("card.md.jinja").render(
+        name=name,
+        facts=facts,
+        is_adapter=bundle.is_adapter,
+        has_license=bool(terms),
+        sections=list(_sections(facts, evaluation)),
+        address=address,
+        files=bundle.files,
+        tag=tag,
+        auto_class=f"AutoModel{_CLASSES[tag]}",
+        model_config=layout.ADAPTER_MODEL_CONFIG,
+    )
+    header = _metadata(bundle, facts, name, tag, terms, evaluation).to_yaml()
+    header = "\n".join(map(printable, header.split("\n")))
+    return {README: f"---\n{header}\n---\n\n{text}\n".encode()}
 
 
-def pipeline_tag(facts: Facts, bundle: Bundle) -> str:
+def _pipeline_tag(facts: Facts, bundle: Bundle) -> str:
     """The task of the Hub's pipelines that the model is for."""
     if _SENTENCES in bundle.files:
         return "sentence-similarity"
@@ -146,10 +147,11 @@ def _metadata(
     bundle: Bundle,
     facts: Facts,
     name: str,
+    task: str,
     terms: Mapping[str, str | None],
     evaluation: Sequence[Metric],
 ) -> Any:
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import EvalResult, ModelCardData
 
     tags = ["automodel_ckpt"]
     if facts.kind:
@@ -164,70 +166,46 @@ def _metadata(
     if facts.base is not None:
         more["base_model"] = facts.base
         more["base_model_relation"] = "adapter" if bundle.is_adapter else "finetune"
+    results = []
+    for data, metric, value in _results(facts, evaluation):
+        results.append(EvalResult(task, data, data, metric, round(value, 6), metric_name=metric))
     names = dict.fromkeys(name for _, name, is_on_hub in facts.data_sets() if is_on_hub)
     return ModelCardData(
         library_name=library,
-        pipeline_tag=pipeline_tag(facts, bundle),
+        pipeline_tag=task,
         datasets=list(names) or None,
         tags=tags,
         model_name=name,
-        eval_results=list(_results(pipeline_tag(facts, bundle), facts, evaluation)) or None,
+        eval_results=results or None,
         **more,
     )
 
 
-def _results(task: str, facts: Facts, evaluation: Sequence[Metric]) -> Iterator[Any]:
-    from huggingface_hub import EvalResult
-
-    validation = "validation"
-    for section, name, _ in reversed(list(facts.data_sets())):
-        if section.startswith("validation"):
-            validation = name
-    found = [(each.task, each.metric, each.value) for each in evaluation]
+def _results(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[str, str, float]]:
+    """Yield (data set, metric, value) of all results."""
+    for each in evaluation:
+        yield each.task, each.metric, each.value
+    sets = [name for section, name, _ in facts.data_sets() if section.startswith("validation")]
     for name, value in facts.measures.items():
         measure = name.removeprefix("eval_")
-        found.append((validation if measure == name else measure, measure, value))
-    for data, metric, value in found:
-        yield EvalResult(
-            task_type=task,
-            dataset_type=data,
-            dataset_name=data,
-            metric_type=metric,
-            metric_name=metric,
-            metric_value=round(value, 6),
-        )
+        yield measure if measure != name else [*sets, "validation"][0], measure, value
 
 
 # ---------------------------------------------------------------- the values of the text
 
 
-def _loading(bundle: Bundle, facts: Facts, repo: str, revision: str | None) -> dict[str, Any]:
-    """What the code that loads the model names."""
-    tag = pipeline_tag(facts, bundle)
-    at = "" if revision is None else f', revision="{revision}"'
-    preprocessor = "AutoTokenizer" if "tokenizer_config.json" in bundle.files else None
-    if any(name in bundle.files for name in _PROCESSORS):
-        preprocessor = "AutoProcessor"
-    loader = f"AutoModel{_CLASSES[tag]}"
-    if tag == "sentence-similarity" and not bundle.is_adapter:
-        loader = "SentenceTransformer"
-    # The head of a classifier is among the adapter's weights. Its size is in this config, not in that of the base.
-    has_config = bundle.is_adapter and layout.ADAPTER_MODEL_CONFIG in bundle.files
-    config = "AutoConfig" if has_config else None
-    return {
-        "place": f'"{repo}"{at}',
-        "loader": loader,
-        "preprocessor": preprocessor,
-        "model_config": f'"{repo}", "{layout.ADAPTER_MODEL_CONFIG}"{at}' if has_config else None,
-        "imports": list(filter(None, (config, loader, preprocessor))),
-    }
-
-
 def _sections(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[Any, ...]]:
     """Yield (title, heads of the columns, rows, a note below) of each section with a table."""
-    data = [_data_row(*each) for each in facts.data_sets()]
+    data = []
+    for section, name, is_on_hub in facts.data_sets():
+        link = f"[{name}](https://huggingface.co/datasets/{name})"
+        data.append((f"`{section}`", link if is_on_hub else f"{name} (local)"))
     yield "Data", ("section", "data set"), data, _progress_text(facts)
-    yield "Results", ("measure", "value"), _result_rows(facts, evaluation), ""
+    results = [(f"`{name}`", measure_text(value)) for name, value in facts.measures.items()]
+    for each in evaluation:
+        error = "" if each.stderr is None else f" ± {measure_text(each.stderr)}"
+        results.append((f"`{each.task}` {each.metric}", f"{measure_text(each.value)}{error}"))
+    yield "Results", ("measure", "value"), results, ""
     yield "Training", ("step", "training loss", "validation loss"), _loss_rows(facts), ""
     settings = [(f"`{key}`", text) for key, text in facts.settings().items()]
     yield "Hyperparameters", ("key", "value"), settings, ""
@@ -239,44 +217,28 @@ def _sections(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[Any,
 
 
 def _progress_text(facts: Facts) -> str:
+    manifest = facts.manifest
     seen = []
-    for name, value in (facts.manifest.progress if facts.manifest else {}).items():
+    for name, value in (manifest.progress if manifest else {}).items():
         if name.startswith("consumed_") and isinstance(value, int):
             seen.append(f"{value:,} {name.removeprefix('consumed_')}")
-    if facts.manifest is None or not seen:
+    if manifest is None or not seen:
         return ""
-    steps = counted(facts.manifest.step, "step")
-    return f"Training saw {' and '.join(seen)} in {steps} (epoch {facts.manifest.epoch})."
-
-
-def _data_row(section: str, name: str, is_on_hub: bool) -> tuple[str, str]:
-    link = f"[{name}](https://huggingface.co/datasets/{name})" if is_on_hub else f"{name} (local)"
-    return f"`{section}`", link
-
-
-def _result_rows(facts: Facts, evaluation: Sequence[Metric]) -> list[tuple[str, str]]:
-    rows = [(f"`{name}`", measure_text(value)) for name, value in facts.measures.items()]
-    for each in evaluation:
-        error = "" if each.stderr is None else f" ± {measure_text(each.stderr)}"
-        rows.append((f"`{each.task}` {each.metric}", f"{measure_text(each.value)}{error}"))
-    return rows
+    steps = counted(manifest.step, "step")
+    return f"Training saw {' and '.join(seen)} in {steps} (epoch {manifest.epoch})."
 
 
 def _loss_rows(facts: Facts) -> list[tuple[str, ...]]:
-    if facts.history is None:
-        return []
     found: list[dict[int, float]] = []
-    for field in ("loss", "val_loss"):
-        series = facts.history.series[field]
+    for name in ("loss", "val_loss"):
+        series = facts.series.get(name, Series())
         found.append(dict(zip(series.steps, series.values, strict=True)))
     steps = sorted(found[1] or found[0])
     # The last one is that of the checkpoint.
     chosen = sorted({*steps[:: -(-len(steps) // _MAX_ROWS) or 1], *steps[-1:]})
-    rows = []
-    for step in chosen:
-        losses = [f"{of[step]:.4f}" if step in of else "" for of in found]
-        rows.append((str(step), *losses))
-    return rows
+    return [
+        (str(step), *(f"{of[step]:.4f}" if step in of else "" for of in found)) for step in chosen
+    ]
 
 
 def _origin_rows(manifest: Manifest) -> list[tuple[str, str]]:
@@ -284,14 +246,14 @@ def _origin_rows(manifest: Manifest) -> list[tuple[str, str]]:
     packages = environment.get("packages")
     versions = {"automodel-ckpt": __version__}
     versions |= dict(packages) if isinstance(packages, Mapping) else {}
-    rows = [
-        ("step", f"{manifest.step} (epoch {manifest.epoch})"),
-        ("ranks", str(manifest.world_size)),
-        ("digest of the checkpoint", f"`{manifest.digest}`"),
-    ]
-    if environment.get("git_commit"):
-        rows.append(("git commit of the code", f"`{environment['git_commit']}`"))
-    for key, title in (("precision", "precision"), ("python", "Python")):
-        if environment.get(key):
-            rows.append((title, str(environment[key])))
-    return rows + [(name, str(versions[name])) for name in _PACKAGES if name in versions]
+    commit = environment.get("git_commit")
+    rows = {
+        "step": f"{manifest.step} (epoch {manifest.epoch})",
+        "ranks": manifest.world_size,
+        "digest of the checkpoint": f"`{manifest.digest}`",
+        "git commit of the code": f"`{commit}`" if commit else None,
+        "precision": environment.get("precision"),
+        "Python": environment.get("python"),
+        **{name: versions.get(name) for name in _PACKAGES},
+    }
+    return [(title, str(value)) for title, value in rows.items() if value]

@@ -14,8 +14,6 @@ from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.hub.address import HubAddress
 
-_TIMEOUT_SECONDS = 30.0
-
 
 class HubError(SaveFailed):
     """The Hub could not be read or written. With *is_temporary*, another attempt may succeed."""
@@ -46,25 +44,6 @@ def missing_token(where: str) -> HubError:
         value="",
         hint="`hf auth login`, or set HF_TOKEN to a token with write access",
     )
-
-
-def read_file(repo: str, path: str, revision: str) -> bytes:
-    """Read a small file of a model's repository. No file is written, which a kill could leave.
-
-    Raises the library's exceptions.
-    """
-    from huggingface_hub import constants, hf_hub_url, utils
-
-    library: Any = utils
-    url = hf_hub_url(repo, path, revision=revision, endpoint=constants.ENDPOINT)
-    headers = library.build_hf_headers()
-    # The session does not send the token to another host.
-    reply = library.get_session().get(
-        url, headers=headers, timeout=_TIMEOUT_SECONDS, follow_redirects=True
-    )
-    library.hf_raise_for_status(reply)
-    content: bytes = reply.content
-    return content
 
 
 def web_page(address: HubAddress) -> str:

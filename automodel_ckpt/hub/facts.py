@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.run.late_validations import recall
 from automodel_ckpt.config.help.changes import saved_recipe
 from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.hub.bundle import Bundle
-from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, History, Series, read_history
+from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, Series, read_history
 
 _UNSET = frozenset({"null", "[]", "{}", "''", "", "auto", "false"})
 _DATA = re.compile(
@@ -46,7 +46,7 @@ class Facts:
 
     recipe: Mapping[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
-    history: History | None = None
+    series: Mapping[str, Series] = field(default_factory=dict)
     base: str | None = None
     base_commit: str | None = None
     has_base: bool = False
@@ -63,21 +63,17 @@ class Facts:
         seen = set()
         for key, value in self.recipe.items():
             found = _DATA.fullmatch(key)
-            if not found or value in _UNSET:
-                continue
-            section, path = found[1], _unquoted(value)
-            is_on_hub = is_hub_name(path) and "/" in path and not os.path.splitext(path)[1]
-            name = path if is_on_hub else public_name(path)
-            seen.add(section)
-            yield section, name, is_on_hub
-        for key, value in self.recipe.items():
-            section = key.removesuffix("._target_")
-            if (
-                section in ("dataset", "validation_dataset")
-                and key != section
-                and section not in seen
-            ):
-                yield section, _unquoted(value).rpartition(".")[2], False
+            if found and value not in _UNSET:
+                seen.add(found[1])
+                path = _unquoted(value)
+                is_on_hub = is_hub_name(path) and "/" in path and not os.path.splitext(path)[1]
+                # The last part of a local path does not contain the name of a user or a machine.
+                name = path if is_on_hub else path.rstrip("/").rpartition("/")[2]
+                yield found[1], name or "local data", is_on_hub
+        for section in ("dataset", "validation_dataset"):
+            target = self.recipe.get(f"{section}._target_")
+            if target is not None and section not in seen:
+                yield section, _unquoted(target).rpartition(".")[2], False
 
     def settings(self) -> dict[str, str]:
         """The hyperparameters of the recipe, by dotted key."""
@@ -86,7 +82,8 @@ class Facts:
             if value in _UNSET or not _SETTINGS.fullmatch(key) or f"{key}={value}" in _DEFAULTS:
                 continue
             text = _unquoted(value)
-            if is_private(text):
+            # It may be a path of this machine, or a reference to its environment.
+            if any(part in text for part in ("/", "\\", "~", "${")):
                 continue
             item = _LIST_INDEX.fullmatch(key)
             name = item[1] if item else key
@@ -108,15 +105,15 @@ def facts_of(bundle: Bundle, base_model: str | None = None) -> Facts:
     base = base_model or _hub_base(bundle, recipe, manifest.environment)
     recorded, _, commit = str(manifest.environment.get("base_commit", "")).partition("@")
     starts = (recipe.get("model.from_pretrained"), recipe.get("init_from.path"))
-    history = _history(checkpoint.parent, manifest.step)
+    series = _series(checkpoint.parent, manifest.step)
     return Facts(
         recipe=recipe,
         manifest=manifest,
-        history=history,
+        series=series,
         base=base,
         base_commit=commit if base is not None and recorded == base else None,
         has_base=bundle.is_adapter or any(name and name not in _UNSET for name in starts),
-        measures=_measures(checkpoint, manifest, history),
+        measures=_measures(checkpoint, manifest, series),
     )
 
 
@@ -137,45 +134,33 @@ def _hub_base(
     return name if name and is_hub_name(name) and cached_commit(name) else None
 
 
-def _history(run: Path, step: int) -> History | None:
-    """The run's logs up to *step*, without the path of the run."""
+def _series(run: Path, step: int) -> dict[str, Series]:
+    """The values in the run's logs up to *step*."""
     try:
         history = read_history(run, "run")
     except (AutomodelError, OSError):
-        return None
-    series = {name: _until(each, step) for name, each in history.series.items()}
-    checkpoints = tuple(each for each in history.checkpoints if each.step <= step)
-    resumed_at = tuple(each for each in history.resumed_at if each <= step)
-    return replace(history, series=series, checkpoints=checkpoints, resumed_at=resumed_at)
+        return {}
+    series = {}
+    for name, each in history.series.items():
+        count = sum(at <= step for at in each.steps)
+        series[name] = Series(each.steps[:count], each.values[:count])
+    return series
 
 
-def _until(series: Series, step: int) -> Series:
-    count = sum(each <= step for each in series.steps)
-    return Series(series.steps[:count], series.values[:count])
-
-
-def _measures(checkpoint: Path, manifest: Manifest, history: History | None) -> dict[str, float]:
+def _measures(
+    checkpoint: Path, manifest: Manifest, series: Mapping[str, Series]
+) -> dict[str, float]:
     """The results of validations and benchmarks at the step of the checkpoint."""
     found: dict[str, Any] = {**manifest.losses, **recall(checkpoint, manifest.digest)}
-    for name, series in (history.series if history is not None else {}).items():
-        if series.steps and series.steps[-1] == manifest.step:
-            found.setdefault(name, series.values[-1])
+    for name, each in series.items():
+        if each.steps and each.steps[-1] == manifest.step:
+            found.setdefault(name, each.values[-1])
     measures = {}
     for name, value in found.items():
         is_measure = name.startswith((VALIDATED, BENCHMARK))
         if is_measure and isinstance(value, int | float) and math.isfinite(value):
             measures[name] = float(value)
     return measures
-
-
-def public_name(path: str) -> str:
-    """The last part of a local path, which does not contain the name of a user or a machine."""
-    return path.rstrip("/").rpartition("/")[2] or "local data"
-
-
-def is_private(text: str) -> bool:
-    """Whether a value may be a path of this machine, or a reference to its environment."""
-    return "/" in text or "\\" in text or "~" in text or "${" in text
 
 
 def _unquoted(text: str) -> str:

@@ -26,7 +26,7 @@ _LIBRARY_CACHE = ".cache"
 class Pulled:
     """A finished download. *has_manifest*: the files are an export of this program, and match its manifest."""
 
-    directory: Path
+    path: Path
     commit: str
     nbytes: int
     has_manifest: bool
@@ -39,6 +39,8 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
     download is continued by the same call. Raises :class:`HubError` if the Hub fails, :class:`SaveFailed` if a file
     cannot be written, :class:`CheckpointUnusable` for damaged files, and :class:`RecipeError` if *directory* has files.
     """
+    from huggingface_hub import snapshot_download
+
     check_destination(directory)
     api = client()
     with reporting(address, "the download"):
@@ -50,7 +52,9 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
     with owned(staging):
         _check_space(directory, staging, nbytes)
         with reporting(address, "the download"):
-            _download(address.repo, commit, staging, num_threads)
+            snapshot_download(
+                address.repo, revision=commit, local_dir=staging, max_workers=num_threads
+            )
         _check(staging, files, log)
         has_manifest = _check_export(staging, address)
         shutil.rmtree(staging / _LIBRARY_CACHE, ignore_errors=True)
@@ -88,12 +92,6 @@ def check_destination(directory: Path) -> None:
         )
 
 
-def _download(repo: str, commit: str, staging: Path, num_threads: int) -> None:
-    from huggingface_hub import snapshot_download
-
-    snapshot_download(repo, revision=commit, local_dir=staging, max_workers=num_threads)
-
-
 def _check_export(staging: Path, address: HubAddress) -> bool:
     """Return whether the repository has the manifest of an export.
 
@@ -108,11 +106,11 @@ def _check_export(staging: Path, address: HubAddress) -> bool:
         "upload the export again (ckpt push); if the files were changed on purpose, delete "
         f"{layout.EXPORT_MANIFEST} from the repository: the files are then not verified"
     )
-    in_repository = []
-    for problem in problems:
-        name = os.path.relpath(problem.where, staging)
-        in_repository.append(replace(problem, where=f"{name} in {address}", hint=hint))
-    if in_repository:
+    if problems:
+        in_repository = []
+        for problem in problems:
+            name = os.path.relpath(problem.where, staging)
+            in_repository.append(replace(problem, where=f"{name} in {address}", hint=hint))
         raise CheckpointUnusable.all_of(in_repository)
     return manifest is not None
 

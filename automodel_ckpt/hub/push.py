@@ -20,7 +20,6 @@ from automodel_ckpt.hub.client import (
     client,
     has_token,
     missing_token,
-    read_file,
     reporting,
 )
 from automodel_ckpt.hub.listing import Content, Listed, differences, listed, size_of
@@ -36,7 +35,6 @@ class Pushed:
     """A finished upload: the commit that has the files, and the bytes of files that the repository did not have. With
     *was_there*, the branch had them already, and no commit was made."""
 
-    address: HubAddress
     commit: str
     nbytes: int
     was_there: bool
@@ -60,6 +58,8 @@ def push(
         HubError: if the Hub fails or rejects the upload, or has other files than those that were uploaded.
         RecipeError: if the repository is public and *private* is set.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
     if not has_token():
         raise missing_token(str(address))
     api = client()
@@ -77,9 +77,20 @@ def push(
         before = _listed_or_created(api, address)
         head = str(api.repo_info(address.repo, revision=address.branch).sha)
         if not differences(files, before):
-            return Pushed(address, head, 0, True)
-        obsolete = _obsolete(address.repo, head, before, files)
-        commit = _commit(api, address, files, obsolete, message, head, num_threads)
+            return Pushed(head, 0, True)
+        operations: list[Any] = [CommitOperationAdd(*each) for each in files.items()]
+        for name in _obsolete(address.repo, head, before, files):
+            operations.append(CommitOperationDelete(name))
+        done = api.create_commit(
+            address.repo,
+            operations,
+            commit_message=message,
+            revision=address.branch,
+            num_threads=num_threads,
+            # Another commit meanwhile is an error: it may have removed or replaced some of the files.
+            parent_commit=head,
+        )
+        commit = str(done.oid)
         problems = differences(files, listed(api, address.repo, commit))
     if problems:
         raise HubError(
@@ -89,33 +100,7 @@ def push(
             hint="push again",
         )
     nbytes = sum(size_of(each) for name, each in files.items() if name not in before)
-    return Pushed(address, commit, nbytes, False)
-
-
-def _commit(
-    api: Any,
-    address: HubAddress,
-    files: Mapping[str, Content],
-    obsolete: list[str],
-    message: str,
-    head: str,
-    num_threads: int,
-) -> str:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    operations: list[Any] = [CommitOperationDelete(name) for name in obsolete]
-    for name, content in files.items():
-        operations.append(CommitOperationAdd(name, content))
-    done = api.create_commit(
-        address.repo,
-        operations,
-        commit_message=message,
-        revision=address.branch,
-        num_threads=num_threads,
-        # Another commit meanwhile is an error: it may have removed or replaced some of the files.
-        parent_commit=head,
-    )
-    return str(done.oid)
+    return Pushed(commit, nbytes, False)
 
 
 def _listed_or_created(api: Any, address: HubAddress) -> dict[str, Listed]:
@@ -141,7 +126,10 @@ def _obsolete(
     """List the files of the model that the branch has now, and that are not uploaded again."""
     if layout.EXPORT_MANIFEST not in before:
         return []
-    data = read_file(repo, layout.EXPORT_MANIFEST, head)
+    from huggingface_hub import HfFileSystem
+
+    # No file is written, which a kill could leave.
+    data = HfFileSystem().cat_file(f"{repo}/{layout.EXPORT_MANIFEST}", revision=head)
     try:
         names = list(parse_json(data)["files"])
     except (ValueError, KeyError, TypeError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.run.pending import pending, step_of, unlink
+from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.hub.address import HubAddress
-from automodel_ckpt.hub.bundle import Bundle, opened
+from automodel_ckpt.hub.background import LINK, LOCK, STATUS
+from automodel_ckpt.hub.bundle import opened
 from automodel_ckpt.hub.card import card_files
 from automodel_ckpt.hub.client import HubError, client, reporting, web_page
-from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job
 from automodel_ckpt.hub.push import push
 
 _MIB = 1 << 20
@@ -32,15 +34,20 @@ _EXPORT_SECONDS = 60.0
 class Pusher(UploadLoop):
     """Uploads the models of the pending checkpoints of the run in *root*."""
 
-    def __init__(self, root: Path, job: Job) -> None:
+    def __init__(
+        self, root: Path, section: HubConfig, *, went_back_to: int = 0, makes_exports: bool = False
+    ) -> None:
+        """*section* has the text of the card instead of its path, and *went_back_to* is the step that the run resumed
+        from."""
         super().__init__(root, LINK, STATUS)
-        self._job = job
-        self._address = HubAddress(job.repo, job.revision)
+        self._section = section
+        self._makes_exports = makes_exports
+        self._address = HubAddress(section.repo, section.revision)
         self._has_begun = False
         self._attempts_at_end = 0
         self._first_sent = _sent_bytes()
         uploaded = self.status.uploaded
-        if uploaded is not None and step_of(uploaded) > job.went_back_to:
+        if uploaded is not None and step_of(uploaded) > went_back_to:
             # The run went back: what it uploads next is newer.
             uploaded = None
         self.note(uploaded=uploaded, error="", failures=0, is_over=False)
@@ -60,7 +67,8 @@ class Pusher(UploadLoop):
             if not self._has_begun:
                 # A rejected token is reported at the start, not after the first checkpoint.
                 with reporting(self._address, "creating the repository"):
-                    client().create_repo(self._job.repo, private=self._job.private, exist_ok=True)
+                    repo, private = self._section.repo, self._section.private
+                    client().create_repo(repo, private=private, exist_ok=True)
                 self._has_begun = True
             while names := self._wanted():
                 self._push(names[0])
@@ -74,7 +82,7 @@ class Pusher(UploadLoop):
 
     def _wanted(self) -> list[str]:
         names = pending(self.root, LINK)
-        if self._job.push != "every":
+        if self._section.push != "every":
             # A newer one replaces those that were not uploaded yet.
             for name in names[1:]:
                 unlink(self.root, LINK, name)
@@ -82,20 +90,36 @@ class Pusher(UploadLoop):
         return names
 
     def _push(self, name: str) -> None:
-        job = self._job
-        self._await_export(self.root / name)
+        section = self._section
+        # The run may make this export in the background.
+        export = self.root / name / "model" / layout.CONSOLIDATED
+        deadline = time.monotonic() + _EXPORT_SECONDS
+        while self._makes_exports and not export.is_dir() and time.monotonic() < deadline:
+            if self.finishing.wait(0.5):
+                break
         started = time.monotonic()
+        error = ""
         try:
-            with opened(self.root / name, print_line, base_model=job.base_model) as bundle:
+            with opened(self.root / name, print_line, base_model=section.base_model) as bundle:
                 for address in self._targets(name):
-                    self._push_to(address, bundle, name)
-        except (CheckpointUnusable, RecipeError) as error:
+                    card = card_files(
+                        bundle,
+                        address,
+                        base_model=section.base_model,
+                        license_name=section.license,
+                        readme=section.card,
+                        is_online=True,
+                    )
+                    files = {**bundle.files, **card}
+                    push(files, address, message=f"Upload {name}", private=section.private)
+        except (CheckpointUnusable, RecipeError) as found:
             # Repeating cannot help: the checkpoint is damaged, or the repository is public.
-            print_line(f"warning: {name} is not uploaded: {error}")
-            self.note(error=str(error))
-            unlink(self.root, LINK, name)
-            return
+            error = str(found)
         unlink(self.root, LINK, name)
+        if error:
+            print_line(f"warning: {name} is not uploaded: {error}")
+            self.note(error=error)
+            return
         newest = self.status.uploaded
         if newest is None or step_of(newest) < step_of(name):
             newest = name
@@ -103,39 +127,17 @@ class Pusher(UploadLoop):
         seconds = time.monotonic() - started
         print_line(f"uploaded {name} to {web_page(self._address)} in {seconds:.1f} s")
 
-    def _push_to(self, address: HubAddress, bundle: Bundle, name: str) -> None:
-        job = self._job
-        card = card_files(
-            bundle,
-            job.repo,
-            revision=address.revision,
-            base_model=job.base_model,
-            license_name=job.license,
-            readme=job.card,
-            is_online=True,
-        )
-        message = f"Upload {name}"
-        push({**bundle.files, **card}, address, message=message, private=job.private)
-
     def _targets(self, name: str) -> list[HubAddress]:
         """The branches that get the model of a checkpoint."""
-        if self._job.push != "every":
+        if self._section.push != "every":
             return [self._address]
-        targets = [HubAddress(self._job.repo, f"step-{step_of(name)}")]
+        targets = [HubAddress(self._section.repo, f"step-{step_of(name)}")]
         best = commit.pointed(self.root, layout.LOWEST_VAL)
         newest = self.status.uploaded
         is_newest = newest is None or step_of(name) > step_of(newest)
         if name == best or (best is None and is_newest):
             targets.append(self._address)
         return targets
-
-    def _await_export(self, checkpoint: Path) -> None:
-        """Wait a moment for an export that the run makes in the background."""
-        export = checkpoint / "model" / layout.CONSOLIDATED
-        deadline = time.monotonic() + _EXPORT_SECONDS
-        while self._job.makes_exports and not export.is_dir() and time.monotonic() < deadline:
-            if self.finishing.wait(0.5):
-                return
 
 
 def _sent_bytes() -> int:
@@ -159,4 +161,8 @@ def main(arguments: list[str]) -> int:
     library: Any = utils
     library.disable_progress_bars()
     root = Path(arguments[0])
-    return serve(root, LOCK, lambda job: Pusher(root, Job(**job)))
+
+    def pusher(job: Mapping[str, Any]) -> Pusher:
+        return Pusher(root, **{**job, "section": HubConfig(**job["section"])})
+
+    return serve(root, LOCK, pusher)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
 NUM_TOKENS = 24
@@ -110,7 +110,9 @@ def make(variant: str, directory: Path) -> dict[str, Any]:
     checkpoint = directory / "safetensors" / "epoch_0_step_1"
     native = consolidate(checkpoint, directory / "hf", log=_silent).output
     cast = consolidate(checkpoint, directory / "fp32", cast_dtype="fp32", log=_silent).output
-    gguf = export_gguf(checkpoint, directory / "model.gguf", cast_dtype="fp32", log=_silent).output
+    gguf = export_to(
+        "gguf", checkpoint, directory / "model.gguf", cast_dtype="fp32", log=_silent
+    ).output
     dcp = directory / "torch_save" / "epoch_0_step_1" / "model"
     return {
         "name": variant,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.convert.targets.flow import export_to
 from tools.clients.environments import Environment
 from tools.clients.gguf_models import MODELS, TinyModel
 from tools.interop.program import Check, Program, Workplace
@@ -72,7 +72,7 @@ def _file_name(name: str) -> str:
 def _job(name: str, source: Path, kind: str, model: Any) -> _Job:
     """Export the Hugging Face files *source* as *kind*; *model* is what llama.cpp is compared with."""
     file = source.with_name(f"{source.name}-{kind}.gguf")
-    export_gguf(source, file, tensor_type=kind, log=lambda _: None)
+    export_to("gguf", source, file, tensor_type=kind, log=lambda _: None)
     tokenizer = AutoTokenizer.from_pretrained(source)
     # llama.cpp puts a space after each special token for tokenizers of SentencePiece, which this one does not; the
     # export warns of it.
@@ -105,7 +105,7 @@ def _job(name: str, source: Path, kind: str, model: Any) -> _Job:
 def _quantized_job(name: str, source: Path, kind: str) -> _Job:
     """Export as *kind*; the model to compare with has the dequantized weights, as they are read here."""
     file = source.with_name(f"{source.name}-read-{kind}.gguf")
-    export_gguf(source, file, tensor_type=kind, log=lambda _: None)
+    export_to("gguf", source, file, tensor_type=kind, log=lambda _: None)
     read = source.with_name(f"{source.name}-read-{kind}")
     consolidate(file, read, log=lambda _: None, opener=open_source)
     # from_pretrained() returns the model in evaluation mode.

@@ -74,24 +74,13 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     model = empty_model(directory, hint=_HINT)
     model.tie_weights()
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    parameters = find_parameters(model, settings.parameters)
+    parameters = find_parameters(model, settings.lora["target_parameters"])
     targets = _layers(settings.targets, parameters)
-    if missing := [name for name in (*targets, *settings.saved) if name not in modules]:
+    if missing := [
+        name for name in (*targets, *settings.lora["modules_to_save"]) if name not in modules
+    ]:
         _raise_missing(missing, settings.task_type, type(model).__name__, directory)
-    lora = Lora(
-        r=settings.r,
-        alpha=settings.alpha,
-        rank_pattern=settings.rank_pattern,
-        alpha_pattern=settings.alpha_pattern,
-        dropout=settings.dropout,
-        target_modules=targets,
-        target_parameters=settings.parameters,
-        modules_to_save=settings.saved,
-        use_dora=settings.use_dora,
-        use_rslora=settings.use_rslora,
-        bias=settings.bias,  # type: ignore[arg-type]
-        ensure_weight_tying=settings.ensure_weight_tying,
-    )
+    lora = Lora(target_modules=targets, **settings.lora)
     num_base_rows = num_embeddings(model)
     vocab_size = _resize(model, settings.rows)
     adapted = add_adapters(model, lora, task_type=settings.task_type, num_base_rows=num_base_rows)

@@ -70,7 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
                 hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
             )
     target = Path(arguments.output).expanduser()
-    _check_name(target)
+    if target.suffix.lower() in _OTHER_FORMATS:
+        raise RecipeError(
+            "archives are compressed with zstd, and their name ends in .tar.zst",
+            where="--output",
+            value=str(target),
+            hint="write a file such as run.tar.zst",
+        )
     check_file_target(target, overwrite=arguments.force)
     log = _ignore if arguments.json else print
     names, nbytes, archive_bytes = archive(source, target, level=arguments.level, log=log)
@@ -88,17 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(printable(f"{counted(len(names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)"))
     print_path(target)
     return EXIT_DONE
-
-
-def _check_name(target: Path) -> None:
-    """Raise :class:`RecipeError` if the name of the archive states another format."""
-    if target.suffix.lower() in _OTHER_FORMATS:
-        raise RecipeError(
-            "archives are compressed with zstd, and their name ends in .tar.zst",
-            where="--output",
-            value=str(target),
-            hint="write a file such as run.tar.zst",
-        )
 
 
 def run_unarchive(arguments: argparse.Namespace) -> int:

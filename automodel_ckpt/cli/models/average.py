@@ -16,9 +16,7 @@ from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, 
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.files.layout import CheckpointName
     from automodel_ckpt.convert.merging.average import Average
-    from automodel_ckpt.convert.merging.average_sources import AverageOptions
 
 _MAX_NAMES = 5
 
@@ -54,7 +52,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def _add_weights(command: argparse.ArgumentParser) -> None:
     """Add the options that determine the result: the weights, and the rule for integers."""
     command.add_argument(
-        "--weights", metavar="W,W,...", help="weight of each source (default: equal weights)"
+        "--weights",
+        type=_numbers,
+        metavar="W,W,...",
+        help="weight of each source (default: equal weights)",
     )
     command.add_argument(
         "--ema",
@@ -70,20 +71,35 @@ def _add_weights(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        what = f"these are not numbers, separated by commas, such as 0.5,0.3,0.2: {text}"
+        raise argparse.ArgumentTypeError(what) from error
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt average``: print what will be averaged, then average it."""
-    from automodel_ckpt.convert.merging.average import prepare, run_average
+    from automodel_ckpt.checkpoint.files.layout import CheckpointName
+    from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
+    from automodel_ckpt.convert.merging.average import prepare
 
+    name = None
+    if (arguments.step, arguments.epoch) != (None, None):
+        name = CheckpointName(step=arguments.step or 0, epoch=arguments.epoch or 0)
     planned = prepare(
         _sources(arguments),
         Path(arguments.output).expanduser(),
-        _options(arguments),
-        name=_name(arguments),
+        weights=arguments.weights,
+        ema=arguments.ema,
+        integers=arguments.integers,
+        name=name,
     )
     if not arguments.json:
         print("\n".join(_lines(planned)))
     if not arguments.dry_run:
-        run_average(planned)
+        write_checkpoint(planned.checkpoint)
     if arguments.json:
         print(json.dumps(_document(planned, arguments.dry_run), indent=2))
         return EXIT_DONE
@@ -118,38 +134,6 @@ def _sources(arguments: argparse.Namespace) -> list[Path]:
     return last_checkpoints(run, arguments.last)
 
 
-def _options(arguments: argparse.Namespace) -> AverageOptions:
-    from automodel_ckpt.convert.merging.average_sources import AverageOptions
-
-    return AverageOptions(
-        weights=_numbers(arguments.weights), ema=arguments.ema, integers=arguments.integers
-    )
-
-
-def _numbers(text: str | None) -> list[float] | None:
-    """Parse comma-separated numbers. Raises :class:`RecipeError`."""
-    if text is None:
-        return None
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError as error:
-        raise RecipeError(
-            "the weights are not numbers",
-            where="--weights",
-            value=text,
-            hint="one number per source, separated by commas: 0.5,0.3,0.2",
-        ) from error
-
-
-def _name(arguments: argparse.Namespace) -> CheckpointName | None:
-    """Return the name that the options request; None if they do not."""
-    from automodel_ckpt.checkpoint.files.layout import CheckpointName
-
-    if arguments.step is None and arguments.epoch is None:
-        return None
-    return CheckpointName(step=arguments.step or 0, epoch=arguments.epoch or 0)
-
-
 def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
     checkpoint = planned.checkpoint
     pairs = zip(planned.sources, planned.weights, strict=True)
@@ -157,7 +141,7 @@ def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
         "sources": [{"path": str(path), "weight": weight} for path, weight in pairs],
         "checkpoint": str(checkpoint.target),
         "dry_run": dry_run,
-        "num_tensors": planned.num_tensors,
+        "num_tensors": len(checkpoint.weights.tensors),
         "nbytes": checkpoint.nbytes,
         "side_files": list(checkpoint.side_files),
         "copied": list(planned.copied),
@@ -175,7 +159,10 @@ def _lines(planned: Average) -> Iterator[str]:
     for path, weight in zip(planned.sources, planned.weights, strict=True):
         rows.append((f"{weight:.4g}", str(path)))
     rows.append(
-        ("weights", f"{counted(planned.num_tensors, 'tensor')}, {size_text(checkpoint.nbytes)}")
+        (
+            "weights",
+            f"{counted(len(checkpoint.weights.tensors), 'tensor')}, {size_text(checkpoint.nbytes)}",
+        )
     )
     rows.append(("other files", ", ".join(list(checkpoint.side_files)[:_MAX_NAMES]) or "none"))
     if planned.copied:

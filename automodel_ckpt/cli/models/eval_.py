@@ -15,9 +15,10 @@ from automodel_ckpt.cli.models.generate import add_source_arguments, load_model
 from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from automodel_ckpt.models.measure.harness import HarnessTasks, TaskMetric
+    from automodel_ckpt.models.measure.harness import TaskMetric
 
 _TASKS = "--tasks"
+_FIELDS = ("name", "task", "metric", "value", "stderr")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -76,26 +77,16 @@ def _names(text: str) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt eval``. The metrics are printed on standard output, messages on standard error."""
     with ending_on_interrupt():
-        from automodel_ckpt.models.measure.harness import check_tasks, require_harness, run_tasks
+        from automodel_ckpt.models.measure.harness import (
+            HarnessTasks,
+            check_tasks,
+            require_harness,
+            run_tasks,
+        )
 
         # Before the model is loaded, which takes longer.
         require_harness(_TASKS)
-    given = _tasks_of(arguments)
-    print_error("finding the tasks of lm-evaluation-harness")
-    index = check_tasks(given, _TASKS)
-    loaded = load_model(arguments)
-    metrics = run_tasks(loaded.model, loaded.tokenizer, given, index)
-    if arguments.json:
-        print(json_text({"model": loaded.name, "metrics": [_document(each) for each in metrics]}))
-    else:
-        print("\n".join(map(printable, _table(metrics))))
-    return EXIT_DONE
-
-
-def _tasks_of(arguments: argparse.Namespace) -> HarnessTasks:
-    from automodel_ckpt.models.measure.harness import HarnessTasks
-
-    return HarnessTasks(
+    given = HarnessTasks(
         arguments.tasks,
         arguments.include_path,
         arguments.num_fewshot,
@@ -103,6 +94,24 @@ def _tasks_of(arguments: argparse.Namespace) -> HarnessTasks:
         arguments.batch_size,
         arguments.chat_template,
     )
+    print_error("finding the tasks of lm-evaluation-harness")
+    index = check_tasks(given, _TASKS)
+    loaded = load_model(arguments)
+    metrics = run_tasks(loaded.model, loaded.tokenizer, given, index)
+    if arguments.json:
+        print(
+            json_text(
+                {
+                    "model": loaded.name,
+                    "metrics": [
+                        {name: getattr(each, name) for name in _FIELDS} for each in metrics
+                    ],
+                }
+            )
+        )
+    else:
+        print("\n".join(map(printable, _table(metrics))))
+    return EXIT_DONE
 
 
 def _table(metrics: Sequence[TaskMetric]) -> list[str]:
@@ -117,13 +126,3 @@ def _table(metrics: Sequence[TaskMetric]) -> list[str]:
     for task, metric, value in rows:
         lines.append(f"{task:{task_width}}  {metric:{metric_width}}  {value}")
     return lines
-
-
-def _document(metric: TaskMetric) -> dict[str, object]:
-    return {
-        "name": metric.name,
-        "task": metric.task,
-        "metric": metric.metric,
-        "value": metric.value,
-        "stderr": metric.stderr,
-    }

@@ -6,14 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
-from automodel_ckpt.cli.targets import hf
-from automodel_ckpt.cli.targets.table import TARGETS
-from automodel_ckpt.cli.targets.target import Option, Target
+from automodel_ckpt.cli.targets.table import OPTIONS, TARGETS, Target, attribute
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _EMA = "--ema"
@@ -40,9 +38,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--output", "-o", metavar="OUT", help=f"output path (default for {outputs})"
     )
-    for option in _options():
-        users = [target.name for target in TARGETS if option in target.options]
-        _add(command, option, f"{', '.join(users)}: {option.help}")
+    for flag, settings in OPTIONS.items():
+        users = ", ".join(target.name for target in TARGETS if flag in target.options)
+        command.add_argument(flag, **{**settings, "help": f"{users}: {settings['help']}"})
 
 
 def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
@@ -64,8 +62,8 @@ def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
         help="output directory (default: consolidated/ in the model's directory)",
     )
     _add_average(command)
-    for option in hf.TARGET.options:
-        _add(command, option, option.help)
+    for flag in _TARGETS["hf"].options:
+        command.add_argument(flag, **OPTIONS[flag])
 
 
 def _add_average(command: argparse.ArgumentParser) -> None:
@@ -76,26 +74,26 @@ def _add_average(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _options() -> Iterable[Option]:
-    """Return the options of all targets, each once."""
-    found: dict[str, Option] = {}
-    for target in TARGETS:
-        for option in target.options:
-            found.setdefault(option.flag, option)
-    return found.values()
-
-
-def _add(command: argparse.ArgumentParser, option: Option, text: str) -> None:
-    command.add_argument(option.flag, help=text, **option.arguments)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
+    from automodel_ckpt.checkpoint.files import layout
+
     target = _TARGETS[arguments.to]
-    _check_used(arguments, target.name, target.options)
+    for flag, settings in OPTIONS.items():
+        default = settings.get("default")
+        given = getattr(arguments, attribute(flag), default)
+        if given != default and flag not in target.options:
+            raise without_effect(arguments.command, flag, given, f"with --to {target.name}")
     source = find_checkpoint(Path(arguments.path))
-    if arguments.ema or _is_average_directory(source):
-        _check_average_is_enough(arguments, target)
+    is_average = source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
+    if target.resumes and (arguments.ema or is_average):
+        option = f"--to {target.name}"
+        raise RecipeError(
+            "the average of the weights has no optimizer state, and a run cannot be continued from it",
+            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
+            value=option,
+            hint=f"export the run without {_EMA}, or the average without {option}",
+        )
     _check_no_adapter(source, target.name)
     if target.name not in _WITH_OWN_RULES:
         _check_tensors(source)
@@ -164,30 +162,3 @@ def _average_in(source: Path) -> Path:
         value=f"its modules: {', '.join(modules) or 'none'}",
         hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
     )
-
-
-def _is_average_directory(source: Path) -> bool:
-    from automodel_ckpt.checkpoint.files import layout
-
-    return source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
-
-
-def _check_average_is_enough(arguments: argparse.Namespace, target: Target) -> None:
-    """Raise :class:`RecipeError` if the export would have optimizer state, which is not that of the average."""
-    if target.resumes:
-        option = f"--to {target.name}"
-        raise RecipeError(
-            "the average of the weights has no optimizer state, and a run cannot be continued from it",
-            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
-            value=option,
-            hint=f"export the run without {_EMA}, or the average without {option}",
-        )
-
-
-def _check_used(arguments: argparse.Namespace, target: str, used: Container[Option]) -> None:
-    """Raise :class:`RecipeError` for the first option that was given although *target* does not use it."""
-    for option in _options():
-        given = getattr(arguments, option.attribute, option.default)
-        if given == option.default or option in used:
-            continue
-        raise without_effect(arguments.command, option.flag, given, f"with --to {target}")

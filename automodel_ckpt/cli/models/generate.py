@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +63,15 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--temperature",
-        type=_not_negative,
+        type=_number(lambda value: 0 <= value < math.inf, "a number of 0 or more"),
         metavar="T",
         help="0: always the most probable token; default: as the model's generation_config.json states, else 0",
     )
     command.add_argument(
-        "--top-p", type=_fraction, metavar="P", help="sample from the tokens with this probability"
+        "--top-p",
+        type=_number(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        metavar="P",
+        help="sample from the tokens with this probability",
     )
     command.add_argument(
         "--top-k", type=number_at_least(1), metavar="K", help="sample from the K best tokens"
@@ -90,25 +96,14 @@ def add_source_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
+def _number(is_valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if is_valid(float(text)):
+                return float(text)
         # argparse would name the function.
-        raise argparse.ArgumentTypeError(f"{text} is not a number") from error
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
-
-def _not_negative(text: str) -> float:
-    number = _number(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
-    return number
-
-
-def _fraction(text: str) -> float:
-    number = _number(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return number
 
 
@@ -124,13 +119,21 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n---")
         on_text = None if arguments.json else write_text
         completion = _complete(loaded, arguments, prompt, sampling, on_text)
-        completions.append((prompt, completion))
         if not arguments.json:
             print()
             print_error(summary(completion))
+        completions.append(
+            {
+                "prompt": prompt,
+                "text": completion.text,
+                "prompt_tokens": completion.num_prompt_tokens,
+                "tokens": completion.num_tokens,
+                "finish": completion.finish,
+                "seconds": completion.seconds,
+            }
+        )
     if arguments.json:
-        documents = [_document(prompt, completion) for prompt, completion in completions]
-        print(json_text({"model": loaded.name, "completions": documents}))
+        print(json_text({"model": loaded.name, "completions": completions}))
     return EXIT_DONE
 
 
@@ -211,19 +214,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
         from automodel_ckpt.cli.models.loading import load
 
-    _check_device(arguments.device)
-    seed = getattr(arguments, "seed", None)
-    if seed is not None:
-        torch.manual_seed(seed)
-    return load(arguments.path, base=arguments.base, device=arguments.device, dtype=arguments.dtype)
-
-
-def _check_device(device: str | None) -> None:
-    """Raise :class:`RecipeError` for a device that torch does not have here."""
-    import torch
-
-    if device is None:
-        return
+    device = arguments.device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -233,6 +224,10 @@ def _check_device(device: str | None) -> None:
             value=device,
             hint=f"remove --device, or use cpu ({str(error).splitlines()[0][:100]})",
         ) from error
+    seed = getattr(arguments, "seed", None)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return load(arguments.path, base=arguments.base, device=device, dtype=arguments.dtype)
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
@@ -256,7 +251,11 @@ def _complete(
     is_chat = has_chat_template(loaded.preprocessor) and not arguments.raw
     given: Any = prompt
     if is_chat:
-        given = [*system_messages(arguments.system), _user_message(prompt, arguments.image)]
+        content: Any = prompt
+        if arguments.image:
+            parts = [{"type": "image", "path": image} for image in arguments.image]
+            content = [*parts, {"type": "text", "text": prompt}]
+        given = [*system_messages(arguments.system), {"role": "user", "content": content}]
     elif arguments.system or arguments.image:
         raise RecipeError(
             "the tokenizer of this model has no chat template",
@@ -273,13 +272,6 @@ def system_messages(text: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _user_message(text: str, images: list[str]) -> dict[str, Any]:
-    if not images:
-        return {"role": "user", "content": text}
-    parts: list[dict[str, str]] = [{"type": "image", "path": image} for image in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-
-
 def write_text(text: str) -> None:
     """Print a part of generated text. Characters that control a terminal are escaped."""
     sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
@@ -292,14 +284,3 @@ def summary(completion: Completion) -> str:
     tokens = counted(completion.num_tokens, "token")
     reason = "end token" if completion.finish == "stop" else "limit of tokens reached"
     return f"[{tokens}, {rate:.1f} tokens/s, {reason}]"
-
-
-def _document(prompt: str, completion: Completion) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "text": completion.text,
-        "prompt_tokens": completion.num_prompt_tokens,
-        "tokens": completion.num_tokens,
-        "finish": completion.finish,
-        "seconds": completion.seconds,
-    }

@@ -7,7 +7,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
     from automodel_ckpt.hub.bundle import Bundle
     from automodel_ckpt.hub.card import Metric
 
+_WRITTEN = ("license", "eval")
+"""The options about the content of a card that is written."""
+
 
 def add_card_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt card``."""
     command.description = (
-        "Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it. "
+        "Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it "
+        "(or to write it: `ckpt card PATH > README.md`). "
         "It contains no paths, users or hosts."
     )
     command.add_argument("path", metavar="PATH", help=f"{WHERE}, or an export")
     command.add_argument(
         "repo", nargs="?", metavar="hub:ORG/NAME", help="repository that the card is for"
-    )
-    command.add_argument("--output", "-o", metavar="DIR", help="write README.md there instead")
-    command.add_argument(
-        "--force", action="store_true", help="with --output, replace files that exist"
     )
     _add_facts(command.add_argument)
 
@@ -74,13 +75,11 @@ def run_push(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.hub.address import HubAddress, check_revision
     from automodel_ckpt.hub.bundle import opened
     from automodel_ckpt.hub.card import card_files
+    from automodel_ckpt.hub.client import web_page
     from automodel_ckpt.hub.push import push
 
     address = HubAddress.parse(arguments.url, "ckpt push")
-    for option in ("metric", "max", "max_mb_per_second"):
-        if getattr(arguments, option):
-            value = getattr(arguments, option)
-            raise without_effect("push", option_flag(option), value, "with hub:ORG/NAME")
+    _reject(arguments, ("metric", "max", "max_mb_per_second"), "with hub:ORG/NAME")
     if arguments.revision is not None:
         check_revision(arguments.revision, "--revision")
         if address.revision not in (None, arguments.revision):
@@ -91,19 +90,18 @@ def run_push(arguments: argparse.Namespace) -> int:
                 hint="remove one of them",
             )
         address = HubAddress(address.repo, arguments.revision)
-    _check_given(arguments)
+    _check_base(arguments)
     started = time.monotonic()
     readme, evaluation = _readme(arguments.card), _metrics(arguments.eval)
     if readme is not None:
-        _check_written_card(arguments, "with --card")
+        _reject(arguments, _WRITTEN, "with --card")
     source = find_checkpoint(Path(arguments.path))
     with opened(source, print_error, base_model=arguments.base_model) as bundle:
         if readme is None:
             _check_own_card(arguments, bundle)
         card = card_files(
             bundle,
-            address.repo,
-            revision=address.revision,
+            address,
             base_model=arguments.base_model,
             license_name=arguments.license,
             evaluation=evaluation,
@@ -115,39 +113,21 @@ def run_push(arguments: argparse.Namespace) -> int:
                 "note: the base of this adapter is a local directory, which others do not have; "
                 "--base-model gives its name on the Hub"
             )
-        name = bundle.checkpoint.name if bundle.checkpoint is not None else source.name
         done = push(
             {**bundle.files, **card},
             address,
-            message=f"Upload {name}",
+            message=f"Upload {(bundle.checkpoint or source).name}",
             private=not arguments.public,
             num_threads=arguments.num_threads,
         )
     seconds = time.monotonic() - started
-    _report_push(arguments, done, seconds)
+    page = web_page(address)
+    text = f"uploaded {page}: commit {done.commit[:12]}, {size_text(done.nbytes)} in {seconds:.1f} s, verified"
+    if done.was_there:
+        text = f"{page} has it already, at commit {done.commit[:12]}"
+    document = {"url": page, "seconds": seconds, **asdict(done)}
+    print(json.dumps(document) if arguments.json else printable(text))
     return EXIT_DONE
-
-
-def _report_push(arguments: argparse.Namespace, done: Any, seconds: float) -> None:
-    from automodel_ckpt.hub.client import web_page
-
-    page = web_page(done.address)
-    if arguments.json:
-        document = {
-            "url": page,
-            "commit": done.commit,
-            "nbytes": done.nbytes,
-            "seconds": seconds,
-            "was_there": done.was_there,
-        }
-        print(json.dumps(document))
-    elif done.was_there:
-        print(f"{printable(page)} has it already, at commit {done.commit[:12]}")
-    else:
-        size = size_text(done.nbytes)
-        print(
-            f"uploaded {printable(page)}: commit {done.commit[:12]}, {size} in {seconds:.1f} s, verified"
-        )
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
@@ -160,23 +140,13 @@ def run_pull(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     done = pull(address, directory, print_error, num_threads=arguments.num_threads)
     seconds = time.monotonic() - started
-    if arguments.json:
-        document = {
-            "path": str(done.directory),
-            "commit": done.commit,
-            "nbytes": done.nbytes,
-            "seconds": seconds,
-            "has_manifest": done.has_manifest,
-        }
-        print(json.dumps(document))
-        return EXIT_DONE
-    size = size_text(done.nbytes)
+    document = {**asdict(done), "path": str(done.path), "seconds": seconds}
     checked = (
         "verified" if not done.has_manifest else "verified, also by the manifest of the export"
     )
-    print(
-        f"downloaded {printable(str(done.directory))}: commit {done.commit[:12]}, {size} in {seconds:.1f} s, {checked}"
-    )
+    size = f"{size_text(done.nbytes)} in {seconds:.1f} s, {checked}"
+    text = f"downloaded {done.path}: commit {done.commit[:12]}, {size}"
+    print(json.dumps(document) if arguments.json else printable(text))
     return EXIT_DONE
 
 
@@ -186,9 +156,7 @@ def run_card(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.hub.bundle import README, described
     from automodel_ckpt.hub.card import card_files
 
-    _check_given(arguments)
-    if arguments.force and arguments.output is None:
-        raise without_effect("card", "--force", "", "without --output")
+    _check_base(arguments)
     source = find_checkpoint(Path(arguments.path))
     address = HubAddress("my-org/my-model")
     if arguments.repo is not None:
@@ -197,57 +165,39 @@ def run_card(arguments: argparse.Namespace) -> int:
     _check_own_card(arguments, bundle)
     files = card_files(
         bundle,
-        address.repo,
-        revision=address.revision,
+        address,
         base_model=arguments.base_model,
         license_name=arguments.license,
         evaluation=_metrics(arguments.eval),
     )
-    if arguments.output:
-        _write_card(files, Path(arguments.output), overwrite=arguments.force)
-    if arguments.json:
-        print(json.dumps({"card": files[README].decode(), "files": sorted(files)}))
-    elif arguments.output:
-        print(printable(str(Path(arguments.output) / README)))
-    else:
-        sys.stdout.write(files[README].decode())
+    text = files[README].decode()
+    document = {"card": text, "files": sorted(files)}
+    sys.stdout.write(f"{json.dumps(document)}\n" if arguments.json else text)
     return EXIT_DONE
-
-
-def _write_card(files: Mapping[str, bytes], directory: Path, *, overwrite: bool) -> None:
-    """Write a card. Raises :class:`SaveFailed` if one of them exists, and *overwrite* is false."""
-    from automodel_ckpt.convert.publishing import check_file_target, published_file
-
-    for name in files:
-        check_file_target(directory / name, overwrite=overwrite)
-    for name, content in files.items():
-        with published_file(directory / name, print_error, what="the model card") as staging:
-            staging.write_bytes(content)
 
 
 def reject_hub_options(arguments: argparse.Namespace) -> None:
     """Raise :class:`RecipeError` for options that apply to the Hub, if the target is a store."""
-    for option in ("public", "revision", "card", "base_model", "license", "eval"):
-        if getattr(arguments, option):
-            raise without_effect("push", option_flag(option), arguments.url, "without hub:ORG/NAME")
+    options = ("public", "revision", "card", "base_model", "license", "eval")
+    _reject(arguments, options, "without hub:ORG/NAME")
 
 
-def _check_own_card(arguments: argparse.Namespace, bundle: Bundle) -> None:
-    from automodel_ckpt.hub.bundle import README
-
-    if bundle.readme is not None:
-        _check_written_card(arguments, f"beside {bundle.directory / README}, which is the card")
-
-
-def _check_written_card(arguments: argparse.Namespace, condition: str) -> None:
-    """Raise :class:`RecipeError` for options about the content of a card, if *condition* is that none is written."""
-    for option in ("license", "eval"):
+def _reject(arguments: argparse.Namespace, options: Sequence[str], condition: str) -> None:
+    """Raise :class:`RecipeError` for the first of *options* that was given, because of a *condition*."""
+    for option in options:
         value = getattr(arguments, option)
         if value:
             raise without_effect(arguments.command, option_flag(option), value, condition)
 
 
-def _check_given(arguments: argparse.Namespace) -> None:
+def _check_own_card(arguments: argparse.Namespace, bundle: Bundle) -> None:
+    """Raise :class:`RecipeError` for options about the content of a card, if none is written."""
+    if bundle.readme is not None:
+        card = bundle.directory / "README.md"
+        _reject(arguments, _WRITTEN, f"beside {card}, which is the card")
+
+
+def _check_base(arguments: argparse.Namespace) -> None:
     from automodel_ckpt.hub.address import check_repo
 
     if arguments.base_model is not None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,21 +67,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``ckpt import``: print what will be imported, then import it.
-
-    Raises :class:`RecipeError` for a negative step or epoch.
-    """
+    """Run ``ckpt import``: print what will be imported, then import it."""
     from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
     from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
 
-    for name in ("step", "epoch"):
-        if (getattr(arguments, name) or 0) < 0:
-            raise RecipeError(
-                "step and epoch must not be negative",
-                where=f"--{name}",
-                value=getattr(arguments, name),
-                hint="use 0 or more",
-            )
     options = ImportOptions(
         step=arguments.step,
         epoch=arguments.epoch,
@@ -114,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
+    adapter = planned.adapter
     return {
         "source": str(planned.source),
         "kind": planned.kind,
@@ -132,9 +122,9 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
         "names": list(planned.name_notes),
         "absent": list(planned.absent),
         "left_out": list(planned.left_out),
-        "base": str(planned.adapter.base) if planned.adapter is not None else None,
-        "peft": dict(planned.adapter.section) if planned.adapter is not None else None,
-        "vocab_size": planned.adapter.vocab_size if planned.adapter is not None else None,
+        "base": adapter and str(adapter.base),
+        "peft": adapter and dict(adapter.section),
+        "vocab_size": adapter and adapter.vocab_size,
     }
 
 
@@ -184,20 +174,16 @@ def _start_line(planned: NewCheckpoint) -> str:
         if not planned.is_newest:
             command += f" --checkpoint.restore_from {planned.name}"
         return f"to continue the run: {command}"
-    settings = quantization_of(planned.side_files)
-    if settings:
-        return _start_from_quantized(planned, settings)
     start = run if planned.is_newest else shlex.quote(str(planned.target))
-    return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
-
-
-def _start_from_quantized(planned: NewCheckpoint, settings: Mapping[str, Any]) -> str:
-    """How to train a model whose weights are quantized: init_from reads only those that are not."""
+    settings = quantization_of(planned.side_files)
+    if not settings:
+        return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
     from automodel_ckpt.checkpoint.state.quantized_tensors import (
         UnsupportedQuantization,
         find_quantized,
     )
 
+    # init_from reads only weights that are not quantized.
     try:
         find_quantized(planned.weights.tensors, settings)
     except UnsupportedQuantization:

@@ -94,16 +94,17 @@ def load(
         options = {"dtype": dtype, "trust_remote_code": False}
         what = "transformers cannot load this model"
         with naming_files(what, path, hint=_HINT, kind=CheckpointUnusable):
-            if found.adapter is None:
-                model = _model_of(found.model, options, found.revision)
-            else:
+            adapter = found.adapter
+            if adapter is not None and (adapter / layout.ADAPTER_MODEL_CONFIG).is_file():
+                head = adapter / layout.ADAPTER_MODEL_CONFIG
+                _check_head(AutoConfig.from_pretrained(head, trust_remote_code=False), str(adapter))
+            model = _model_of(found.model, options, found.revision)
+            if adapter is not None:
                 from peft import PeftModel
 
-                _check_generates(found.adapter / layout.ADAPTER_MODEL_CONFIG)
-                model = _model_of(found.model, options, found.revision)
-                if (found.adapter / GENERATION_CONFIG).is_file():
-                    model.generation_config = GenerationConfig.from_pretrained(found.adapter)
-                model = PeftModel.from_pretrained(model, str(found.adapter))
+                if (adapter / GENERATION_CONFIG).is_file():
+                    model.generation_config = GenerationConfig.from_pretrained(adapter)
+                model = PeftModel.from_pretrained(model, str(adapter))
             preprocessor = _preprocessor_of(model, found)
     return LoadedModel(path, model.to(where).eval(), preprocessor)
 
@@ -193,12 +194,8 @@ def _model_directory(path: Path) -> Path:
     if _is_loadable(path):
         return path
     found = find_checkpoint(path)
-    for directory in (found / MODEL, found):
-        if _is_loadable(directory / layout.CONSOLIDATED):
-            return directory / layout.CONSOLIDATED
-        if _is_loadable(directory):
-            return directory
-    return found
+    places = (found / MODEL / layout.CONSOLIDATED, found / MODEL, found / layout.CONSOLIDATED)
+    return next(filter(_is_loadable, places), found)
 
 
 def _is_loadable(directory: Path) -> bool:
@@ -219,10 +216,8 @@ def _verify(directory: Path) -> None:
         problems = export.problems(only=present | weights, level="digest")
     elif os.path.lexists(directory.parent / layout.MANIFEST):
         manifest = Manifest.read(directory.parent)
-        files = {}
-        for name, record in manifest.files.items():
-            if name.startswith(f"{directory.name}/"):
-                files[name] = record
+        names = [name for name in manifest.files if name.startswith(f"{directory.name}/")]
+        files = {name: manifest.files[name] for name in names}
         problems = verify(directory.parent, replace(manifest, files=files), "digest")
     if problems:
         raise CheckpointUnusable.all_of(problems)
@@ -251,14 +246,18 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
             value=stated,
             hint="name the directory of the base with --base",
         )
-    revision = None
-    if name == stated:
-        revision = base_revision(config, directory / layout.ADAPTER_CONFIG)
+    where = directory / layout.ADAPTER_CONFIG
+    revision = base_revision(config, where) if name == stated else None
     if is_hub_name(name):
         # One request instead of the library's retries, with an error that states what to do.
-        revision = resolve_commit(name, revision, where=str(directory / layout.ADAPTER_CONFIG))
+        revision = resolve_commit(name, revision, where=str(where))
     elif record is not None and Path(name).is_dir():
-        _warn_of_other_base(name, record, run)
+        digest = record["base"].get("digest")
+        if digest not in (None, identify_base(name, Path(name), run=run).digest):
+            # An adapter on another base of the same shapes is loaded, and answers nonsense.
+            print_error(
+                f"warning: {name} is not the base that the adapter was trained on: its files differ"
+            )
     return _Files(name, directory, revision)
 
 
@@ -270,29 +269,17 @@ def _peft_record(source: Path) -> tuple[dict[str, Any] | None, Path]:
     return None, source
 
 
-def _warn_of_other_base(name: str, record: dict[str, Any], run: Path) -> None:
-    """Print a warning if the base in the directory *name* has other files than the one in *record*.
-
-    An adapter on another base of the same shapes is loaded, and answers nonsense.
-    """
-    digest = record["base"].get("digest")
-    identity = identify_base(name, Path(name), run=run)
-    if digest is not None and identity.digest != digest:
-        print_error(
-            f"warning: {name} is not the base that the adapter was trained on: its files differ"
-        )
-
-
 def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     check_sizes(PreTrainedConfig.get_config_dict(name, revision=revision)[0], name)
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
     _check_head(config, name)
-    model_class: Any = AutoModelForCausalLM
     # Private in transformers 5.17 to 5.24.
-    if type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
-        model_class = AutoMultimodalModel
-    if _is_seq2seq(config):
+    seq2seq: Any = AutoModelForSeq2SeqLM._model_mapping
+    model_class: Any = AutoModelForCausalLM
+    if config.is_encoder_decoder and type(config) in seq2seq:
         model_class = AutoModelForSeq2SeqLM
+    elif type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
+        model_class = AutoMultimodalModel
     model, info = model_class.from_pretrained(
         name,
         config=with_attention_caps(config),
@@ -314,12 +301,6 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     return model
 
 
-def _check_generates(path: Path) -> None:
-    """Raise :class:`RecipeError` for the config of a model with adapters that generates no text, if *path* exists."""
-    if path.is_file():
-        _check_head(AutoConfig.from_pretrained(path, trust_remote_code=False), str(path.parent))
-
-
 def _check_head(config: Any, where: str) -> None:
     directory = Path(where)
     if computes_embeddings(directory):
@@ -337,13 +318,6 @@ def _check_head(config: Any, where: str) -> None:
                 value=name,
                 hint=f'use transformers.pipeline("text-classification", model={where!r})',
             )
-
-
-def _is_seq2seq(config: Any) -> bool:
-    """Whether the model of a config has an encoder and a decoder for texts."""
-    # Private in transformers 5.17 to 5.24.
-    mapping: Any = AutoModelForSeq2SeqLM._model_mapping
-    return bool(config.is_encoder_decoder) and type(config) in mapping
 
 
 def _takes_images(config: Any) -> bool:

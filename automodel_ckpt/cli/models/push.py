@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.cli.common.arguments import number_at_least
@@ -123,10 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
     memory = checkpoint.parent / f".push-{checkpoint.name}.json"
     started = time.monotonic()
     url = f"{remote.store}/{checkpoint.name}"
+    options: dict[str, Any] = {"throttle": throttle, "num_threads": arguments.num_threads}
     try:
-        nbytes = push_checkpoint(
-            remote, checkpoint, memory, throttle=throttle, num_threads=arguments.num_threads
-        )
+        nbytes = push_checkpoint(remote, checkpoint, memory, **options)
     except FileNotFoundError:
         if checkpoint.is_dir():
             raise
@@ -138,21 +135,18 @@ def run(arguments: argparse.Namespace) -> int:
         ) from None
     remote.point(arguments.metric or "val_loss", "max" if arguments.max else "min")
     try:
-        nbytes += push_exports(
-            remote, checkpoint, throttle=throttle, num_threads=arguments.num_threads
-        )
+        nbytes += push_exports(remote, checkpoint, **options)
     except FileNotFoundError:
         if checkpoint.is_dir():
             raise
         # A run that trains has removed it, or `ckpt prune`. The checkpoint itself is in the store.
         log.warning("%s was removed meanwhile: %s has no exports", checkpoint, url)
     seconds = time.monotonic() - started
-    if arguments.json:
-        print(json.dumps({"url": url, "nbytes": nbytes, "seconds": seconds}))
-    elif nbytes == 0:
-        print(f"{printable(url)} is there already")
-    else:
-        print(f"uploaded {printable(url)}: {size_text(nbytes)} in {seconds:.1f} s")
+    text = f"uploaded {url}: {size_text(nbytes)} in {seconds:.1f} s"
+    if nbytes == 0:
+        text = f"{url} is there already"
+    document = {"url": url, "nbytes": nbytes, "seconds": seconds}
+    print(json.dumps(document) if arguments.json else printable(text))
     return EXIT_DONE
 
 
@@ -176,11 +170,8 @@ def run_pull(arguments: argparse.Namespace) -> int:
 def _pull_checkpoint(arguments: argparse.Namespace) -> int:
     """Download a checkpoint from a store."""
     from automodel_ckpt.checkpoint.export.export_manifest import complete_exports
-    from automodel_ckpt.checkpoint.parts.commit import make_run_directory
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
-    from automodel_ckpt.checkpoint.run import maintenance
-    from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
-    from automodel_ckpt.checkpoint.run.writable import check_outside_checkpoints
+    from automodel_ckpt.convert.publishing import held_run
 
     if arguments.directory is not None and is_url(arguments.directory):
         raise RecipeError(
@@ -191,7 +182,6 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
         )
     remote, name, manifest = locate_one(arguments.url)
     directory = download_directory(arguments.directory, str(remote.store))
-    check_outside_checkpoints(directory)
     if (directory / name).exists():
         raise RecipeError(
             "a checkpoint of this name exists",
@@ -200,36 +190,24 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
             hint="choose another directory, or remove it",
         )
     started = time.monotonic()
-    with _removed_if_empty(directory):
-        make_run_directory(directory)
-        # A live run would take the staging directory for a leftover.
-        lease = Lease(directory, hint=COMMAND_HINT)
-        try:
-            # What a killed download has left may take the space that this one needs.
-            maintenance.recover(directory)
-            path = pull_checkpoint(
-                remote,
-                name,
-                directory,
-                num_threads=arguments.num_threads,
-                with_exports=not arguments.no_exports,
-            )
-            pull_logs(remote, directory)
-        finally:
-            lease.release()
+    with held_run(directory, f"downloading {name}"):
+        path = pull_checkpoint(
+            remote,
+            name,
+            directory,
+            num_threads=arguments.num_threads,
+            with_exports=not arguments.no_exports,
+        )
+        pull_logs(remote, directory)
     seconds = time.monotonic() - started
     exports = complete_exports(path)
-    nbytes = manifest.nbytes + sum(map(_nbytes_in, exports))
+    files = [file for export in exports for file in export.rglob("*") if file.is_file()]
+    nbytes = manifest.nbytes + sum(file.stat().st_size for file in files)
     names = [str(export.relative_to(path)) for export in exports]
-    if arguments.json:
-        document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
-        print(json.dumps(document))
-    else:
-        with_exports = f", with {' and '.join(names)}" if names else ""
-        size = size_text(nbytes)
-        print(
-            f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified{with_exports}"
-        )
+    with_exports = f", with {' and '.join(names)}" if names else ""
+    text = f"downloaded {path}: {size_text(nbytes)} in {seconds:.1f} s, verified{with_exports}"
+    document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
+    print(json.dumps(document) if arguments.json else printable(text))
     return EXIT_DONE
 
 
@@ -243,24 +221,3 @@ def _check_is_url(text: str, where: str) -> None:
         value=text,
         hint="use a URL such as s3://BUCKET/RUN for checkpoints, or hub:ORG/NAME for a model",
     )
-
-
-@contextlib.contextmanager
-def _removed_if_empty(directory: Path) -> Iterator[None]:
-    """Remove *directory* and its parents after a failure, as far as they are empty and the context has created them."""
-    created = []
-    for path in (directory, *directory.parents):
-        if os.path.lexists(path):
-            break
-        created.append(path)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for path in created:
-                path.rmdir()
-        raise
-
-
-def _nbytes_in(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

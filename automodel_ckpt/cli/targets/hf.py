@@ -10,26 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import without_effect
-from automodel_ckpt.cli.common.terminal import print_path, size_text
-from automodel_ckpt.cli.targets.target import CAST_DTYPE, NUM_THREADS, Option, Target, log
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.cli.common.terminal import print_path
+from automodel_ckpt.cli.targets.table import log, report_line
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport
-
-NPROC = Option(
-    "--nproc", "number of processes (default: 1)", {"type": int, "default": 1, "metavar": "N"}
-)
-MERGE = Option(
-    "--merge",
-    "merge the adapter into its base model (default of OUT: merged/ in the model's directory)",
-    {"action": "store_true"},
-)
-BASE = Option(
-    "--base",
-    "with --merge: directory of the base model, if it was moved",
-    {"metavar": "BASE"},
-)
 
 
 def export_hf(
@@ -46,7 +31,6 @@ def export_hf(
     With *print_output*, prints the output directory on standard output.
     """
     from automodel_ckpt.checkpoint.export.consolidate import consolidate
-    from automodel_ckpt.checkpoint.export.next_steps import hf_lines
     from automodel_ckpt.convert.open import open_source
 
     report = consolidate(
@@ -58,40 +42,41 @@ def export_hf(
         log=log,
         opener=open_source,
     )
-    log(_summary(report))
-    if print_output:
-        print_path(report.output)
-        for line in hf_lines(Path(report.output)):
-            log(line)
+    _finish(report, print_output=print_output)
     return report
 
 
-def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+def run_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    """Export as the command line asks, and return the document of ``--json``."""
     if arguments.merge:
-        return _run_merge(arguments, source)
-    if arguments.base is not None:
-        raise _unused(arguments, BASE, "hf without --merge")
-    report = export_hf(
-        source,
-        arguments.output,
-        cast_dtype=arguments.cast_dtype,
-        num_procs=arguments.nproc,
-        num_threads=arguments.num_threads,
-        print_output=not arguments.json,
-    )
-    return _document(report)
+        report = _merged(arguments, source)
+        _finish(report, print_output=not arguments.json)
+    elif arguments.base is not None:
+        where = "with --to hf without --merge"
+        raise without_effect(arguments.command, "--base", arguments.base, where)
+    else:
+        report = export_hf(
+            source,
+            arguments.output,
+            cast_dtype=arguments.cast_dtype,
+            num_procs=arguments.nproc,
+            num_threads=arguments.num_threads,
+            print_output=not arguments.json,
+        )
+    casts = {f"{before}->{after}": count for (before, after), count in report.casts.items()}
+    return {**asdict(report), "output": str(report.output), "casts": casts}
 
 
-def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    if arguments.nproc != NPROC.default:
-        raise _unused(arguments, NPROC, "hf --merge")
+def _merged(arguments: argparse.Namespace, source: Path) -> ConsolidationReport:
+    if arguments.nproc != 1:
+        where = "with --to hf --merge"
+        raise without_effect(arguments.command, "--nproc", arguments.nproc, where)
     from automodel_ckpt.base.user_cache import cache_directory
-    from automodel_ckpt.checkpoint.export.next_steps import hf_lines
     from automodel_ckpt.convert.merging.merge import merge
     from automodel_ckpt.models.inspect.repository import base_directory
     from automodel_ckpt.models.inspect.signature import read_signature
 
-    report = merge(
+    return merge(
         source,
         arguments.output,
         base=arguments.base,
@@ -101,36 +86,14 @@ def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         cache=cache_directory(),
         log=log,
     )
-    log(_summary(report))
-    if not arguments.json:
+
+
+def _finish(report: ConsolidationReport, *, print_output: bool) -> None:
+    from automodel_ckpt.checkpoint.export.next_steps import hf_lines
+
+    tensors, files = counted(report.num_tensors, "tensor"), counted(report.num_files, "file")
+    log(report_line(f"wrote {tensors} in {files}", report))
+    if print_output:
         print_path(report.output)
         for line in hf_lines(Path(report.output)):
             log(line)
-    return _document(report)
-
-
-def _unused(arguments: argparse.Namespace, option: Option, target: str) -> RecipeError:
-    value = getattr(arguments, option.attribute)
-    return without_effect(arguments.command, option.flag, value, f"with --to {target}")
-
-
-def _summary(report: ConsolidationReport) -> str:
-    tensors = counted(report.num_tensors, "tensor")
-    files = counted(report.num_files, "file")
-    digests = "digests checked" if report.checked else "source unchecked"
-    size = size_text(report.nbytes)
-    return f"wrote {tensors} in {files}, {size}, {report.seconds:.1f} s ({digests})"
-
-
-def _document(report: ConsolidationReport) -> dict[str, Any]:
-    casts = {f"{before}->{after}": count for (before, after), count in report.casts.items()}
-    return {**asdict(report), "output": str(report.output), "casts": casts}
-
-
-TARGET = Target(
-    "hf",
-    "Hugging Face files, the same as `ckpt consolidate`",
-    "consolidated/ in the model's directory",
-    _run,
-    (CAST_DTYPE, NPROC, NUM_THREADS, MERGE, BASE),
-)

@@ -21,10 +21,12 @@ from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
+from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
-from automodel_ckpt.convert.imports.base_copies import check_copies, check_same
+from automodel_ckpt.convert.open import open_base
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
@@ -83,30 +85,18 @@ _INITS = (True, False, "gaussian", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """The kind and the location of an adapter: fields of a recipe's ``peft`` section.
+    """The kind and the location of an adapter.
 
-    *targets* are the full names of the layers with an adapter, *saved* those of the modules that are trained in full.
-    *parameters* are ends of names of other parameters with an adapter (fused experts), whose modules are among
-    *targets*, too.
-    *rank_pattern* and *alpha_pattern* have the ranks and alphas of layers with others than *r* and *alpha*.
-    *rows* has the number of rows of each module whose weight is in the file, which an embedding that was resized has.
-    *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none. *revision*
-    is its branch, tag or commit on the Hub; None: the main branch.
+    *lora* has the fields of a recipe's ``peft`` section but ``target_modules``. *targets* are the full names of the
+    layers with an adapter, among them the modules of ``target_parameters`` (fused experts). *rows* has the number of
+    rows of each module whose weight is in the file, which an embedding that was resized has. *base* is the name of the
+    base in the file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or
+    commit on the Hub; None: the main branch.
     """
 
-    r: int
-    alpha: int
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, int]
-    dropout: float
+    lora: Mapping[str, Any]
     targets: tuple[str, ...]
-    parameters: tuple[str, ...]
-    saved: tuple[str, ...]
     rows: Mapping[str, int]
-    use_dora: bool
-    use_rslora: bool
-    bias: str
-    ensure_weight_tying: bool
     task_type: str | None
     base: str
     revision: str | None
@@ -147,27 +137,30 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
     those of the adapter.
     """
-    tensors = _without_wrapped(directory, weights)
+    path = directory / layout.ADAPTER_MODEL
+    tensors = _without_wrapped(path, weights)
     try:
         model = build(_read_settings(directory, tensors))
     except RecipeError as error:
         # Its hints are for the keys of a recipe, and the user has none.
         problem = error.problems[0]
-        where = str(directory / layout.ADAPTER_CONFIG)
         raise CheckpointUnusable(
-            problem.what, where=where, value=problem.value, hint=_MERGE
+            problem.what,
+            where=str(directory / layout.ADAPTER_CONFIG),
+            value=problem.value,
+            hint=_MERGE,
         ) from error
     more = tensors.keys() - model.shapes.keys()
     if more:
         base_names = model.base_names()
-        copies = more & base_names.keys()
+        copies = sorted(more & base_names.keys())
+        _check_copies(path, weights, copies, model.base, base_names)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
-        check_copies(directory, weights, copies, model.base, base_names)
-    _check_tensors(directory, tensors, model)
+    _check_tensors(path, tensors, model)
     return replace(model, files={**model.files, **read_files(directory, ADAPTER_SIDE_FILES)})
 
 
-def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
+def _without_wrapped(path: Path, weights: Tensors) -> dict[str, Tensor]:
     """Return the tensors without those that peft adds for modules trained in full, with ``save_embedding_layers``.
 
     These are the module of the base, which is not used, and a second copy of the trained one. Raises
@@ -175,12 +168,49 @@ def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for name, tensor in weights.tensors.items():
-        trained = weights.tensors.get(name.replace(_TRAINED, "."))
-        if _TRAINED in name and trained is not None:
-            check_same(directory / layout.ADAPTER_MODEL, weights.root, tensor, trained)
+        other = name.replace(_TRAINED, ".")
+        if _TRAINED in name and other in weights.tensors:
+            if difference(weights.root, tensor, weights, [other]):
+                what = "the adapter's file has two different copies of a module that was trained in full"
+                raise _unusable(what, path, f"{name[:200]}, {other[:200]}")
         elif _UNTRAINED not in name:
             found[name] = tensor
     return found
+
+
+def _check_copies(
+    path: Path,
+    weights: Tensors,
+    copies: Iterable[str],
+    base: Path,
+    names: Mapping[str, Sequence[str]],
+) -> None:
+    """Raise :class:`CheckpointUnusable` unless the tensors *copies* equal those of the *base*.
+
+    peft saves them beside adapters on an embedding or on the output layer, as ``<layer>.base_layer.weight``, and with
+    ``save_embedding_layers`` (peft 0.21, ``get_peft_model_state_dict``). One that differs was resized or trained, so
+    that the adapter does not belong to the base alone. *names* maps copies to names in the base's files, of which a
+    tied tensor has several, and the files one or more.
+    """
+    stored = open_base(base).modules[MODEL]
+    lines: list[str] = []
+    for copy in copies:
+        fault = difference(weights.root, weights.tensors[copy], stored, names[copy])
+        if fault:
+            lines.append(f"{copy[:200]}: {fault}")
+    if lines:
+        raise CheckpointUnusable(
+            "the adapter's file has weights of the base that differ from the base",
+            where=str(path),
+            value=_listed(lines),
+            hint=f"{base} is not the base that it was trained on: name that one with --base; or the weights were "
+            "resized or trained with the adapter: merge them in your own code (load the adapter with peft, "
+            "merge_and_unload, save_pretrained), and import the result",
+        )
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "\n    " + "\n    ".join(lines[:_MAX_NAMED])
 
 
 def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSettings:
@@ -188,35 +218,39 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
     options = read_json(directory, layout.ADAPTER_CONFIG)
     if options is None:
         raise _unusable("the adapter has no description", path, "no such file")
-    _check_kind(options, path)
+    if options.get("peft_type") != "LORA":
+        raise _unsupported("peft_type", options.get("peft_type"), path)
+    if options.get("init_lora_weights", True) not in _INITS:
+        raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
+    for name in unknown_options(options):
+        raise _unsupported(name, options[name], path)
     targets, others = _modules_of(tensors, path.with_name(layout.ADAPTER_MODEL))
-    saved_names = tuple(_list(options, "modules_to_save", path))
+    saved = tuple(_list(options, "modules_to_save", path))
     dropout = options.get("lora_dropout", 0.0)
+    base = options.get("base_model_name_or_path")
     for name, is_right in (
         ("lora_dropout", type(dropout) in (int, float) and 0 <= dropout < 1),
         ("bias", options.get("bias", "none") in _BIASES),
         ("task_type", isinstance(options.get("task_type"), str | None)),
-        ("base_model_name_or_path", isinstance(options.get("base_model_name_or_path"), str | None)),
+        ("base_model_name_or_path", isinstance(base, str | None)),
     ):
         if not is_right:
             raise _damaged(name, options[name], path)
+    lora = {
+        "r": _whole("r", options.get("r"), path),
+        "alpha": _whole("lora_alpha", options.get("lora_alpha"), path),
+        "rank_pattern": _numbers_of(options, "rank_pattern", targets, path),
+        "alpha_pattern": _numbers_of(options, "alpha_pattern", targets, path),
+        "dropout": float(dropout),
+        "target_parameters": tuple(_list(options, "target_parameters", path)),
+        "modules_to_save": tuple(name for name in others if saved and name.endswith(saved)),
+        "bias": options.get("bias", "none"),
+    }
+    for name in ("use_dora", "use_rslora", "ensure_weight_tying"):
+        lora[name] = bool(options.get(name))
+    revision = base_revision(options, path)
     return AdapterSettings(
-        r=_whole("r", options.get("r"), path),
-        alpha=_whole("lora_alpha", options.get("lora_alpha"), path),
-        rank_pattern=_numbers_of(options, "rank_pattern", targets, path),
-        alpha_pattern=_numbers_of(options, "alpha_pattern", targets, path),
-        dropout=float(dropout),
-        targets=tuple(targets),
-        parameters=tuple(_list(options, "target_parameters", path)),
-        saved=tuple(name for name in others if name.endswith(saved_names)) if saved_names else (),
-        rows=_rows_in(tensors),
-        use_dora=bool(options.get("use_dora")),
-        use_rslora=bool(options.get("use_rslora")),
-        bias=options.get("bias", "none"),
-        ensure_weight_tying=bool(options.get("ensure_weight_tying")),
-        task_type=options.get("task_type"),
-        base=options.get("base_model_name_or_path") or "",
-        revision=base_revision(options, path),
+        lora, tuple(targets), _rows_in(tensors), options.get("task_type"), base or "", revision
     )
 
 
@@ -282,16 +316,6 @@ def unknown_options(options: Mapping[str, Any]) -> list[str]:
     return [name for name, value in options.items() if name not in _READ_OPTIONS and value]
 
 
-def _check_kind(options: Mapping[str, Any], path: Path) -> None:
-    """Raise :class:`CheckpointUnusable` for options that the ``peft`` section does not have."""
-    if options.get("peft_type") != "LORA":
-        raise _unsupported("peft_type", options.get("peft_type"), path)
-    if options.get("init_lora_weights", True) not in _INITS:
-        raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
-    for name in unknown_options(options):
-        raise _unsupported(name, options[name], path)
-
-
 def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]:
     """Return the full names of the layers with an adapter, and of the other modules in the adapter's file."""
     targets: dict[str, None] = {}
@@ -309,7 +333,7 @@ def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]
     return list(targets), list(others)
 
 
-def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: AdapterModel) -> None:
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor], model: AdapterModel) -> None:
     """Raise :class:`CheckpointUnusable` unless the file has exactly the tensors of the model's adapter."""
     lines: list[str] = []
     for name in sorted({*tensors, *model.shapes}):
@@ -320,8 +344,8 @@ def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: Adapte
     if lines:
         raise CheckpointUnusable(
             "the adapter's tensors are not those of an adapter on this base",
-            where=str(directory / layout.ADAPTER_MODEL),
-            value="\n    " + "\n    ".join(lines[:_MAX_NAMED]),
+            where=str(path),
+            value=_listed(lines),
             hint="name the directory of the base that it was trained on with --base, or restore the file from "
             "another copy",
         )

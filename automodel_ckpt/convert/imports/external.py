@@ -6,6 +6,7 @@ A directory can contain several formats, such as a checkpoint of NeMo AutoModel 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -81,20 +82,18 @@ def read_external(directory: Path) -> ExternalDirectory | None:
     formats = formats_in(directory)
     if not formats:
         return None
-    written = directory.stat().st_mtime
-    if directory.is_file():
-        size = directory.stat().st_size
-        return ExternalDirectory(directory, formats, {directory.name: size}, {}, written)
-    losses = losses_in(directory, formats.get("."))
-    return ExternalDirectory(directory, formats, dict(_files(directory)), losses, written)
+    status = directory.stat()
+    files, losses = {directory.name: status.st_size}, {}
+    if directory.is_dir():
+        files, losses = dict(_files(directory)), losses_in(directory, formats.get("."))
+    return ExternalDirectory(directory, formats, files, losses, status.st_mtime)
 
 
 def losses_in(directory: Path, known: Format | None = None) -> Mapping[str, Any]:
     """Return the losses that the files of a format state, or the content of losses.json; empty if there are none."""
-    if known is not None:
-        stated = known.losses(directory)
-        if stated:
-            return stated
+    stated = known.losses(directory) if known is not None else {}
+    if stated:
+        return stated
     try:
         value = parse_json(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
     except (OSError, ValueError):
@@ -119,24 +118,15 @@ def _tree(directory: Path, known: Format) -> ExternalTree:
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:
     """Yield relative paths and sizes in bytes. A link to a file, as in the Hub's cache, has the size of the file."""
-    count = 0
-    for parent, directories, names in os.walk(directory):
-        directories.sort()
-        for name in sorted(names):
-            count += 1
-            if count > _MAX_FILES:
-                return
-            path = os.path.join(parent, name)
-            with contextlib.suppress(FileNotFoundError):  # a file that is being written or removed
-                yield os.path.relpath(path, directory), _size(path)
-
-
-def _size(path: str) -> int:
-    with contextlib.suppress(OSError):
-        found = os.stat(path)
-        if stat.S_ISREG(found.st_mode):
-            return found.st_size
-    return os.lstat(path).st_size
+    paths = (
+        os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names
+    )
+    for path in sorted(itertools.islice(paths, _MAX_FILES)):
+        with contextlib.suppress(FileNotFoundError):  # a file that is being written or removed
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode) and os.path.isfile(path):
+                status = os.stat(path)
+            yield os.path.relpath(path, directory), status.st_size
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
@@ -150,9 +140,8 @@ def named_checkpoints(directory: Path) -> list[Path]:
     found: list[Path] = []
     for name in names_in(directory)[:_MAX_ENTRIES]:
         path = directory / name
-        if name.startswith(".") or path.is_symlink() or parse_name(name).is_empty:
-            continue
-        is_ordinary = path.is_dir() or path.is_file()
-        if is_ordinary and formats_in(path):
+        is_ordinary = not path.is_symlink() and (path.is_dir() or path.is_file())
+        is_named = not name.startswith(".") and not parse_name(name).is_empty
+        if is_named and is_ordinary and formats_in(path):
             found.append(path)
     return found

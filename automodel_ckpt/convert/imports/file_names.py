@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,13 +36,8 @@ _COUNTERS = {
     "epoch": "epoch",
     "consumed_samples": "consumed_samples",
 }
-_METRIC_WORDS = frozenset(
-    [
-        *("loss", "ppl", "perplexity", "error", "wer", "cer", "mse", "mae", "rmse"),
-        *("acc", "accuracy", "bleu", "f1", "rouge", "reward", "score", "auc"),
-    ]
-)
 _LOWER_IS_BETTER = ("loss", "ppl", "perplexity", "error", "wer", "cer", "mse", "mae", "rmse")
+_HIGHER_IS_BETTER = ("acc", "accuracy", "bleu", "f1", "rouge", "reward", "score", "auc")
 # Words before the name of a metric that do not belong to it.
 _SPLITS = frozenset(["val", "valid", "validation", "eval", "test", "train", "best", "mean", "avg"])
 
@@ -92,17 +88,9 @@ def parse_name(name: str) -> NameMetadata:
         counter = _COUNTERS.get(key)
         if counter is None:
             metrics[key] = float(text)
-            continue
-        count = _count(text)
-        if count is not None:
+        elif (count := _count(text)) is not None:
             counters.setdefault(counter, count)
-    return NameMetadata(
-        counters.get("step"),
-        counters.get("epoch"),
-        counters.get("consumed_samples"),
-        metrics,
-        is_last,
-    )
+    return NameMetadata(**counters, metrics=metrics, is_last=is_last)
 
 
 def _pairs_of_words(stem: str) -> list[tuple[str, str]]:
@@ -122,7 +110,7 @@ def _pairs_of_words(stem: str) -> list[tuple[str, str]]:
             pairs.append((f"{before}_{last}", number))
         elif last in _COUNTERS:
             pairs.append((last, number))
-        elif last in _METRIC_WORDS:
+        elif last in (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER):
             pairs.append((f"{before}_{last}" if before in _SPLITS else last, number))
     return pairs
 
@@ -146,10 +134,7 @@ def rank(metadata: Mapping[str, NameMetadata]) -> Ranking | None:
 
     Values that are not numbers are last. A checkpoint without the metric is not in the ranking.
     """
-    counts: dict[str, int] = {}
-    for found in metadata.values():
-        for metric in found.metrics:
-            counts[metric] = counts.get(metric, 0) + 1
+    counts = Counter(metric for found in metadata.values() for metric in found.metrics)
     if not counts:
         return None
     metric = max(counts, key=lambda name: (counts[name], name.startswith("val"), name))
@@ -157,10 +142,9 @@ def rank(metadata: Mapping[str, NameMetadata]) -> Ranking | None:
     ranked: list[tuple[bool, float, str]] = []
     for name, found in metadata.items():
         value = found.metrics.get(metric)
-        if value is None:
-            continue
-        is_nan = math.isnan(value)
-        ranked.append((is_nan, 0.0 if is_nan else sign * value, name))
+        if value is not None:
+            is_nan = math.isnan(value)
+            ranked.append((is_nan, 0.0 if is_nan else sign * value, name))
     return Ranking(metric, tuple(name for _, _, name in sorted(ranked)))
 
 

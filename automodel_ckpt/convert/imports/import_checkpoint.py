@@ -14,7 +14,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.files import agreeing_config
-from automodel_ckpt.checkpoint.export.plan import Plan, make_plan
+from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import MODEL
@@ -41,8 +41,8 @@ from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_
 from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
-    fitting_prefixes,
     has_odd_prefix,
+    possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -91,78 +91,78 @@ def prepare(source: Path, run: Path, options: ImportOptions = ImportOptions()) -
 def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewCheckpoint:
     weights = source.opened.modules[MODEL]
     adapter = _adapter(source, weights, options)
-    if adapter is not None and options.parameters is not None:
-        trained = adapter.parameters
-        options = replace(options, parameters=lambda _: lambda: trained)
-    renaming = None
+    renamings: list[Renaming] = []
     name_notes: tuple[str, ...] = ()
-    omitted = source.opened.omitted
+    omitted = [*source.opened.omitted]
     if adapter is not None:
-        weights, copies = _without_copies(weights, adapter)
-        omitted = (*omitted, *copies)
+        weights = _without_copies(weights, adapter, omitted)
+        if options.parameters is not None:
+            trained = adapter.parameters
+            options = replace(options, parameters=lambda _: lambda: trained)
     if options.names is not None:
-        renaming = rename(weights, options.names)
-        weights = renaming.after
-        omitted = (*omitted, *renaming.left_out)
+        renamings.append(rename(weights, options.names))
+        weights = renamings[-1].after
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
     if adapter is None:
         check_merged(weights, source.path)
         name_notes, without = _compared(source, weights, options)
         if without is not None:
-            renaming, weights = without, without.after
-            omitted = (*omitted, *without.left_out)
-    training = _training(source, options, renaming)
+            renamings.append(without)
+            weights = without.after
+    omitted += [text for renaming in renamings for text in renaming.left_out]
+    training = _training(source, options, renamings)
+    name, origin = position_of(source, options.step, options.epoch)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
-        omitted = training.state.omitted
-    position = position_of(source, options.step, options.epoch)
-    counters = training or position
-    name = layout.CheckpointName(step=counters.step, epoch=counters.epoch)
+        omitted = [*training.state.omitted]
+        name = layout.CheckpointName(step=training.step, epoch=training.epoch)
     check_free(run, name)
     maps = BaseMaps(is_adapter=adapter is not None)
     plan = make_plan(weights.tensors, {}, maps, where=str(source.directory))
+    side_files = dict(adapter.files) if adapter else source.side_files(options.config)
+    if _CONFIG in side_files:
+        # It agrees with the tensors that are written.
+        path = source.directory / _CONFIG
+        side_files[_CONFIG], _ = agreeing_config(side_files[_CONFIG], plan, BaseMaps(), path)
     left_out = source.left_out(omitted, has_training=training is not None)
+    states = list(source.states())
+    reasons = (known.training_left(path) for path, known in states)
     return NewCheckpoint(
         source=source.path,
         kind=source.known.name,
         weights=weights,
         plan=plan,
-        side_files=_side_files(source, adapter, plan, options.config),
+        side_files=side_files,
         other_files=recipe_of(source.run_directory),
         losses=losses_in(source.run_directory, detect(source.run_directory, follow_links=True)),
         run=run,
         name=name,
         left_out=tuple(left_out),
         training=training,
-        has_training_state=source.has_training_state,
-        training_left=source.training_left,
-        position_from=position.origin,
+        has_training_state=any(known.has_training_state(path) for path, known in states),
+        training_left=next(filter(None, reasons), ""),
+        position_from=origin,
         adapter=adapter,
         name_notes=name_notes,
     )
 
 
 def _training(
-    source: ImportSource, options: ImportOptions, renaming: Renaming | None
+    source: ImportSource, options: ImportOptions, renamings: list[Renaming]
 ) -> TrainingImport | None:
     """Return the training state of the source, if it is asked for."""
     if options.parameters is None:
         return None
-    if renaming is not None:
+    if renamings:
         raise RecipeError(
             "the weights get other names, and the state of the optimizer cannot get them",
             where="ckpt import --training-state",
-            value=next(iter(renaming.before.tensors))[:200],
+            value=next(iter(renamings[0].before.tensors))[:200],
             hint="import the weights without --training-state",
         )
     path, state = training_state_of(source, options.parameters, config=options.config)
-    return training_import(
-        state,
-        where=str(path),
-        step=options.step,
-        epoch=options.epoch,
-    )
+    return training_import(state, where=str(path), step=options.step, epoch=options.epoch)
 
 
 def _compared(
@@ -189,35 +189,21 @@ def _compared(
         return ((unknown,) if has_own_names else ()), None
     notes, renaming = tuple(found.lines()), None
     if has_own_names and options.names is None and found.unknown and found.missing:
-        without: dict[str, Renaming] = {}
-
-        def fits(prefix: str) -> bool:
-            without[prefix] = without_prefix(weights, prefix)
-            after = without[prefix].after
-            again = compare(config, [*after.tensors, *after.tied])
-            return again is not None and not (again.unknown or again.missing)
-
-        prefixes = fitting_prefixes(weights.tensors, found.missing, fits)
-        if len(prefixes) != 1:
+        fitting: dict[str, Renaming] = {}
+        for prefix in possible_prefixes(weights.tensors, found.missing):
+            after = without_prefix(weights, prefix)
+            again = compare(config, [*after.after.tensors, *after.after.tied])
+            if again is not None and not (again.unknown or again.missing):
+                fitting[prefix] = after
+        if len(fitting) != 1:
             found.check(str(source.path))
             return notes, None
-        renaming = without[prefixes[0]]
-        notes = (f"those of the model after the prefix {prefixes[0]!r}, which is removed",)
+        ((prefix, renaming),) = fitting.items()
+        notes = (f"those of the model after the prefix {prefix!r}, which is removed",)
     is_quantized = bool(quantization_of(files))
     stored = weights if renaming is None else renaming.after
     found.check_shapes(stored.tensors, str(source.path), is_quantized=is_quantized)
     return notes, renaming
-
-
-def _side_files(
-    source: ImportSource, adapter: AdapterModel | None, plan: Plan, config: Path | None
-) -> dict[str, bytes]:
-    """Return the files beside the weights, with a config.json that agrees with the tensors in *plan*."""
-    files = dict(adapter.files) if adapter is not None else source.side_files(config)
-    if _CONFIG in files:
-        path = source.directory / _CONFIG
-        files[_CONFIG], _ = agreeing_config(files[_CONFIG], plan, BaseMaps(), path)
-    return files
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
@@ -234,15 +220,13 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
     return adapter_model(source.directory, weights, options.adapters)
 
 
-def _without_copies(weights: Tensors, adapter: AdapterModel) -> tuple[Tensors, list[str]]:
-    """Return an adapter's tensors without the copies of other weights in its file, and a text about these."""
+def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str]) -> Tensors:
+    """Return an adapter's tensors without the copies of other weights in its file, which *omitted* names."""
     tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
-    num_copies = len(weights.tensors) - len(tensors)
-    if not num_copies:
-        return weights, []
-    return replace(weights, tensors=tensors), [
-        f"{counted(num_copies, 'copy', 'copies')} of weights that the base or the adapter has"
-    ]
+    if num_copies := len(weights.tensors) - len(tensors):
+        copies = counted(num_copies, "copy", "copies")
+        omitted.append(f"{copies} of weights that the base or the adapter has")
+    return replace(weights, tensors=tensors)
 
 
 def _config_directory(config: Path) -> Path:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -20,12 +19,8 @@ from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.peft_adapter import OLD_ADAPTER
 from automodel_ckpt.convert.formats.registry import detect, detect_run, formats_in
-from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
-    Parameters,
-    TrainingState,
-)
-from automodel_ckpt.convert.imports.file_names import NameMetadata, parse_name
+from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
+from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import (
     check_links_of_weights,
     side_files_of,
@@ -61,12 +56,14 @@ class ImportSource:
         *config* is the directory of the model's config.json, to whose names those of Megatron and torchtitan are
         converted. Raises :class:`CheckpointUnusable` if there are no weights in a known format.
         """
-        path = _resolved(path)
+        # Without links, except the last part of a file: its name determines the format.
         if path.is_file():
+            path = Path(os.path.realpath(path.parent), path.name)
             known = detect(path, follow_links=True)
             opened = open_weights(path, config)
             assert known is not None, "open_weights raises for an unknown format"
             return ImportSource(path, path.parent, known, opened)
+        path = Path(os.path.realpath(path))
         directory, known = _located(path)
         return ImportSource(path, directory, known, open_weights(directory, config))
 
@@ -86,16 +83,6 @@ class ImportSource:
             if known is not None:
                 yield path, known
 
-    @property
-    def has_training_state(self) -> bool:
-        return any(known.has_training_state(path) for path, known in self.states())
-
-    @property
-    def training_left(self) -> str:
-        """Why the training state of the source cannot be imported, in words; empty if it can, or if there is none."""
-        reasons = (known.training_left(path) for path, known in self.states())
-        return next(filter(None, reasons), "")
-
     def side_files(self, config: Path | None) -> dict[str, bytes]:
         """Return the config and the tokenizer's files: those in the directory *config*, else those of the source."""
         chosen = config or self.opened.side_files
@@ -113,23 +100,13 @@ class ImportSource:
         """
         known = detect_run(self.path) if has_training else None
         imported = known.parts(self.path) if known is not None else frozenset()
-        for name, text in self._other_directories():
-            if name not in imported:
-                yield text
+        others = formats_in(self.path) if self.path.is_dir() else {}
+        for name, other in others.items():
+            is_of_weights = (self.path / name).resolve() == self.directory.resolve()
+            if not is_of_weights and name not in imported:
+                yield f"{name}: {other.name}"
         yield from omitted
-        if not has_training:
-            yield from self._other_state()
-
-    def _other_directories(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each directory with a known format, other than that of the weights, and a text about it."""
-        if not self.path.is_dir():
-            return
-        for name, known in formats_in(self.path).items():
-            if (self.path / name).resolve() != self.directory.resolve():
-                yield name, f"{name}: {known.name}"
-
-    def _other_state(self) -> Iterator[str]:
-        for name in _OTHER_STATE:
+        for name in () if has_training else _OTHER_STATE:
             if os.path.lexists(self.path / name):
                 yield name
 
@@ -151,22 +128,13 @@ def check_merged(weights: Tensors, where: Path) -> None:
 
 def check_not_sparse(weights: Tensors) -> None:
     """Raise :class:`CheckpointUnusable` for a sparse file: it could make an import write terabytes of zeros."""
-    files: set[str] = set()
-    for tensor in weights.tensors.values():
-        files.update(stored.file for stored in tensor.slices)
-    for file in sorted(files):
+    slices = (stored for tensor in weights.tensors.values() for stored in tensor.slices)
+    for file in sorted({stored.file for stored in slices}):
         path = weights.root / file
         status = os.lstat(path)
         if is_sparse(status):
             what = "this file is sparse: nearly all of it is unallocated"
             raise unusable(what, path, f"{status.st_size} bytes")
-
-
-def _resolved(source: Path) -> Path:
-    """Return the path without symbolic links, except the last part of a file: its name determines the format."""
-    if source.is_file():
-        return Path(os.path.realpath(source.parent), source.name)
-    return Path(os.path.realpath(source))
 
 
 def _located(source: Path) -> tuple[Path, Format]:
@@ -194,17 +162,12 @@ def _located(source: Path) -> tuple[Path, Format]:
         directory = source / place
         if directory.is_symlink() or not directory.is_dir():
             continue
-        known = _importable(directory)
+        # Before detect(), which follows links: they must not lead out of the directory.
+        check_links_of_weights(directory)
+        known = detect(directory, follow_links=True, readable_only=True)
         if known is not None:
             return directory, known
     raise unusable("no weights that can be imported were found", source, _found(source))
-
-
-def _importable(directory: Path) -> Format | None:
-    """Return the format of a directory with weights; None if there are none. Raises :class:`CheckpointUnusable`."""
-    # Before detect(), which follows links: they must not lead out of the directory.
-    check_links_of_weights(directory)
-    return detect(directory, follow_links=True, readable_only=True)
 
 
 def _found(source: Path) -> str:
@@ -226,30 +189,23 @@ def _found(source: Path) -> str:
     return f"it contains {', '.join(names[:_MAX_NAMED])}"
 
 
-_CONFIG = "config.json"
+def position_of(
+    source: ImportSource, step: int | None, epoch: int | None
+) -> tuple[layout.CheckpointName, str]:
+    """Return the step and the epoch of the imported checkpoint, and where they were stated, in words.
 
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """The step and the epoch in the name of an imported checkpoint, and where they were stated, in words."""
-
-    step: int
-    epoch: int
-    origin: str
-
-
-def position_of(source: ImportSource, step: int | None, epoch: int | None) -> Position:
-    """Return the position that the user gave; else that in the files of the source; else that in its name."""
-    if step is not None or epoch is not None:
-        return Position(step or 0, epoch or 0, "as given")
-    for path, known in source.states():
-        stated = known.counters(path)
-        if stated.step is not None or stated.epoch is not None:
-            return Position(stated.step or 0, stated.epoch or 0, "stated in the files")
+    They are those that the user gave; else those in the files of the source; else those in its name.
+    """
+    stated = [(step, epoch, "as given")]
+    for path, known in source.states() if step is None and epoch is None else ():
+        counters = known.counters(path)
+        stated.append((counters.step, counters.epoch, "stated in the files"))
     named = parse_name(source.path.name)
-    if named.step is not None or named.epoch is not None:
-        return Position(named.step or 0, named.epoch or 0, "stated in the name")
-    return Position(0, 0, "")
+    stated.append((named.step, named.epoch, "stated in the name"))
+    for step, epoch, origin in stated:
+        if step is not None or epoch is not None:
+            return layout.CheckpointName(step=step or 0, epoch=epoch or 0), origin
+    return layout.CheckpointName(step=0, epoch=0), ""
 
 
 def training_state_of(
@@ -265,17 +221,26 @@ def training_state_of(
 
     Raises :class:`CheckpointUnusable` if there is no training state that can be imported.
     """
-    directory = config or _directory_of_config(source)
+    directory = config or source.directory
+    if not (directory / "config.json").is_file():
+        directory = source.run_directory
     kinds = []
     for path, known in source.states():
         state = known.training_state(path, parameters(directory))
         if state is None:
             kinds.append(known.training_left(path) or known.name)
             continue
-        state = _completed(state, parse_name(source.path.name))
         if state.optimizer is not None:
-            check_not_sparse(_optimizer_tensors(state.optimizer))
-        return path, state
+            states = state.optimizer.tensors
+            tensors = {f"{n}.{e}": each for n in states for e, each in states[n].items()}
+            check_not_sparse(Tensors(state.optimizer.root, tensors))
+        # Counters that only the name of the source states.
+        named = parse_name(source.path.name)
+        counters = {}
+        for name in ("step", "epoch", "consumed_samples"):
+            if getattr(state, name) is None:
+                counters[name] = getattr(named, name)
+        return path, replace(state, **counters)
     raise CheckpointUnusable(
         "there is no training state that can be imported",
         where=str(source.path),
@@ -283,32 +248,3 @@ def training_state_of(
         hint="import the weights without --training-state; runs of transformers' Trainer, Lightning and NeMo "
         "AutoModel, and of PyTorch DCP if the optimizer has the names of the weights, can be continued",
     )
-
-
-def _directory_of_config(source: ImportSource) -> Path:
-    """Return the directory in which the source's config.json is looked for."""
-    if (source.directory / _CONFIG).is_file():
-        return source.directory
-    return source.run_directory
-
-
-def _completed(state: TrainingState, named: NameMetadata) -> TrainingState:
-    """Return the training state with the counters that only the name of the source states."""
-    samples = state.consumed_samples
-    if samples is None:
-        samples = named.consumed_samples
-    return replace(
-        state,
-        step=named.step if state.step is None else state.step,
-        epoch=named.epoch if state.epoch is None else state.epoch,
-        consumed_samples=samples,
-    )
-
-
-def _optimizer_tensors(optimizer: OptimizerState) -> Tensors:
-    """Return all tensors of an optimizer's state, for checks of their files."""
-    tensors: dict[str, Tensor] = {}
-    for name, entries in optimizer.tensors.items():
-        for entry, tensor in entries.items():
-            tensors[f"{name}.{entry}"] = tensor
-    return Tensors(optimizer.root, tensors)

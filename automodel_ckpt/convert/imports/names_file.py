@@ -8,7 +8,6 @@ whose new name is empty or null is left out. Names that no line matches are kept
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +25,6 @@ _LEFT_OUT = ("", "null", "~")
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    text: str
-    pattern: re.Pattern[str]
-    replacement: str
-
-
-@dataclass(frozen=True, slots=True)
 class Renaming:
     """Weights under other names: *before* are those of the source. *left_out* states in words what is left out."""
 
@@ -47,54 +39,48 @@ def rename(module: Tensors, path: Path) -> Renaming:
     Raises :class:`RecipeError` if a line matches no tensor, or two tensors get one name.
     """
     lines = _read(path)
+    patterns = {text: _pattern(path, text, new) for text, new in lines.items()}
     # Exact names are not compared with each tensor: a model of many experts can have a hundred thousand.
-    exact = {line.text: [line] for line in lines if not _PLACEHOLDER.search(line.text)}
-    patterns = [line for line in lines if line.text not in exact]
-    unused = dict.fromkeys(line.text for line in lines)
+    general = [text for text in lines if _PLACEHOLDER.search(text)]
+    unused = dict.fromkeys(lines)
     renamed: dict[str, Tensor] = {}
-    num_left_out = 0
     for fqn, tensor in module.tensors.items():
         name = fqn
-        for line in exact.get(fqn, patterns):
-            match = line.pattern.fullmatch(fqn)
+        is_exact = fqn in lines and fqn not in general
+        for text in [fqn] if is_exact else general:
+            match = patterns[text].fullmatch(fqn)
             if match is not None:
-                unused.pop(line.text, None)
-                name = _filled(line.replacement, match.groupdict())
+                unused.pop(text, None)
+                name = _filled(lines[text], match)
                 break
-        if name in _LEFT_OUT:
-            num_left_out += 1
-            continue
         if name in renamed:
             raise _wrong(path, f"two tensors get the name {name!r}")
-        renamed[name] = tensor.renamed(name)
+        if name not in _LEFT_OUT:
+            renamed[name] = tensor.renamed(name)
     if unused:
         raise _wrong(path, f"no tensor has the name {next(iter(unused))!r}")
     if not renamed:
         raise _wrong(path, "all tensors are left out")
     tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
     left_out: tuple[str, ...] = ()
-    if num_left_out:
+    if num_left_out := len(module.tensors) - len(renamed):
         left_out = (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",)
     return Renaming(module, Tensors(module.root, renamed, tied), left_out)
 
 
 def without_prefix(module: Tensors, prefix: str) -> Renaming:
     """Return the tensors of *module* whose names begin with *prefix* without it."""
-
-    def stripped(name: str) -> str:
-        return name.removeprefix(prefix)
-
-    tensors = {
-        stripped(name): tensor.renamed(stripped(name))
-        for name, tensor in module.tensors.items()
-        if name.startswith(prefix)
-    }
-    tied = {
-        stripped(alias): stripped(stored)
-        for alias, stored in module.tied.items()
-        if alias.startswith(prefix) and stored.startswith(prefix)
-    }
-    others = [name for name in module.tensors if not name.startswith(prefix)]
+    tensors: dict[str, Tensor] = {}
+    others: list[str] = []
+    for name, tensor in module.tensors.items():
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor.renamed(name.removeprefix(prefix))
+        else:
+            others.append(name)
+    tied: dict[str, str] = {}
+    for alias, stored in module.tied.items():
+        if alias.startswith(prefix) and stored.startswith(prefix):
+            tied[alias.removeprefix(prefix)] = stored.removeprefix(prefix)
     left_out: tuple[str, ...] = ()
     if others:
         other = f"{counted(len(others), 'tensor')} without the prefix of the model"
@@ -102,11 +88,11 @@ def without_prefix(module: Tensors, prefix: str) -> Renaming:
     return Renaming(module, Tensors(module.root, tensors, tied), left_out)
 
 
-def _filled(replacement: str, numbers: Mapping[str, str]) -> str:
+def _filled(replacement: str, numbers: re.Match[str]) -> str:
     return _PLACEHOLDER.sub(lambda match: numbers[match[1]], replacement)
 
 
-def _read(path: Path) -> list[_Line]:
+def _read(path: Path) -> dict[str, str]:
     try:
         real = path.resolve()
         value = parse_yaml(read_safely(real.parent, real.name, limit=_MAX_BYTES).decode())
@@ -114,31 +100,25 @@ def _read(path: Path) -> list[_Line]:
         raise _wrong(path, str(error)[:300]) from error
     if not isinstance(value, dict):
         raise _wrong(path, "it is not a mapping of names to names")
-    lines: list[_Line] = []
     for text, replacement in value.items():
         if not isinstance(text, str) or not isinstance(replacement, str):
             raise _wrong(path, f"the new name of {text!r:.200} is not text")
-        lines.append(_line(path, text, replacement))
-    return lines
+    return value
 
 
-def _line(path: Path, text: str, replacement: str) -> _Line:
+def _pattern(path: Path, text: str, replacement: str) -> re.Pattern[str]:
+    """Return the pattern of names that the line *text* matches."""
     # split() with a group returns the text and the placeholders' names alternately.
     parts = _PLACEHOLDER.split(text)
-    pattern = ""
-    names: set[str] = set()
-    for number, part in enumerate(parts):
-        if number % 2 == 0:
-            pattern += re.escape(part)
-        elif part in names:
-            pattern += f"(?P={part})"
-        else:
-            names.add(part)
-            pattern += f"(?P<{part}>[0-9]+)"
-    unknown = sorted(set(_PLACEHOLDER.findall(replacement)) - names)
+    names = dict.fromkeys(parts[1::2])
+    pattern = re.escape(parts[0])
+    for name, literal in zip(parts[1::2], parts[2::2], strict=True):
+        group = f"(?P<{name}>[0-9]+)" if f"(?P<{name}>" not in pattern else f"(?P={name})"
+        pattern += group + re.escape(literal)
+    unknown = sorted(set(_PLACEHOLDER.findall(replacement)) - names.keys())
     if unknown:
         raise _wrong(path, f"{{{unknown[0]}}} is only in the new name of {text!r:.200}")
-    return _Line(text, re.compile(pattern, re.ASCII), replacement)
+    return re.compile(pattern, re.ASCII)
 
 
 def _wrong(path: Path, value: str) -> RecipeError:

@@ -26,14 +26,10 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     readable_bytes,
 )
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
-from automodel_ckpt.checkpoint.run import maintenance, resume
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy, metric_of
-from automodel_ckpt.checkpoint.run.writable import check_not_a_file
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.policy import metric_of
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -45,6 +41,7 @@ from automodel_ckpt.convert.imports.training_import import (
     training_jobs,
     written_optimizer,
 )
+from automodel_ckpt.convert.publishing import held_run
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -76,7 +73,7 @@ class NewCheckpoint:
     run: Path
     name: layout.CheckpointName
     left_out: tuple[str, ...]
-    contents: Callable[[Tensor], Blocks] | None = None
+    contents: Callable[[Tensor], Data] | None = None
     lineage: Mapping[str, Any] | None = None
     training: TrainingImport | None = None
     has_training_state: bool = False
@@ -112,9 +109,8 @@ class NewCheckpoint:
     @property
     def has_digests(self) -> bool:
         """Whether the source has digests that its tensors are compared with."""
-        digests: list[str | None] = []
-        for tensor in self.weights.tensors.values():
-            digests += [stored.digest for stored in tensor.slices if stored.nbytes]
+        tensors = self.weights.tensors.values()
+        digests = [each.digest for tensor in tensors for each in tensor.slices if each.nbytes]
         return bool(digests) and None not in digests
 
     @property
@@ -126,11 +122,7 @@ class NewCheckpoint:
 
 def check_free(run: Path, name: layout.CheckpointName) -> None:
     """Check that the checkpoint *name* can be added to *run*. Raises :class:`CheckpointUnusable`."""
-    _check_name_is_free(run / str(name))
-    _check_step_order(run, name)
-
-
-def _check_name_is_free(target: Path) -> None:
+    target = run / str(name)
     if os.path.lexists(target):
         raise CheckpointUnusable(
             "a checkpoint of this step already exists",
@@ -138,6 +130,7 @@ def _check_name_is_free(target: Path) -> None:
             value=target.name,
             hint="choose another run directory, or another --step",
         )
+    _check_step_order(run, name)
 
 
 def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
@@ -148,14 +141,13 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     newest = resume.newest(run) if run.is_dir() else None
     if newest is None or (newest.step, newest.epoch) > name:
         return
-    if not Summary.read(run / newest.name).has_optimizer:
-        return
-    raise CheckpointUnusable(
-        "weights without an optimizer would become the newest checkpoint of an existing training run",
-        where=str(run),
-        value=newest.name,
-        hint="choose a separate run directory, and start from it with init_from",
-    )
+    if Summary.read(run / newest.name).has_optimizer:
+        raise CheckpointUnusable(
+            "weights without an optimizer would become the newest checkpoint of an existing training run",
+            where=str(run),
+            value=newest.name,
+            hint="choose a separate run directory, and start from it with init_from",
+        )
 
 
 def write_checkpoint(planned: NewCheckpoint) -> Path:
@@ -164,20 +156,9 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
     ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` if it cannot be written, and
     :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
     """
-    run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
-    check_not_a_file(planned.run)
-    try:
-        # The lease first: recover() removes staging directories, which a live run may be writing.
-        run.hold(COMMAND_HINT)
-        maintenance.recover(run.root)
+    with held_run(planned.run, f"writing {planned.name}") as run:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
-    except OSError as error:
-        raise as_failure(
-            error, f"writing {planned.name}", run.root, restart=SAME_COMMAND
-        ) from error
-    finally:
-        run.release()
 
 
 def _write(planned: NewCheckpoint, run: Path) -> Path:
@@ -217,13 +198,11 @@ def _jobs(planned: NewCheckpoint) -> Iterator[FileJob]:
 def _chunks(planned: NewCheckpoint, file: OutputFile) -> Iterator[Chunk]:
     """Yield the header and the tensors of a file. A tensor is read when its chunk is written."""
     yield Chunk(0, file.header)
-    path = f"{MODEL}/{file.name}"
+    contents = planned.contents or partial(_data, planned.weights.root)
     for tensor, start in file.placed():
+        path = f"{MODEL}/{file.name}"
         entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, path, start)
-        data = _data(planned.weights.root, tensor.stored)
-        if planned.contents is not None:
-            data = planned.contents(tensor.stored)
-        yield Chunk(start, data, entry)
+        yield Chunk(start, contents(tensor.stored), entry)
 
 
 def _data(root: Path, tensor: Tensor) -> Data:
@@ -233,15 +212,9 @@ def _data(root: Path, tensor: Tensor) -> Data:
     is read in blocks: memory does not grow with the tensor.
     """
     filled = [stored for stored in tensor.slices if stored.nbytes]
-    is_strided = any(stored.strides is not None for stored in filled)
-    if len(filled) > 1 or is_strided:
+    if len(filled) > 1 or any(stored.strides is not None for stored in filled):
         return Blocks(tensor.nbytes, partial(tensor_blocks, root, tensor, tensor.dtype))
-    return partial(_mapped, root, tensor)
-
-
-def _mapped(root: Path, tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in one slice, compared with their digest if there is one."""
-    return whole_checked(root, tensor).reshape(-1).view("u1").data
+    return lambda: whole_checked(root, tensor).reshape(-1).view("u1").data
 
 
 def _losses(planned: NewCheckpoint) -> dict[str, Any]:
@@ -265,8 +238,9 @@ def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
     training = planned.training
     if training is not None:
         state |= training.records()
-        lineage |= training.lineage()
-        progress = training.progress
+        lineage["not_transferred"] = [*training.absent, *training.state.omitted]
+        if training.state.consumed_samples is not None:
+            progress["consumed_samples"] = training.state.consumed_samples
         if training.state.optimizer is not None:
             trees[OPTIMIZER] = written_optimizer(written)
     return Manifest(
@@ -290,19 +264,13 @@ def _without_ties(tree: Tree, config: bytes | None) -> Tree:
     """Record the head as a copy of the embedding, if config.json ties them and both have the same bytes."""
     if config is None or not parse_json(config).get("tie_word_embeddings"):
         return tree
-    heads = [fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")]
     embeddings = [fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight")]
-    tied = {}
-    for head in heads:
-        for embedding in embeddings:
-            if _equal(tree, embedding, head):
-                tied[head] = embedding
-                break
+    tied: dict[str, str] = {}
+    for head in tree.tensors:
+        for embedding in embeddings if head.endswith("lm_head.weight") else ():
+            a, b = tree.tensors[embedding], tree.tensors[head]
+            if (a.dtype, a.shape, a.slices[0].digest) == (b.dtype, b.shape, b.slices[0].digest):
+                tied.setdefault(head, embedding)
     tensors = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn not in tied}
     copies = {fqn: tree.tensors[fqn] for fqn in tied}
     return replace(tree, tensors=tensors, tied=tied, copies=copies)
-
-
-def _equal(tree: Tree, one: str, other: str) -> bool:
-    a, b = tree.tensors[one], tree.tensors[other]
-    return (a.dtype, a.shape, a.slices[0].digest) == (b.dtype, b.shape, b.slices[0].digest)

@@ -9,7 +9,7 @@ one's random state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archiv
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
-    ParameterGroup,
     TrainingState,
 )
 from automodel_ckpt.errors import CheckpointUnusable
@@ -83,12 +82,9 @@ class TrainingImport:
     @property
     def nbytes(self) -> int:
         """The bytes of the optimizer's tensors."""
-        if self.state.optimizer is None:
-            return 0
-        total = 0
-        for entries in self.state.optimizer.tensors.values():
-            total += sum(tensor.nbytes for tensor in entries.values())
-        return total
+        optimizer = self.state.optimizer
+        states = optimizer.tensors.values() if optimizer is not None else ()
+        return sum(tensor.nbytes for entries in states for tensor in entries.values())
 
     @property
     def contents(self) -> list[str]:
@@ -105,11 +101,9 @@ class TrainingImport:
             if optimizer.names_from:
                 found.append(f"names of its parameters {optimizer.names_from}")
         if self.schedule is not None:
-            found.append(
-                f"learning-rate schedule (after {counted(self.schedule['last_epoch'], 'step')})"
-            )
-        found.append(f"step {self.step}")
-        found.append(f"epoch {self.epoch}")
+            steps = counted(self.schedule["last_epoch"], "step")
+            found.append(f"learning-rate schedule (after {steps})")
+        found += [f"step {self.step}", f"epoch {self.epoch}"]
         if self.state.consumed_samples is not None:
             found.append(f"{self.state.consumed_samples} consumed samples")
         return found
@@ -117,35 +111,26 @@ class TrainingImport:
     @property
     def absent(self) -> list[str]:
         """What the checkpoint does not contain, in words; a run that continues starts with new values."""
-        found = []
-        if self.state.optimizer is None:
-            found.append("optimizer")
-        if self.schedule is None:
-            found.append("learning-rate schedule")
-        if self.state.consumed_samples is None:
-            found.append("consumed samples (computed from the step and the recipe's batch size)")
+        samples = "consumed samples (computed from the step and the recipe's batch size)"
+        parts = {
+            "optimizer": self.state.optimizer,
+            "learning-rate schedule": self.schedule,
+            samples: self.state.consumed_samples,
+        }
+        found = [name for name, value in parts.items() if value is None]
         return [*found, "data order", "random numbers", "consumed tokens"]
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        """The manifest's ``progress``."""
-        if self.state.consumed_samples is None:
-            return {}
-        return {"consumed_samples": self.state.consumed_samples}
-
-    def lineage(self) -> dict[str, Any]:
-        """Additions to the manifest's ``lineage``: what was not transferred, in words."""
-        return {"not_transferred": [*self.absent, *self.state.omitted]}
 
     def records(self) -> dict[str, StateRecord]:
         """The manifest's records of all attributes but the model."""
         optim = f"{layout.state_directory(OPTIMIZER)}/"
-        optimizer_scope = "replicated" if self.state.optimizer is not None else NOT_SAVED
-        schedule_scope = "replicated" if self.schedule is not None else NOT_SAVED
         counters = layout.state_file(COUNTERS)
+
+        def scope(value: object) -> str:
+            return "replicated" if value is not None else NOT_SAVED
+
         return {
-            OPTIMIZER: StateRecord("optimizer", optimizer_scope, optim),
-            SCHEDULE: StateRecord("lr_scheduler", schedule_scope, optim),
+            OPTIMIZER: StateRecord("optimizer", scope(self.state.optimizer), optim),
+            SCHEDULE: StateRecord("lr_scheduler", scope(self.schedule), optim),
             COUNTERS: StateRecord("object", "replicated", counters, (counters,)),
             DATA: StateRecord("object", NOT_SAVED, f"{DATA}/"),
             RANDOM: StateRecord("object", NOT_SAVED, f"{RANDOM}/"),
@@ -164,13 +149,6 @@ def training_import(
     *step* and *epoch* are those that the user gave, for a source that does not state them. Raises
     :class:`CheckpointUnusable` if there is no step.
     """
-    if state.step is None and step is None:
-        raise CheckpointUnusable(
-            "the source does not state its step, and a run continues after one",
-            where=where,
-            value="no step",
-            hint="add --step S, the number of optimizer steps that were taken",
-        )
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
         if given is not None and stated is not None and given != stated:
             raise CheckpointUnusable(
@@ -179,9 +157,15 @@ def training_import(
                 value=f"{given}; the source states {stated}",
                 hint=f"remove {option}, or import without --training-state",
             )
-    final_step = state.step if state.step is not None else step
-    final_epoch = state.epoch if state.epoch is not None else epoch
-    assert final_step is not None
+    final_step = step if state.step is None else state.step
+    final_epoch = epoch if state.epoch is None else state.epoch
+    if final_step is None:
+        raise CheckpointUnusable(
+            "the source does not state its step, and a run continues after one",
+            where=where,
+            value="no step",
+            hint="add --step S, the number of optimizer steps that were taken",
+        )
     return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
 
 
@@ -193,37 +177,31 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
     """
     if state.scheduler is None or state.optimizer is None:
         return None
-    base_rates = _base_rates(state.scheduler, state.optimizer.groups)
-    if base_rates is None:
+    groups = state.optimizer.groups
+    # Under OneCycleLR (torch 2.13), `initial_lr` is the rate of the first step, and `max_lr` the peak.
+    rates = [group.options.get("max_lr", group.options.get("initial_lr")) for group in groups]
+    stated = state.scheduler.get("base_lrs")
+    if None in rates and isinstance(stated, list | tuple) and len(stated) == len(groups):
+        rates = list(stated)
+    if any(type(rate) not in (int, float) or not math.isfinite(rate) for rate in rates):
         return None
+    last_rates = [group.options.get("lr", 0.0) for group in groups]
+    return lambda_schedule([float(rate) for rate in rates], last_rates, step)
+
+
+def lambda_schedule(
+    base_rates: Sequence[float], last_rates: Sequence[float], step: int
+) -> dict[str, Any]:
+    """Return the state of a LambdaLR (torch 2.13), such as the schedules of transformers, after *step* steps."""
     return {
         "base_lrs": base_rates,
         "last_epoch": step,
         "_step_count": step + 1,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
-        "_last_lr": [group.options.get("lr", 0.0) for group in state.optimizer.groups],
+        "_last_lr": last_rates,
         "lr_lambdas": [None] * len(base_rates),
     }
-
-
-def _base_rates(
-    scheduler: Mapping[str, Any], groups: tuple[ParameterGroup, ...]
-) -> list[float] | None:
-    """Return the peak rate of each group: ``initial_lr`` of its options, or ``base_lrs`` of the scheduler.
-
-    Under OneCycleLR (torch 2.13), ``initial_lr`` is the rate of the first step, and ``max_lr`` the peak.
-    """
-    rates = [group.options.get("max_lr", group.options.get("initial_lr")) for group in groups]
-    stated = scheduler.get("base_lrs")
-    if None in rates and isinstance(stated, list | tuple) and len(stated) == len(groups):
-        rates = list(stated)
-    found: list[float] = []
-    for rate in rates:
-        if type(rate) not in (int, float) or not math.isfinite(rate):
-            return None
-        found.append(float(rate))
-    return found
 
 
 # ---------------------------------------------------------------- writing
@@ -259,8 +237,8 @@ def _counters(planned: TrainingImport) -> dict[str, Any]:
 
 
 def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> DescribedTree:
-    entries_of_all = {entry for entries in optimizer.tensors.values() for entry in entries}
-    is_adam = "exp_avg" in entries_of_all and entries_of_all <= _ADAM_ENTRIES
+    all_entries = {entry for entries in optimizer.tensors.values() for entry in entries}
+    is_adam = "exp_avg" in all_entries and all_entries <= _ADAM_ENTRIES
     is_adam = is_adam and not any(_is_another_class(group.options) for group in optimizer.groups)
     stored: dict[KeyPath, Tensor] = {}
     numbers: dict[KeyPath, float] = {}
@@ -272,19 +250,14 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
             stored[*path, entry] = tensor
     objects: dict[KeyPath, Any] = {}
     for number, group in enumerate(optimizer.groups):
-        options = dict(group.options)
-        if is_adam:
-            options = _adam_options(group.options)
-        for option in _CYCLE_OPTIONS:
+        options = _adam_options(group.options) if is_adam else dict(group.options)
+        for option in (*_CYCLE_OPTIONS, "initial_lr"):
             options.pop(option, None)
         if schedule is not None:
             options["initial_lr"] = schedule["base_lrs"][number]
-        else:
-            options.pop("initial_lr", None)
+        options["params"] = [f"{MODEL}.{name}" for name in group.parameters]
         for option, value in options.items():
             objects[OPTIMIZER, "param_groups", number, option] = value
-        names = [f"{MODEL}.{name}" for name in group.parameters]
-        objects[OPTIMIZER, "param_groups", number, "params"] = names
     if schedule is not None:
         objects[SCHEDULE,] = (dict(schedule),)
     directory = layout.state_directory(OPTIMIZER)
@@ -301,9 +274,6 @@ def _is_another_class(options: Mapping[str, Any]) -> bool:
 
 def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the recipes' AdamW, with the values that another implementation has for them."""
-    options = dict(_ADAM_OPTIONS)
-    for name in _TRANSFERRED:
-        if given.get(name) is not None:
-            options[name] = given[name]
-    options["betas"] = tuple(options["betas"])
-    return options
+    transferred = {name: given[name] for name in _TRANSFERRED if given.get(name) is not None}
+    options = {**_ADAM_OPTIONS, **transferred}
+    return {**options, "betas": tuple(options["betas"])}

@@ -2,45 +2,70 @@
 
 Sources are whatever ``convert/open.py`` reads. The result is a complete checkpoint of weights in a run directory,
 written and published in the same way as an import. Tensors are combined block by block, so that memory does not grow
-with the model. ``average_sources.py`` compares the sources and computes the tensors.
+with the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.model_files import (
+    ADAPTER_SIDE_FILES,
+    MAX_SIDE_BYTES,
+    read_files,
+)
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.convert.imports.new_checkpoint import (
-    NewCheckpoint,
-    check_free,
-    write_checkpoint,
-)
-from automodel_ckpt.convert.merging.average_sources import (
-    AveragedTensors,
-    AverageOptions,
-    averaged_types,
-    check_consistent,
-    check_unaveraged,
-    model_in,
-    side_files_and_notes,
-    weights_of,
-)
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
+from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
+from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
+from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
 from automodel_ckpt.convert.open import Weights, open_weights
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+Integers = Literal["equal", "first", "last"]
+_MIXED = frozenset({"BF16", "F16", "F32"})
+"""Types in which the sources may have the same tensor. A run that moved from a GPU to a CPU has saved frozen weights in
+two types."""
+_SHOWN = 5
+# Options of an adapter that decide what its tensors mean. The base decides, too; it is compared by its digest.
+_ADAPTER_OPTIONS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """A planned average: the checkpoint to write, its *sources* with their *weights*, and the number of tensors.
+    """A planned average: the checkpoint to write, and its *sources* with their *weights*.
 
     *copied* names the tensors that differ and are copied from one source.
     """
@@ -48,7 +73,6 @@ class Average:
     checkpoint: NewCheckpoint
     sources: Sequence[Path]
     weights: Sequence[float]
-    num_tensors: int
     copied: Sequence[str]
     notes: Sequence[str]
 
@@ -72,32 +96,61 @@ def last_checkpoints(run: Path, count: int) -> list[Path]:
 def prepare(
     sources: Sequence[Path],
     run: Path,
-    options: AverageOptions,
     *,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    integers: Integers = "equal",
     name: layout.CheckpointName | None = None,
 ) -> Average:
-    """Open *sources*, check that they can be averaged, and plan the checkpoint *name* in the run directory *run*.
+    """Open the sources, check that they can be averaged, and plan the checkpoint. Writes nothing.
 
-    Writes nothing. Without *name*, it is that of the newest source that is a checkpoint of this program. Raises
-    :class:`RecipeError` for options that contradict each other, and :class:`CheckpointUnusable` if a source has no
-    weights, or if the sources differ, see :func:`check_consistent`.
+    Args:
+        sources: What is averaged, for *ema* in the order of training.
+        run: The run directory of the result.
+        weights: One weight per source, by default equal ones. They are divided by their sum.
+        ema: The decay of an exponential moving average, instead of *weights*.
+        integers: Tensors that cannot be averaged (integers, bool, 8-bit floats) must be ``equal``, or are copied from
+            the ``first`` or ``last`` source.
+        name: The name of the result, by default that of the newest source that is a checkpoint of this program.
+
+    Raises:
+        RecipeError: The options contradict each other, or do not fit the number of sources.
+        CheckpointUnusable: A source has no weights, or the sources differ.
     """
-    weights = weights_of(options, len(sources))
+    shares = _shares(weights, ema, len(sources))
     opened = [open_weights(source) for source in sources]
-    modules = [model_in(weights_in) for weights_in in opened]
+    for weights_in in opened:
+        if MODEL not in weights_in.modules:
+            raise CheckpointUnusable(
+                "this checkpoint has no module named 'model'",
+                where=str(weights_in.path),
+                value=", ".join(weights_in.modules),
+                hint="name the directory of one of its modules",
+            )
+    modules = [weights_in.modules[MODEL] for weights_in in opened]
     for source, module in zip(sources[1:], modules[1:], strict=True):
-        check_consistent(modules[0], module, opened[0].path, source)
-    copied = check_unaveraged(modules, options.integers)
-    name = name or _newest_name(opened)
-    side_files, notes = side_files_and_notes(opened)
-    plan = make_plan(
-        averaged_types(modules),
-        {},
-        BaseMaps(is_adapter=layout.ADAPTER_CONFIG in side_files),
-        where=str(sources[0]),
-    )
+        _check_consistent(modules[0], module, opened[0].path, source)
+    copied = _different(modules, integers)
+    side_files, notes = _side_files_and_notes(opened)
+    summaries = [each.checkpoint and Summary.read(each.checkpoint) for each in opened]
+    names = [layout.CheckpointName(each.step, each.epoch) for each in summaries if each]
+    name = name or max(names, default=layout.CheckpointName(step=0, epoch=0))
+    tensors: dict[str, Tensor] = {}
+    for fqn, tensor in modules[0].tensors.items():
+        is_mixed = any(module.tensors[fqn].dtype != tensor.dtype for module in modules)
+        tensors[fqn] = replace(tensor, dtype="F32") if is_mixed else tensor
+    maps = BaseMaps(is_adapter=layout.ADAPTER_CONFIG in side_files)
+    plan = make_plan(tensors, {}, maps, where=str(sources[0]))
     check_free(run, name)
-    merge = AveragedTensors(modules, weights, options.integers)
+    averaged_from: list[dict[str, Any]] = []
+    for weights_in, share, summary in zip(opened, shares, summaries, strict=True):
+        source_of: dict[str, Any] = {"path": str(weights_in.path), "weight": share}
+        averaged_from.append(source_of | ({"manifest": summary.digest} if summary else {}))
+    left_out: list[str] = []
+    for weights_in in opened:
+        left_out += [f"module {module}" for module in weights_in.modules if module != MODEL]
+        left_out += weights_in.omitted
+    copied_from = modules[-1 if integers == "last" else 0]
     checkpoint = NewCheckpoint(
         source=opened[0].path,
         kind=f"average of {len(sources)} checkpoints",
@@ -108,73 +161,213 @@ def prepare(
         losses={},
         run=run,
         name=name,
-        left_out=_left_out(opened),
-        contents=merge.blocks,
-        lineage=_lineage(opened, weights, options),
+        left_out=tuple(dict.fromkeys(left_out)),
+        contents=partial(_contents, modules, shares, copied_from),
+        lineage={"averaged_from": averaged_from} | ({} if ema is None else {"average_ema": ema}),
     )
-    return Average(
-        checkpoint,
-        [weights_in.path for weights_in in opened],
-        weights,
-        len(modules[0].tensors),
-        copied,
-        notes,
-    )
-
-
-def run_average(planned: Average) -> Path:
-    """Write and publish the checkpoint that :func:`prepare` planned, and return its path.
-
-    Raises :class:`SaveFailed` if it cannot be written, and :class:`CheckpointUnusable` if a source is damaged; then
-    nothing of it remains.
-    """
-    return write_checkpoint(planned.checkpoint)
-
-
-def _newest_name(opened: Sequence[Weights]) -> layout.CheckpointName:
-    """Return the name of the newest source that is a checkpoint of this program; step 0 if there is none."""
-    names = [layout.CheckpointName(step=0, epoch=0)]
-    for weights_in in opened:
-        if weights_in.checkpoint is not None:
-            summary = Summary.read(weights_in.checkpoint)
-            names.append(layout.CheckpointName(step=summary.step, epoch=summary.epoch))
-    return max(names)
-
-
-def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
-    """Name what the sources contain beside the averaged weights."""
-    names: dict[str, None] = {}
-    for weights_in in opened:
-        for module in weights_in.modules:
-            if module != MODEL:
-                names[f"module {module}"] = None
-        for text in weights_in.omitted:
-            names[text] = None
-    return tuple(names)
-
-
-def _lineage(
-    opened: Sequence[Weights], weights: Sequence[float], options: AverageOptions
-) -> dict[str, Any]:
-    """Describe the average for the manifest: the sources with their weights, and the options that were used."""
-    sources = []
-    for weights_in, weight in zip(opened, weights, strict=True):
-        source: dict[str, Any] = {"path": str(weights_in.path), "weight": weight}
-        if weights_in.checkpoint is not None:
-            source["manifest"] = Summary.read(weights_in.checkpoint).digest
-        sources.append(source)
-    lineage: dict[str, Any] = {"averaged_from": sources}
-    if options.ema is not None:
-        lineage["average_ema"] = options.ema
-    return lineage
+    return Average(checkpoint, [each.path for each in opened], shares, copied, notes)
 
 
 def sources_in(average: Summary) -> list[str | None]:
     """Return the digests of the manifests of the checkpoints that an average was made from, None for other sources."""
     sources = average.lineage.get("averaged_from")
-    if not isinstance(sources, list):
-        return []
     digests: list[str | None] = []
-    for source in sources:
+    for source in sources if isinstance(sources, list) else ():
         digests.append(source.get("manifest") if isinstance(source, dict) else None)
     return digests
+
+
+def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> list[float]:
+    """Return the weight of each of *count* sources; they sum to 1."""
+    if count < 2:
+        raise _invalid("at least two checkpoints are needed", "SOURCE", f"{count} given")
+    if ema is not None:
+        if weights is not None:
+            raise _invalid("weights and a moving average exclude each other", "--ema", ema)
+        if not 0 <= ema < 1:
+            raise _invalid("the decay must be at least 0 and less than 1", "--ema", ema)
+        # m_1 = x_1, m_i = ema * m_(i-1) + (1 - ema) * x_i, the oldest first.
+        later = [(1 - ema) * ema ** (count - 1 - position) for position in range(1, count)]
+        return [ema ** (count - 1), *later]
+    weights = weights or [1.0] * count
+    if len(weights) != count:
+        what = f"there must be one weight for each of the {count} sources"
+        raise _invalid(what, "--weights", counted(len(weights), "weight"))
+    total = math.fsum(weights)
+    if not math.isfinite(total) or total <= 0 or min(weights) < 0:
+        what = "weights must be finite and not negative, and at least one must be positive"
+        raise _invalid(what, "--weights", weights)
+    return [weight / total for weight in weights]
+
+
+def _invalid(what: str, where: str, value: object) -> RecipeError:
+    return RecipeError(what, where=where, value=value, hint="`ckpt average --help` describes it")
+
+
+def _check_consistent(first: Tensors, other: Tensors, first_path: Path, other_path: Path) -> None:
+    """Check that names, shapes and dtypes agree; floats of 16 and 32 bits may differ in their dtype."""
+    different = sorted(first.tensors.keys() ^ other.tensors.keys())
+    what = f"tensors are only here, or only in {first_path}"
+    if not different:
+        what = f"a tensor has another dtype or shape than in {first_path}"
+        for fqn, tensor in first.tensors.items():
+            found = other.tensors[fqn]
+            is_same = found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= _MIXED
+            if not is_same or found.shape != tensor.shape:
+                expected = f"{tensor.dtype} {list(tensor.shape)}"
+                different.append(f"{fqn}: {found.dtype} {list(found.shape)}, not {expected}")
+    if different:
+        hint = "average checkpoints of the same model"
+        raise CheckpointUnusable(what, where=str(other_path), value=_some(different), hint=hint)
+
+
+def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
+    """Return the tensors that cannot be averaged and differ, if that is allowed.
+
+    Packed weights of one source with the scales of all would be wrong without notice.
+    """
+    different: list[str] = []
+    for fqn, tensor in modules[0].tensors.items():
+        if tensor.dtype in ORDINARY_FLOATS:
+            continue
+        blocks = [tensor_blocks(each.root, each.tensors[fqn], tensor.dtype) for each in modules]
+        if any(block != group[0] for group in zip(*blocks, strict=True) for block in group[1:]):
+            different.append(f"{fqn} ({tensor.dtype})")
+    if different and integers == "equal":
+        raise CheckpointUnusable(
+            "tensors that cannot be averaged differ between the sources",
+            where=str(modules[0].root),
+            value=_some(different),
+            hint="if they are counters or the like, copy those of one source: --integers first, or last",
+        )
+    return different
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return "; ".join(names[:_SHOWN]) + more
+
+
+# ---------------------------------------------------------------- side files
+
+
+def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], list[str]]:
+    """Return the side files of the first source, and notes for the user."""
+    first = opened[0].path
+    adapters = [_adapter_files(weights_in.path) for weights_in in opened]
+    if any(adapters):
+        _check_adapters(opened, adapters)
+        tokenizer = read_files(_adapter_directory(first), ADAPTER_SIDE_FILES)
+        note = (
+            "the factors of the adapters are averaged, which is not the average of their products"
+        )
+        return {**tokenizer, **adapters[0]}, [note]
+    files = _side_files(first)
+    expected = _json(files.get(CONFIG), first)
+    notes = []
+    for weights_in in opened[1:]:
+        found = _json(_side_files(weights_in.path).get(CONFIG), weights_in.path)
+        changes = config_changes(found, expected, there="there")
+        if expected and found and changes.function:
+            notes.append(
+                f"config.json of {weights_in.path} describes a model that computes something else than {first}, whose "
+                f"config the average gets: {_some(changes.function)}"
+            )
+    return files, notes
+
+
+def _side_files(path: Path) -> dict[str, bytes]:
+    if path.is_file():
+        return without_unused_code(side_files_of(path.parent, path.parent))
+    return side_files_of(path, path / MODEL if (path / MODEL).is_dir() else path)
+
+
+def _adapter_directory(path: Path) -> Path:
+    """Return the directory with the side files of an adapter."""
+    for directory in (path / MODEL / layout.HF_METADATA, path / layout.HF_METADATA, path / MODEL):
+        if (directory / layout.ADAPTER_CONFIG).is_file():
+            return directory
+    return path
+
+
+def _adapter_files(path: Path) -> dict[str, bytes]:
+    """Return the files that describe an adapter; empty if *path* has no adapter."""
+    directory = _adapter_directory(path)
+    files: dict[str, bytes] = {}
+    for name in (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            files[name] = read_safely(directory, name, limit=MAX_SIDE_BYTES)
+    if layout.ADAPTER_CONFIG not in files:
+        return {}
+    record = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), directory)
+    if isinstance(record.get("base"), dict):
+        # It is the path from another run directory.
+        record["base"]["relative_to_run"] = None
+        files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
+    return files
+
+
+def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Mapping[str, bytes]]) -> None:
+    """Check that all sources are adapters with the same options and the same base."""
+    described: list[dict[str, Any]] = []
+    for weights_in, files in zip(opened, adapters, strict=True):
+        config = _json(files.get(layout.ADAPTER_CONFIG), weights_in.path)
+        base = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), weights_in.path).get("base")
+        options = {name: config.get(name) for name in _ADAPTER_OPTIONS}
+        options["digest of the base"] = base.get("digest") if isinstance(base, dict) else None
+        described.append(options)
+        for key, expected in described[0].items():
+            if options[key] != expected:
+                raise CheckpointUnusable(
+                    f"the adapters differ in {key}",
+                    where=str(weights_in.path),
+                    value=f"{options[key]}, not {expected}",
+                    hint="merge each adapter into its base (`ckpt export --merge`), and average the results",
+                )
+
+
+def _json(content: bytes | None, where: Path) -> dict[str, Any]:
+    try:
+        value: Any = {} if content is None else parse_json(content)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointUnusable(
+            "a file that describes the model is not a JSON mapping",
+            where=str(where),
+            value=repr(content)[:40],
+            hint="restore the file from another copy",
+        )
+    return value
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _contents(
+    modules: Sequence[Tensors], shares: Sequence[float], copied_from: Tensors, tensor: Tensor
+) -> Blocks:
+    """Return the data of *tensor* in the result, which is computed while it is written."""
+    if tensor.dtype in ORDINARY_FLOATS:
+        return Blocks(tensor.nbytes, partial(_mean, modules, shares, tensor))
+    stored = copied_from.tensors[tensor.fqn]
+    return Blocks(tensor.nbytes, partial(tensor_blocks, copied_from.root, stored, tensor.dtype))
+
+
+def _mean(
+    modules: Sequence[Tensors], shares: Sequence[float], tensor: Tensor
+) -> Iterator[memoryview]:
+    """Yield the row-major bytes of the sum of each source's tensor times its weight, in float32 or float64.
+
+    Raises :class:`CheckpointUnusable` for damaged sources.
+    """
+    wide, number = ("F64", np.float64) if tensor.dtype == "F64" else ("F32", np.float32)
+    sources = [tensor_blocks(each.root, each.tensors[tensor.fqn], wide) for each in modules]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for group in zip(*sources, strict=True):
+            weighted = []
+            for block, share in zip(group, shares, strict=True):
+                weighted.append(number(share) * np.frombuffer(block, number))
+            # Not a sum from 0 on, which would change -0.0.
+            total: Array = functools.reduce(np.add, weighted)
+            yield cast(total, wide, tensor.dtype).view("u1").data

@@ -35,7 +35,6 @@ from automodel_ckpt.checkpoint.export.files import (
 )
 from automodel_ckpt.checkpoint.export.output import Output, create_output
 from automodel_ckpt.checkpoint.export.plan import (
-    ExportTensor,
     OutputFile,
     Plan,
     make_plan,
@@ -90,7 +89,17 @@ def merge(
     """
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
-    checkpoint, name = _checkpoint_of(source)
+    checkpoint, name = source, "model"
+    if not os.path.lexists(source / layout.MANIFEST):
+        checkpoint, name = source.parent, source.name
+    if not os.path.lexists(checkpoint / layout.MANIFEST):
+        raise CheckpointUnusable(
+            "only adapters in a checkpoint of this program can be merged",
+            where=str(source),
+            value=f"no {layout.MANIFEST}",
+            hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
+            "`ckpt export RUN --merge`",
+        )
     target = resolved_target(output, checkpoint / name / layout.MERGED)
     check_target(target)
     manifest = Manifest.read(checkpoint)
@@ -98,16 +107,25 @@ def merge(
         checkpoint, name, without="leave out --merge: the model is already complete"
     )
     with _adapter(checkpoint, name, manifest) as adapter:
-        base_name = base
-        if base_name is None:
-            base_name = find_base(record, checkpoint.parent)
-        directory = directory_of(base_name, _revision(adapter, record, base_name))
-        base_dir = _base(record, base_name, directory, checkpoint, cache)
+        base_name = base or find_base(record, checkpoint.parent)
+        revision = None
+        if base_name == record["base"]["name"]:
+            revision = base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
+        base_dir = directory_of(base_name, revision)
+        if base_dir is None:
+            raise RecipeError(
+                "the base model is not on this machine",
+                where="--base",
+                value=base_name,
+                hint="load it once while there is a network, or give its directory with --base",
+            )
+        identity = identify_base(base_name, base_dir, run=checkpoint.parent, cache=cache)
+        _check_base(record["base"], identity.digest, base_dir)
         model = MergedModel(adapter, base_dir, naming_of(base_dir, adapter.model_config))
         plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
         files, warnings = _side_files(adapter, base_dir, model, plan)
-        for warning in warnings:
-            log(f"warning: {warning}")
+        for text in [f"warning: {text}" for text in warnings]:
+            log(text)
         for text in [*model.notes, *cast_lines(plan.casts)]:
             log(text)
         with staged(target, log) as staging:
@@ -122,60 +140,15 @@ def merge(
     return ConsolidationReport(target, *sizes, seconds, True, plan.casts, tuple(warnings))
 
 
-def _checkpoint_of(source: Path) -> tuple[Path, str]:
-    """Return the checkpoint that *source* is, or is a part of, and the name of the part with the adapter.
-
-    Raises :class:`CheckpointUnusable` if another program wrote *source*.
-    """
-    if os.path.lexists(source / layout.MANIFEST):
-        return source, "model"
-    if os.path.lexists(source.parent / layout.MANIFEST):
-        return source.parent, source.name
-    raise CheckpointUnusable(
-        "only adapters in a checkpoint of this program can be merged",
-        where=str(source),
-        value=f"no {layout.MANIFEST}",
-        hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
-        "`ckpt export RUN --merge`",
-    )
-
-
-def _revision(adapter: Adapter, record: Mapping[str, Any], base_name: str) -> str | None:
-    """Return the revision of the base in the adapter's configuration; None for a base with another name."""
-    if base_name != record["base"]["name"]:
-        return None
-    return base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
-
-
-def _base(
-    record: Mapping[str, Any],
-    base_name: str,
-    directory: Path | None,
-    checkpoint: Path,
-    cache: Path | None,
-) -> Path:
-    """Return the *directory* of the base after its digest was compared with the *record* of the adapter.
-
-    Raises :class:`RecipeError` if there is none, and :class:`CheckpointUnusable` if the adapter was trained on another.
-    """
-    if directory is None:
-        raise RecipeError(
-            "the base model is not on this machine",
-            where="--base",
-            value=base_name,
-            hint="load it once while there is a network, or give its directory with --base",
-        )
-    identity = identify_base(base_name, directory, run=checkpoint.parent, cache=cache)
-    digest = record["base"].get("digest")
+def _check_base(recorded: Mapping[str, Any], digest: str, directory: Path) -> None:
     # Shapes prove nothing: an adapter on another base loads and answers nonsense.
-    if identity.digest != digest:
+    if digest != recorded.get("digest"):
         raise CheckpointUnusable(
             "this is not the base that the adapter was trained on",
             where=str(directory),
-            value=f"digest {identity.digest}, not {digest}",
-            hint=f"give the directory of the original {record['base'].get('name')} with --base",
+            value=f"digest {digest}, not {recorded.get('digest')}",
+            hint=f"give the directory of the original {recorded.get('name')} with --base",
         )
-    return directory
 
 
 @contextlib.contextmanager
@@ -184,11 +157,8 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
     with contextlib.ExitStack() as stack:
         directory = checkpoint / name
         if f"{name}/{layout.ADAPTER_MODEL}" in manifest.files:
-            files = {
-                path: record
-                for path, record in manifest.files.items()
-                if path.startswith(f"{name}/")
-            }
+            paths = [path for path in manifest.files if path.startswith(f"{name}/")]
+            files = {path: manifest.files[path] for path in paths}
             problems = verify(checkpoint, dataclasses.replace(manifest, files=files), "digest")
             if problems:
                 raise CheckpointUnusable.all_of(problems)
@@ -220,11 +190,11 @@ def _side_files(
     of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
     files: dict[str, bytes] = {}
     for name, data in base_files(base_dir).items():
-        if tokenizer and is_tokenizer_file(name):
-            continue
-        if of_embeddings and is_embedding_file(name):
-            continue
-        files[name] = data
+        is_replaced = (tokenizer and is_tokenizer_file(name)) or (
+            of_embeddings and is_embedding_file(name)
+        )
+        if not is_replaced:
+            files[name] = data
     path = base_dir / "config.json"
     if adapter.model_config is not None:
         path = adapter.model_config
@@ -243,23 +213,17 @@ def _changed_config(raw: bytes, model: MergedModel) -> bytes:
     quantized."""
     config = parse_json(raw)
     # Models of several modalities have a config for each part, such as text_config.
-    sections = [config]
-    for key, value in config.items():
-        if key.endswith("_config") and isinstance(value, dict):
-            sections.append(value)
-    is_changed = False
+    parts = [value for key, value in config.items() if key.endswith("_config")]
+    before = json.dumps(config)
     if model.is_dequantized:
         del config["quantization_config"]
-        is_changed = True
-    for section in sections:
+    for section in [config, *(part for part in parts if isinstance(part, dict))]:
         if model.untied and (section is config or "tie_word_embeddings" in section):
             section["tie_word_embeddings"] = False
-            is_changed = True
-        for before, after in model.rows:
-            if section.get("vocab_size") == before:
+        for num_rows, after in model.rows:
+            if section.get("vocab_size") == num_rows:
                 section["vocab_size"] = after
-                is_changed = True
-    if not is_changed:
+    if json.dumps(config) == before:
         return raw
     return json.dumps(config, indent=2).encode() + b"\n"
 
@@ -271,7 +235,9 @@ def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Dige
     try:
         yield Digested(file.name, 0, len(file.header), digest_of(file.header))
         for tensor, at in file.placed():
-            data = _bytes_of(tensor, model)
+            values = model.value(tensor.fqn, tensor.dtype)
+            # The merged weight of a transposed layer is a view, whose bytes are not in row-major order.
+            data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
             output.write(data, at)
             yield Digested(file.name, at, len(data), digest_of(data))
         # Before the rename that publishes: a name must not become durable before its data.
@@ -279,9 +245,3 @@ def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Dige
     finally:
         output.close()
         os.close(descriptor)
-
-
-def _bytes_of(tensor: ExportTensor, model: MergedModel) -> memoryview:
-    # The merged weight of a transposed layer is a view, whose bytes are not in row-major order.
-    values = np.ascontiguousarray(model.value(tensor.fqn, tensor.dtype)).reshape(-1)
-    return values.view(np.uint8).data

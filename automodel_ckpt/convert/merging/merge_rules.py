@@ -107,14 +107,14 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
         # All tensors of an adapter have peft's prefix, which is missing if the name is the key.
         elif name == key or "lora_" in name:
             what = "this tensor is not one of LoRA, rsLoRA, DoRA or a whole module"
-            raise _unusable(what, where, key)
+            raise unusable(what, where, key)
         else:
             # peft wraps a layer that has both a new value and factors.
             change = changes.setdefault(name.replace(".base_layer.", "."), Change())
             change.whole = key
     for name, change in changes.items():
         if change.factors and not {"a", "b"} <= change.factors.keys():
-            raise _unusable("an adapter lacks one of its two factors", where, name)
+            raise unusable("an adapter lacks one of its two factors", where, name)
     return changes
 
 
@@ -138,18 +138,11 @@ def expert_changes(
     if not found:
         return
     wanted = config.get("target_parameters")
-    names = [str(name) for name in wanted] if isinstance(wanted, list) else []
-    selected: list[Experts] = []
-    for parameter in experts:
-        if any(_names_parameter(name, parameter.name) for name in names):
-            selected.append(parameter)
+    suffixes = tuple(f".{name}" for name in wanted) if isinstance(wanted, list) else ()
+    selected = [each for each in experts if f".{each.name}".endswith(suffixes)]
     if len(selected) != len(found):
         raise ValueError(f"{len(found)} adapters for {len(selected)} target_parameters in {module}")
     yield from zip(selected, reversed(found), strict=True)
-
-
-def _names_parameter(suffix: str, name: str) -> bool:
-    return name == suffix or name.endswith(f".{suffix}")
 
 
 def merged_experts(
@@ -263,6 +256,7 @@ def _as_matrix(array: Array) -> Array:
     return array.reshape(len(array), -1)
 
 
-def _unusable(what: str, where: str, value: str) -> CheckpointUnusable:
+def unusable(what: str, where: str, value: str) -> CheckpointUnusable:
+    """Return the error for an adapter that cannot be merged."""
     hint = "load base and adapter with peft in your own code, and call merge_and_unload"
     return CheckpointUnusable(what, where=where, value=value, hint=hint)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
-from automodel_ckpt.convert.imports.base_copies import difference
 from automodel_ckpt.convert.merging.merge_rules import (
     Change,
     ExpertRange,
@@ -29,83 +29,16 @@ from automodel_ckpt.convert.merging.merge_rules import (
     expert_changes,
     merged,
     merged_experts,
+    unusable,
 )
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedFiles
+    from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
-class QuantizedBase:
-    """The dequantized tensors of a base: *tensors* without data in files, and *parts*, the stored tensors they replace.
-
-    Their dtype is the one that the base's config states, or bfloat16.
-    """
-
-    def __init__(self, source: Tensors, files: QuantizedFiles, dtype: str) -> None:
-        self._source = source
-        self._files = files
-        self.parts = files.parts
-        self.tensors: dict[str, Tensor] = {}
-        for name, quantized in files.tensors.items():
-            self.tensors[name] = Tensor(name, dtype, quantized.shape, ())
-
-    def stored_name(self, name: str) -> str:
-        """The stored tensor with the values of the tensor *name*."""
-        return self._files.tensors[name].values
-
-    def value(self, name: str) -> Array:
-        """Return the values of the tensor *name*, rounded to its dtype, as float32.
-
-        Raises :class:`CheckpointUnusable` for damaged files.
-        """
-        import torch
-
-        from automodel_ckpt.checkpoint.formats.planning import DTYPES
-        from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows
-
-        quantized = self._files.tensors[name]
-        # Rounded as the base is when an adapter is trained on it.
-        values = torch.empty(quantized.shape, dtype=DTYPES[self.tensors[name].dtype], device="cpu")
-        num_rows = quantized.shape[0]
-        for start, block in dequantized_rows(self._source, quantized, 0, num_rows):
-            values[start : start + len(block)] = block
-        array: Array = values.float().numpy()
-        return array
-
-
-def quantized_base(
-    directory: Path, root: Path, tensors: Mapping[str, Tensor]
-) -> QuantizedBase | None:
-    """Describe the quantized ones of the *tensors* of the base in *directory*, whose files are relative to *root*.
-
-    Returns None if its config.json states no quantization, or one that is not supported here.
-    """
-    config: dict[str, Any] = read_json(directory, "config.json") or {}
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return None
-    # torch is imported only for a quantized base.
-    from automodel_ckpt.checkpoint.state.quantized_tensors import (
-        UnsupportedQuantization,
-        find_quantized,
-    )
-
-    try:
-        files = find_quantized(tensors, settings)
-    except UnsupportedQuantization:
-        return None
-    stated = str(config.get("dtype") or config.get("torch_dtype"))
-    # A copy: the caller replaces the quantized ones among its tensors.
-    source = Tensors(root, dict(tensors))
-    return QuantizedBase(source, files, _DTYPES.get(stated, "BF16"))
-
-
 _SINGLE = "model.safetensors"
-_KEPT_FACTORS = 4
-"""Factors of adapters that are kept in memory: the two of both parameters of a layer with experts."""
 # Tensors of the base and the adapter have absolute paths: their files can be links into the Hub's cache.
 _ROOT = Path("/")
 
@@ -153,34 +86,35 @@ def base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
 class MergedModel:
     """The tensors of the merged model by their names in files. Their values are computed when they are requested.
 
-    Tensors of a transformers model have a name in memory and a name in files, which can differ.
+    Tensors of a transformers model have a name in memory and a name in files, which can differ. *is_dequantized* is
+    whether the files of the base are quantized, and those of the merged model are not. *untied* are the names of
+    tensors that config.json ties and that differ, and *notes* sentences for the user.
     """
 
     def __init__(self, adapter: Adapter, base_dir: Path, naming: Naming) -> None:
         self._adapter = adapter
         self._naming = naming
         self._base, self._numbers = base_tensors(base_dir)
-        self._quantized = quantized_base(base_dir, _ROOT, self._base)
-        if self._quantized is not None:
-            self._replace_quantized(self._quantized)
+        self._stored = Tensors(_ROOT, dict(self._base))
+        self._quantized: Mapping[str, QuantizedTensor] = {}
+        self.is_dequantized = self._dequantize(read_json(base_dir, "config.json") or {})
         if adapter.model_config is not None:
-            self._remove_other_heads()
+            # Tensors of the base that the model with the adapter's head does not have.
+            self._remove(naming.others & self._base.keys())
         exported = naming.exported
         self._base = {exported.get(name, name): each for name, each in self._base.items()}
         self._numbers = {exported.get(name, name): each for name, each in self._numbers.items()}
-        self._factors: dict[tuple[str, str], Array] = {}
+        # A layer with experts has two parameters, whose factors many tensors in files share.
+        self._factor = functools.lru_cache(maxsize=4)(
+            lambda key, dtype: self._read(adapter.tensors[key], dtype)
+        )
         self.notes: list[str] = []
-        changes = self._in_base(changes_by(adapter.tensors, adapter.where))
-        of_experts = self._expert_changes(changes)
-        self.changes = self._by_file_name(changes) | of_experts
+        self._in_memory: dict[str, str] = {}
+        self._changes: dict[str, Change] = {}
+        self._assign_changes(self._with_prefix(changes_by(adapter.tensors, adapter.where)))
         self.untied = self._untie()
-        names = {*self._base, *self.changes, *self.untied}
+        names = {*self._base, *self._changes, *self.untied}
         self.tensors = {name: self._described(name) for name in names}
-
-    @property
-    def is_dequantized(self) -> bool:
-        """Whether the files of the base are quantized, and those of the merged model are not."""
-        return self._quantized is not None
 
     @property
     def maps(self) -> BaseMaps:
@@ -192,100 +126,162 @@ class MergedModel:
     def rows(self) -> set[tuple[int, int]]:
         """The numbers of rows (before, after) of the tensors whose number of rows is not that of the base."""
         found: set[tuple[int, int]] = set()
-        for name in self.changes:
-            if name not in self._base or not self._base[name].shape:
-                continue
-            before = self._base[name].shape[0]
-            after = self.tensors[name].shape[0]
-            if before != after:
-                found.add((before, after))
+        for name in self._changes:
+            if name in self._base and self._base[name].shape[:1] != self.tensors[name].shape[:1]:
+                found.add((self._base[name].shape[0], self.tensors[name].shape[0]))
         return found
 
     def value(self, name: str, dtype: str) -> Array:
         """Return the value of the tensor *name* (in files) as *dtype*. Raises :class:`CheckpointUnusable`."""
-        stored = self._stored(name)
-        if name not in self.changes:
-            return self._read_as(stored, dtype)
-        name_in_memory, change = self.changes[name]
-        value, value_dtype = self._changed(name_in_memory, change, stored)
-        return cast(value, value_dtype, dtype)
+        stored = self._of_base(name)
+        change = self._changes.get(name, Change())
+        start = self._adapter.tensors[change.whole] if change.whole else stored
+        if not change.factors:
+            return self._read(start, dtype)
+        name_in_memory = self._in_memory[name]
+        if start.dtype not in ORDINARY_FLOATS:
+            what = f"a layer of the base is stored as {start.dtype}, which nothing can be added to"
+            raise self._not_mergeable(what, name_in_memory)
+        # Computed in float32 or float64, and rounded once, when the file is written.
+        wide = "F64" if start.dtype == "F64" else "F32"
+        weight = self._read(start, wide)
+        factors = {role: self._factor(key, wide) for role, key in change.factors.items()}
+        module = name_in_memory.rpartition(".")[0]
+        transposed = module in self._naming.transposed
+        config = self._adapter.config
+        try:
+            if change.experts is None:
+                result = merged(weight, factors, config, module=module, transposed=transposed)
+            else:
+                result = merged_experts(
+                    weight,
+                    factors,
+                    config,
+                    change.experts,
+                    name=name_in_memory,
+                    transposed=transposed,
+                )
+        except ValueError as error:
+            fitting = "layer" if change.experts is None else "experts"
+            what = f"an adapter does not fit its {fitting}: {error}"
+            raise self._not_mergeable(what, name_in_memory) from error
+        return cast(result, wide, dtype)
 
-    def _replace_quantized(self, quantized: QuantizedBase) -> None:
-        """Describe the dequantized tensors of the base in the place of those in its files."""
-        for name in quantized.tensors:
-            self._numbers[name] = self._numbers[quantized.stored_name(name)]
-        for name in quantized.parts:
+    # ---------------------------------------------------------------- the base
+
+    def _dequantize(self, config: Mapping[str, Any]) -> bool:
+        """Describe the dequantized tensors of a quantized base in the place of those in its files.
+
+        Their dtype is the one that the base's config states, or bfloat16. Returns whether the *config* states a
+        quantization that is supported here.
+        """
+        settings = config.get("quantization_config")
+        if not isinstance(settings, dict):
+            return False
+        # torch is imported only for a quantized base.
+        from automodel_ckpt.checkpoint.state.quantized_tensors import (
+            UnsupportedQuantization,
+            find_quantized,
+        )
+
+        try:
+            files = find_quantized(self._base, settings)
+        except UnsupportedQuantization:
+            return False
+        dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+        for name, quantized in files.tensors.items():
+            self._numbers[name] = self._numbers[quantized.values]
+            self._base[name] = Tensor(name, dtype, quantized.shape, ())
+        self._remove(files.parts)
+        self._quantized = files.tensors
+        return True
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             del self._base[name]
             del self._numbers[name]
-        self._base |= quantized.tensors
-
-    def _remove_other_heads(self) -> None:
-        """Remove the tensors of the base that the model with the adapter's head does not have."""
-        for name in self._naming.others & self._base.keys():
-            del self._base[name]
-            del self._numbers[name]
-
-    def _is_new(self, name: str, change: Change) -> bool:
-        """Whether the tensor *name* (in memory) is one of the adapter's head that the base lacks."""
-        has_own_head = self._adapter.model_config is not None
-        return has_own_head and bool(change.whole) and name in self._naming.files
-
-    def _whole(self, stored: Tensor) -> tuple[Array, str]:
-        """Return the values of a tensor of the base or of the adapter, and their dtype."""
-        quantized = self._quantized
-        if quantized is not None and quantized.tensors.get(stored.fqn) is stored:
-            return quantized.value(stored.fqn), "F32"
-        return whole_checked(_ROOT, stored), stored.dtype
-
-    def _read_as(self, stored: Tensor, dtype: str) -> Array:
-        value, value_dtype = self._whole(stored)
-        return cast(value, value_dtype, dtype)
 
     def _file_name(self, name: str) -> str:
         """Return the name in the merged model's files of the tensor *name* in memory."""
         name = self._naming.files.get(name, name)
         return self._naming.exported.get(name, name)
 
-    def _in_base(self, changes: Mapping[str, Change]) -> dict[str, Change]:
+    def _found(self, name: str) -> Tensor | None:
+        """Return the base's tensor with the *name* (in memory), or one that is tied to it."""
+        tied = self._naming.tied
+        group = [name, tied.get(name, name)]
+        group += [alias for alias, first in tied.items() if first == name]
+        stored = (self._base.get(self._file_name(member)) for member in group)
+        return next(filter(None, stored), None)
+
+    def _of_base(self, name: str) -> Tensor:
+        """Return the base's tensor of the *name* in files, or the one that it is tied to.
+
+        A tensor of the adapter's head, which the base lacks, is described in the dtype that most of the base has.
+        """
+        stored = self._base.get(name) or self._found(self._in_memory[name])
+        if stored is not None:
+            return stored
+        trained = self._adapter.tensors[self._changes[name].whole or ""]
+        sizes = [(each.dtype, nbytes_of(each.dtype, each.shape)) for each in self._base.values()]
+        return dataclasses.replace(trained, dtype=main_dtype(sizes) or trained.dtype)
+
+    def _described(self, name: str) -> Tensor:
+        stored = self._of_base(name)
+        whole = self._changes[name].whole if name in self._changes else None
+        shape = self._adapter.tensors[whole].shape if whole else stored.shape
+        return Tensor(name, stored.dtype, shape, ())
+
+    def _read(self, stored: Tensor, dtype: str) -> Array:
+        """Return the values of a tensor of the base or of the adapter. Raises :class:`CheckpointUnusable`."""
+        quantized = self._quantized.get(stored.fqn)
+        if quantized is None:
+            return cast(whole_checked(_ROOT, stored), stored.dtype, dtype)
+        import torch
+
+        from automodel_ckpt.checkpoint.formats.planning import DTYPES
+        from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows
+
+        # Rounded as the base is when an adapter is trained on it.
+        values = torch.empty(quantized.shape, dtype=DTYPES[stored.dtype], device="cpu")
+        for start, block in dequantized_rows(self._stored, quantized, 0, quantized.shape[0]):
+            values[start : start + len(block)] = block
+        return cast(values.float().numpy(), "F32", dtype)
+
+    # ---------------------------------------------------------------- the changes
+
+    def _with_prefix(self, changes: dict[str, Change]) -> dict[str, Change]:
         """Return *changes* by the names in memory of the base's model, which has a head.
 
         An adapter of embeddings was trained on the model without its head, whose names lack the prefix of the backbone.
         """
-        if self._adapter.config.get("task_type") != "FEATURE_EXTRACTION":
-            return dict(changes)
         names = {*self._base, *self._naming.files}
+        is_headless = self._adapter.config.get("task_type") == "FEATURE_EXTRACTION"
+        if not is_headless or names & changes.keys():
+            return changes
         prefixes: set[str] = set()
         for name in changes:
-            if name in names:
-                return dict(changes)
             prefixes |= {each.removesuffix(name) for each in names if each.endswith(f".{name}")}
         prefix = prefixes.pop() if len(prefixes) == 1 else ""
         return {f"{prefix}{name}": change for name, change in changes.items()}
 
-    def _by_file_name(self, changes: Mapping[str, Change]) -> dict[str, tuple[str, Change]]:
-        """Return {name in files: (name in memory, change)}."""
-        found: dict[str, tuple[str, Change]] = {}
+    def _assign_changes(self, changes: dict[str, Change]) -> None:
+        """Assign the *changes*, by name in memory, to tensors in files."""
+        lacking = "the adapter changes a tensor that the base lacks"
+        self._assign_expert_changes(changes, lacking)
         for name, change in changes.items():
-            file_name = self._file_name(name)
-            is_in_base = file_name in self._base or self._stored_name(name) in self._base
-            if not is_in_base and self._changes_nothing(change):
+            is_new = bool(change.whole) and name in self._naming.files
+            if self._found(name) is None and self._changes_nothing(change):
                 self.notes.append(f"not in the base, and its adapter learned nothing: {name}")
                 continue
-            if not is_in_base and not self._is_new(name, change):
-                raise self._not_mergeable("the adapter changes a tensor that the base lacks", name)
-            found[file_name] = (name, change)
-        return found
+            has_own_head = self._adapter.model_config is not None
+            if self._found(name) is None and not (has_own_head and is_new):
+                raise self._not_mergeable(lacking, name)
+            self._changes[self._file_name(name)] = change
+            self._in_memory[self._file_name(name)] = name
 
-    def _changes_nothing(self, change: Change) -> bool:
-        """Whether the adapter adds zero: its layer, such as the pooler of an encoder, took no part in training."""
-        factor = change.factors.get("b")
-        if factor is None or change.whole:
-            return False
-        return not self._read_as(self._adapter.tensors[factor], "F32").any()
-
-    def _expert_changes(self, changes: dict[str, Change]) -> dict[str, tuple[str, Change]]:
-        """Move the changes of fused experts out of *changes*: {name in files: (name in memory, change)}."""
-        found: dict[str, tuple[str, Change]] = {}
+    def _assign_expert_changes(self, changes: dict[str, Change], lacking: str) -> None:
+        """Move the changes of fused experts out of *changes*, and assign them to tensors in files."""
         for module, experts in self._naming.experts.items():
             try:
                 pairs = list(expert_changes(changes, module, experts, self._adapter.config))
@@ -293,81 +289,46 @@ class MergedModel:
                 what = f"an adapter of fused experts cannot be assigned: {error}"
                 raise self._not_mergeable(what, module) from error
             for parameter, change in pairs:
-                ranges = {self._file_name(parameter.name): ExpertRange(parameter.num_experts)}
-                if parameter.parts:
-                    ranges = {
-                        name: ExpertRange(parameter.num_experts, *part)
-                        for name, part in parameter.parts.items()
-                    }
-                for name, experts_there in ranges.items():
+                parts: Mapping[str, tuple[Any, ...]] = parameter.parts
+                for name, part in (parts or {self._file_name(parameter.name): ()}).items():
                     if name not in self._base:
-                        what = "the adapter changes a tensor that the base lacks"
-                        raise self._not_mergeable(what, name)
-                    changed = dataclasses.replace(change, experts=experts_there)
-                    found[name] = (parameter.name, changed)
-        return found
+                        raise self._not_mergeable(lacking, name)
+                    there = ExpertRange(parameter.num_experts, *part)
+                    self._changes[name] = dataclasses.replace(change, experts=there)
+                    self._in_memory[name] = parameter.name
 
-    def _stored_name(self, name: str) -> str:
-        """Return the name in files under which the base stores the tensor *name* (in memory), or one tied to it."""
-        tied = self._naming.tied
-        group = [name, tied.get(name, name)]
-        group += [alias for alias, first in tied.items() if first == name]
-        names = [self._file_name(member) for member in group]
-        for file_name in names:
-            if file_name in self._base:
-                return file_name
-        return names[0]
-
-    def _stored(self, file_name: str) -> Tensor:
-        """Return the base's tensor of that name, or the one that it is tied to."""
-        if file_name in self._base:
-            return self._base[file_name]
-        if file_name in self.changes:
-            name, change = self.changes[file_name]
-            if change.whole and self._stored_name(name) not in self._base:
-                return self._new_tensor(self._adapter.tensors[change.whole])
-        for name in self._naming.files:
-            if self._file_name(name) == file_name:
-                return self._base[self._stored_name(name)]
-        return self._base[self._stored_name(file_name)]
-
-    def _new_tensor(self, trained: Tensor) -> Tensor:
-        """Describe a tensor of the adapter's head in the dtype that most of the base has."""
-        sizes = [
-            (tensor.dtype, nbytes_of(tensor.dtype, tensor.shape)) for tensor in self._base.values()
-        ]
-        return dataclasses.replace(trained, dtype=main_dtype(sizes) or trained.dtype)
+    def _changes_nothing(self, change: Change) -> bool:
+        """Whether the adapter adds zero: its layer, such as the pooler of an encoder, took no part in training."""
+        factor = change.factors.get("b")
+        return not change.whole and factor is not None and not self._factor(factor, "F32").any()
 
     def _untie(self) -> set[str]:
         """Return the names of tensors that config.json ties and that differ. Those that are equal are stored once."""
         untied: set[str] = set()
         apart: set[str] = set()
-        for alias, first in self._naming.tied.items():
-            pair = (self._file_name(alias), self._file_name(first))
-            changed = [name for name in pair if name in self.changes]
-            if not changed:
-                if self._differ_in_base(*pair):
+        for names in self._naming.tied.items():
+            pair = [self._file_name(name) for name in names]
+            for name, file_name in zip(names, pair, strict=True):
+                self._in_memory.setdefault(file_name, name)
+            num_changed = sum(name in self._changes for name in pair)
+            if num_changed == 0:
+                # transformers then does not tie them.
+                base, both = Tensors(_ROOT, self._base), self._base.keys() >= set(pair)
+                if both and difference(_ROOT, self._base[pair[0]], base, pair[1:]):
                     apart.update(pair)
-                continue
-            if len(changed) == 1 or not self._are_equal(*pair):
+            elif num_changed == 1 or not self._are_equal(*pair):
                 untied.update(pair)
-                continue
-            for name in pair:
-                if name not in self._base:
-                    self.changes.pop(name, None)
-        if untied:
-            names = ", ".join(sorted(untied))
-            self.notes.append(f"no longer tied, since the adapter changed one of them: {names}")
-        if apart:
-            names = ", ".join(sorted(apart))
-            self.notes.append(f"not tied, since they differ in the base: {names}")
+            else:
+                for name in pair:
+                    if name not in self._base:
+                        self._changes.pop(name, None)
+        for reason, differing in (
+            ("no longer tied, since the adapter changed one of them", untied),
+            ("not tied, since they differ in the base", apart),
+        ):
+            if differing:
+                self.notes.append(f"{reason}: {', '.join(sorted(differing))}")
         return untied | apart
-
-    def _differ_in_base(self, one: str, other: str) -> bool:
-        """Whether the base has both tensors, with different values: transformers then does not tie them."""
-        if one not in self._base or other not in self._base:
-            return False
-        return bool(difference(_ROOT, self._base[one], Tensors(_ROOT, self._base), [other]))
 
     def _are_equal(self, one: str, other: str) -> bool:
         """Whether two changed tensors have equal values, up to rounding.
@@ -378,65 +339,5 @@ class MergedModel:
         b = self.value(other, "F32")
         return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-6)
 
-    def _described(self, name: str) -> Tensor:
-        stored = self._stored(name)
-        shape = stored.shape
-        if name in self.changes:
-            _, change = self.changes[name]
-            if change.whole:
-                shape = self._adapter.tensors[change.whole].shape
-        return Tensor(name, stored.dtype, shape, ())
-
-    def _changed(self, name: str, change: Change, stored: Tensor) -> tuple[Array, str]:
-        """Return the new value of the tensor *name* (in memory), and its dtype."""
-        start = self._adapter.tensors[change.whole] if change.whole else stored
-        if not change.factors:
-            return self._whole(start)
-        if start.dtype not in ORDINARY_FLOATS:
-            what = f"a layer of the base is stored as {start.dtype}, which nothing can be added to"
-            raise self._not_mergeable(what, name)
-        # Computed in float32 or float64, and rounded once, when the file is written.
-        dtype = "F64" if start.dtype == "F64" else "F32"
-        weight = self._read_as(start, dtype)
-        factors = self._read_factors(change, dtype)
-        if change.experts is not None:
-            return self._changed_experts(name, change.experts, weight, factors), dtype
-        module = name.removesuffix(".weight")
-        transposed = module in self._naming.transposed
-        config = self._adapter.config
-        try:
-            return merged(weight, factors, config, module=module, transposed=transposed), dtype
-        except ValueError as error:
-            what = f"an adapter does not fit its layer: {error}"
-            raise self._not_mergeable(what, name) from error
-
-    def _changed_experts(
-        self, name: str, experts: ExpertRange, weight: Array, factors: Mapping[str, Array]
-    ) -> Array:
-        """Return the new value of a tensor in files with experts of the parameter *name* (in memory)."""
-        transposed = name.rpartition(".")[0] in self._naming.transposed
-        config = self._adapter.config
-        try:
-            return merged_experts(
-                weight, factors, config, experts, name=name, transposed=transposed
-            )
-        except ValueError as error:
-            what = f"an adapter does not fit its experts: {error}"
-            raise self._not_mergeable(what, name) from error
-
-    def _read_factors(self, change: Change, dtype: str) -> dict[str, Array]:
-        """Return the factors of *change* by role. The last ones are kept, because experts share them."""
-        factors: dict[str, Array] = {}
-        for role, key in change.factors.items():
-            known = self._factors.get((key, dtype))
-            if known is None:
-                known = self._read_as(self._adapter.tensors[key], dtype)
-                while len(self._factors) >= _KEPT_FACTORS:
-                    del self._factors[next(iter(self._factors))]
-                self._factors[key, dtype] = known
-            factors[role] = known
-        return factors
-
     def _not_mergeable(self, what: str, name: str) -> CheckpointUnusable:
-        hint = "load base and adapter with peft in your own code, and call merge_and_unload"
-        return CheckpointUnusable(what, where=self._adapter.where, value=name, hint=hint)
+        return unusable(what, self._adapter.where, name)

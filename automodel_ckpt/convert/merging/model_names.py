@@ -41,14 +41,12 @@ class NameDifferences:
         # Either alone is usual: a head that another model has or lacks, or buffers of another version.
         if not self.unknown or not self.missing:
             return
-        name = self.unknown[0]
-        similar = max(self.missing, key=lambda each: _num_common(each[::-1], name[::-1]))
         raise CheckpointUnusable(
             f"these tensors do not have the names of a {self.model}, whose config.json this is",
             where=where,
             value="\n    " + "\n    ".join(self.lines()),
-            hint="use the config.json of this model; or give --names a file with lines such as "
-            f"`{name[:200]}: {similar}`, in which {{i}} is any number",
+            hint="use the config.json of this model; or give --names a file with a line for each name, such as "
+            f"`{self.unknown[0][:200]}: {self.missing[0]}`, in which {{i}} is any number",
         )
 
     def check_shapes(self, stored: Mapping[str, Tensor], where: str, *, is_quantized: bool) -> None:
@@ -62,7 +60,12 @@ class NameDifferences:
             is_packed = is_quantized and len(shape) > 1
             if tensor is None or is_packed or tensor.dtype not in ORDINARY_FLOATS:
                 continue
-            if self._fits(tensor.shape, shape):
+            if tensor.shape == shape or math.prod(tensor.shape) == math.prod(shape) == 1:
+                continue
+            # Padding of the vocabulary.
+            rows, size = tensor.shape[:1], self.vocab_size or math.inf
+            is_vocabulary = shape == (size, *tensor.shape[1:])
+            if rows and is_vocabulary and size <= rows[0] <= size + _MAX_PADDING:
                 continue
             different.append(f"{name[:200]}: {list(tensor.shape)}, by config.json {list(shape)}")
         if not different:
@@ -77,17 +80,6 @@ class NameDifferences:
             hint="give --config the directory of this model's own config.json: this one is that of a model of another "
             "size",
         )
-
-    def _fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of the shape *stored* can be a parameter of the model's *shape*."""
-        has_one_element = math.prod(stored) == math.prod(shape) == 1
-        return stored == shape or has_one_element or self._is_padded(stored, shape)
-
-    def _is_padded(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        if self.vocab_size is None or shape[:1] != (self.vocab_size,):
-            return False
-        same_width = stored[1:] == shape[1:]
-        return bool(stored) and same_width and _is_vocabulary(stored[0], self.vocab_size)
 
     def lines(self) -> Iterator[str]:
         """Describe the differences."""
@@ -106,31 +98,18 @@ The command that imports passes it: it builds the model, which needs torch and t
 """
 
 
-def _is_vocabulary(rows: int, vocab_size: int) -> bool:
-    """Whether that many *rows* can be those of *vocab_size* tokens, and padding."""
-    return vocab_size <= rows <= vocab_size + _MAX_PADDING
+def possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """Return prefixes, such as an attribute of a script, with which *names* are those of *missing* tensors of the model.
 
-
-def fitting_prefixes(
-    names: Iterable[str], missing: Iterable[str], fits: Callable[[str], bool]
-) -> list[str]:
-    """Return the prefixes without which stored *names* are those of the model: usually one, the attribute of a script.
-
-    *missing* are tensors of the model that *names* lack. *fits* compares the names that have a prefix, without it, with
-    those of the model. A model and its average (EMA) have a prefix each.
+    A model and its average (EMA) have a prefix each.
     """
-    return [each for each in _possible_prefixes(names, missing)[:_MAX_PREFIXES] if fits(each)]
-
-
-def _possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
-    """Return prefixes with which *names* are those of *missing* tensors of the model."""
     found: set[str] = set()
     suffixes = [f".{name}" for name in itertools.islice(missing, _MAX_NAMED)]
     for name in names:
         for suffix in suffixes:
             if name.endswith(suffix):
                 found.add(name[: len(name) - len(suffix) + 1])
-    return sorted(found)
+    return sorted(found)[:_MAX_PREFIXES]
 
 
 def has_odd_prefix(names: Iterable[str]) -> bool:
@@ -148,12 +127,6 @@ def has_odd_prefix(names: Iterable[str]) -> bool:
         return False
     (prefix,) = prefixes
     return prefix not in _BACKBONES or bool(seconds & {prefix, "lm_head"})
-
-
-def _num_common(one: str, other: str) -> int:
-    """Return how many characters two texts begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _listed(names: Collection[str]) -> str:

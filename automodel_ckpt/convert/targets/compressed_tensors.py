@@ -10,29 +10,25 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.durable_io import write_all
 from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.export.plan import (
     ExportTensor,
-    OutputFile,
     Plan,
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -55,51 +51,34 @@ LinearWeights = Callable[[Path], frozenset[str]]
 """Returns the names of the weights of the linear layers of the model whose config.json is in a directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor of the output: the name after that of the layer, its dtype code, and its shape."""
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
+Entry = tuple[str, str, tuple[int, ...]]
+"""The name of a tensor of the output, its dtype code, and its shape."""
 
 
-def export_compressed_tensors(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    scheme: str,
-    linear_weights: LinearWeights,
-    *,
-    cast_dtype: str | None = None,
-    log: Log = LOG,
-) -> ExportReport:
-    """Quantize the linear layers of the model in *source* by *scheme* (one of SCHEMES), and write Hugging Face files.
+def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> ExportReport:
+    """Quantize the linear layers of the model by *scheme* (one of SCHEMES), and write Hugging Face files.
 
-    *output* defaults to the source's name with the scheme's name, next to it. Tensors that are not quantized (norms,
-    embeddings, the output layer, biases) keep the dtype of the checkpoint, unless *cast_dtype* (bf16, fp16 or fp32)
-    casts them.
-
-    Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, :class:`SaveFailed` if the
-    files cannot be written, and :class:`RecipeError` if the package compressed-tensors is missing.
+    Tensors that are not quantized (norms, embeddings, the output layer, biases) keep the dtype of the checkpoint, if
+    they are not cast.
     """
     quantizer = _Quantizer(scheme)
-    export = Export(source, cast_dtype, log)
     opened = export.source
     side = export.required_config("quantizing")
-    target = export.directory(output, f"-{scheme}")
-    export.check_files()
+    export.directory(f"-{scheme}")
+    export.check()
     plan = export.plan()
     files, file_warnings = export.side_files(plan)
     # These warnings are about weights that lie among the side files: here they may be the source.
     export.warn(*(() if opened.finished else file_warnings), *opened.notes)
     quantized = _selected(export, plan, linear_weights(side), quantizer)
-    files[_CONFIG] = _config(files[_CONFIG], quantizer, _ignored(plan, quantized))
+    files[_CONFIG] = _config(files[_CONFIG], quantizer, plan, quantized)
     export.log_casts(plan.casts)
-    with export.published_directory(target, "the quantized model") as staging:
+    with export.published_directory("the quantized model") as staging:
         files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
         write_side_files(files, staging)
     num_tensors = sum(len(file.tensors) for file in plan.files)
-    return export.report(target, num_tensors, num_quantized=len(quantized))
+    summary = f"{len(quantized)} of them quantized"
+    return export.report(num_tensors, summary, num_quantized=len(quantized))
 
 
 class _Quantizer:
@@ -110,6 +89,7 @@ class _Quantizer:
             quantization = importlib.import_module("compressed_tensors.quantization")
             compressors = importlib.import_module("compressed_tensors.compressors")
             self._utils = importlib.import_module("compressed_tensors.quantization.utils")
+            self._torch = importlib.import_module("torch")
         except ImportError as error:
             raise RecipeError(
                 "quantizing needs the package compressed-tensors",
@@ -140,16 +120,19 @@ class _Quantizer:
         document: dict[str, Any] = json.loads(config.model_dump_json())
         return document
 
-    def parts(self, shape: tuple[int, ...], scale_dtype: str) -> tuple[_Part, ...]:
-        """Return what is stored for a weight of *shape* [out, in]."""
+    def entries(self, layer: str, shape: tuple[int, ...], scale_dtype: str) -> Iterator[Entry]:
+        """Yield what is stored for the weight of *layer* (with a dot), of *shape* [out, in]."""
         rows, columns = shape
         num_groups = columns // self.group_size if self.group_size else 1
-        scale = _Part("weight_scale", scale_dtype, (rows, num_groups))
+        scale = (f"{layer}weight_scale", scale_dtype, (rows, num_groups))
         if self.format != _PACKED:
-            return _Part("weight", _CODES[self.name], shape), scale
-        num_words = math.ceil(columns * self._scheme.weights.num_bits / _WORD_BITS)
-        packed = _Part("weight_packed", "I32", (rows, num_words))
-        return packed, scale, _Part("weight_shape", "I64", (2,))
+            yield f"{layer}weight", _CODES[self.name], shape
+            yield scale
+        else:
+            num_words = math.ceil(columns * self._scheme.weights.num_bits / _WORD_BITS)
+            yield f"{layer}weight_packed", "I32", (rows, num_words)
+            yield scale
+            yield f"{layer}weight_shape", "I64", (2,)
 
     def compress(self, rows: Any, shape: tuple[int, ...]) -> dict[str, memoryview]:
         """Return the bytes of each part for some rows of a weight of *shape*; *rows* is a tensor [rows, in]."""
@@ -162,13 +145,10 @@ class _Quantizer:
         if "weight_shape" in state:
             # That of the whole weight, not of these rows.
             state["weight_shape"] = state["weight_shape"].new_tensor(shape)
-        return {suffix: _bytes_of(value) for suffix, value in state.items()}
-
-
-def _bytes_of(tensor: Any) -> memoryview:
-    torch = importlib.import_module("torch")
-    data: memoryview = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
-    return data
+        found: dict[str, memoryview] = {}
+        for suffix, value in state.items():
+            found[suffix] = value.contiguous().view(self._torch.uint8).numpy().reshape(-1).data
+        return found
 
 
 def _selected(
@@ -177,16 +157,15 @@ def _selected(
     """Return the names of the weights to quantize, and warn of linear layers that stay as they are."""
     chosen: set[str] = set()
     unsuited: list[str] = []
+    size = quantizer.group_size
     for tensor in _tensors_of(plan):
-        if tensor.fqn not in linear or len(tensor.stored.shape) != 2:
-            continue
-        is_float = tensor.stored.dtype in ORDINARY_FLOATS and tensor.dtype in ORDINARY_FLOATS
-        if is_float and tensor.stored.shape[1] % (quantizer.group_size or 1) == 0:
-            chosen.add(tensor.fqn)
-        else:
-            unsuited.append(tensor.fqn)
+        if tensor.fqn in linear and len(tensor.stored.shape) == 2:
+            is_float = {tensor.stored.dtype, tensor.dtype} <= ORDINARY_FLOATS
+            if is_float and tensor.stored.shape[1] % (size or 1) == 0:
+                chosen.add(tensor.fqn)
+            else:
+                unsuited.append(tensor.fqn)
     if not chosen:
-        size = quantizer.group_size
         raise CheckpointUnusable(
             "no weight of this model can be quantized by this scheme",
             where="ckpt export --to compressed-tensors --scheme",
@@ -196,7 +175,7 @@ def _selected(
     if unsuited:
         export.warn(
             f"{counted_are(len(unsuited), 'linear layer')} not quantized, such as {unsuited[0]}: columns are not "
-            f"divisible by {quantizer.group_size}, or values are no ordinary floats"
+            f"divisible by {size}, or values are no ordinary floats"
         )
     return frozenset(chosen)
 
@@ -206,21 +185,20 @@ def _tensors_of(plan: Plan) -> Iterator[ExportTensor]:
         yield from file.tensors
 
 
-def _ignored(plan: Plan, quantized: frozenset[str]) -> list[str]:
-    """Return the names of the layers with a matrix that is not quantized, for readers that quantize each one listed."""
-    names: set[str] = set()
+def _config(raw: bytes, quantizer: _Quantizer, plan: Plan, quantized: frozenset[str]) -> bytes:
+    """Return config.json with the names of the layers with a matrix that is not quantized.
+
+    Some readers quantize each layer that is not listed.
+    """
+    # The output layer has no tensor if it is tied to the embedding.
+    ignored = {"lm_head"}
     for tensor in _tensors_of(plan):
         layer, _, last = tensor.fqn.rpartition(".")
         is_matrix = last == "weight" and len(tensor.stored.shape) >= 2
         if is_matrix and tensor.fqn not in quantized:
-            names.add(layer)
-    # The output layer has no tensor if it is tied to the embedding.
-    return sorted(names | {"lm_head"})
-
-
-def _config(raw: bytes, quantizer: _Quantizer, ignored: Sequence[str]) -> bytes:
+            ignored.add(layer)
     config: dict[str, Any] = parse_json(raw)
-    config["quantization_config"] = quantizer.config(ignored)
+    config["quantization_config"] = quantizer.config(sorted(ignored))
     return json.dumps(config, indent=2).encode() + b"\n"
 
 
@@ -234,39 +212,29 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     total = 0
     for file in plan.files:
-        entries = _entries(file, quantized, quantizer)
+        entries: list[Entry] = []
+        for tensor in file.tensors:
+            shape = tensor.stored.shape
+            if tensor.fqn in quantized:
+                layer = tensor.fqn.removesuffix("weight")
+                entries += quantizer.entries(layer, shape, tensor.dtype)
+            else:
+                entries.append((tensor.fqn, tensor.dtype, shape))
+        # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
+        entries.sort(key=lambda entry: -DTYPE_BITS[entry[1]])
         header, starts = build_header(entries, {"format": "pt"})
         for name, dtype, shape in entries:
             weight_map[name] = file.name
             total += nbytes_of(dtype, shape)
-        descriptor = os.open(staging / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            write_all(descriptor, memoryview(header), 0)
+        with open(staging / file.name, "xb") as out:
+            out.write(header)
             for tensor in file.tensors:
                 for name, data in _outputs(source.root, tensor, quantized, quantizer):
-                    write_all(descriptor, data, starts[name])
+                    out.seek(starts[name])
+                    out.write(data)
                     starts[name] += data.nbytes
-        finally:
-            os.close(descriptor)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(document, indent=2).encode() + b"\n"
-
-
-def _entries(
-    file: OutputFile, quantized: frozenset[str], quantizer: _Quantizer
-) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return name, dtype and shape of all tensors of a file."""
-    entries: list[tuple[str, str, tuple[int, ...]]] = []
-    for tensor in file.tensors:
-        shape = tensor.stored.shape
-        if tensor.fqn not in quantized:
-            entries.append((tensor.fqn, tensor.dtype, shape))
-            continue
-        layer = tensor.fqn.removesuffix("weight")
-        for part in quantizer.parts(shape, tensor.dtype):
-            entries.append((layer + part.suffix, part.dtype, part.shape))
-    # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
-    return sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1]])
 
 
 def _outputs(
@@ -278,13 +246,13 @@ def _outputs(
             yield tensor.fqn, block
         return
     layer = tensor.fqn.removesuffix("weight")
-    is_first = True
+    # Stored once.
+    seen: set[str] = set()
     for rows in _row_blocks(root, tensor):
         for suffix, data in quantizer.compress(rows, tensor.stored.shape).items():
-            # The shape is stored once.
-            if suffix != "weight_shape" or is_first:
+            if suffix != "weight_shape" or suffix not in seen:
                 yield layer + suffix, data
-        is_first = False
+            seen.add(suffix)
 
 
 def _row_blocks(root: Path, tensor: ExportTensor) -> Iterator[Any]:
@@ -293,14 +261,9 @@ def _row_blocks(root: Path, tensor: ExportTensor) -> Iterator[Any]:
     Raises :class:`CheckpointUnusable` for a damaged tensor.
     """
     torch = importlib.import_module("torch")
-    dtypes: Mapping[str, Any] = {
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F32": torch.float32,
-        "F64": torch.float64,
-    }
+    dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
     stored, code = whole_checked(root, tensor.stored), tensor.stored.dtype
     step = max(1, _BLOCK_ELEMENTS // stored.shape[1])
     for begin in range(0, len(stored), step):
         values = cast(stored[begin : begin + step], code, tensor.dtype).copy()
-        yield torch.from_numpy(values.view("u1")).view(dtypes[tensor.dtype])
+        yield torch.from_numpy(values.view("u1")).view(dtype)

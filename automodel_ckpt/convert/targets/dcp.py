@@ -1,70 +1,109 @@
 """A checkpoint's model as a plain directory of PyTorch DCP: verified, streamed, staged, published. Imports no torch.
 
-``torch.distributed.checkpoint.load(state_dict, checkpoint_id=DIR)`` fills a state dict from it, sharded in any way.
+``torch.distributed.checkpoint.load(state_dict, checkpoint_id=DIR)`` fills a state dict from it, sharded in any way. The
+items of ``__0_0.distcp`` are archives of ``torch.save``, and ``.metadata`` describes them: ``dcp_metadata.py``.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
+    DcpChunk,
+    DcpLocation,
+    DcpMetadata,
+    KeyPath,
+)
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
+    ArchiveTensor,
+    write_torch_archive,
+)
 from automodel_ckpt.convert.names.torchtitan import (
     TORCHTITAN_LLAMA,
     required_torchtitan_conversion,
     to_torchtitan,
 )
-from automodel_ckpt.convert.targets.dcp_files import DcpWriter
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 
-_SUFFIX = "-dcp"
-TORCHTITAN = "torchtitan"
+_FILE = "__0_0.distcp"
 
 
-def export_dcp(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    prefix: str = "",
-    cast_dtype: str | None = None,
-    names: str | None = None,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a DCP directory.
+def write(export: Export, *, prefix: str | None = None, names: str | None = None) -> ExportReport:
+    """Write the model as a DCP directory.
 
-    *output* defaults to the source's name with ``-dcp``, next to it. *prefix* is added to all names: with ``model.``,
-    ``dcp.load({"model": model.state_dict()}, ...)`` finds them. Tensors keep the dtype of the checkpoint, unless
-    *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones. With *names* ``torchtitan``, a Llama has the
-    names, and the rows of queries and keys the order, of torchtitan's Llama 3.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the directory cannot be written, and
-    :class:`RecipeError` for a wrong argument. In each case nothing was written. Memory: one block of a tensor.
+    *prefix* is added to all names: with ``model.``, ``dcp.load({"model": model.state_dict()}, ...)`` finds them. With
+    *names* ``torchtitan``, a Llama has the names, and the rows of queries and keys the order, of torchtitan's Llama 3.
+    Memory: one block of a tensor.
     """
-    export = Export(source, cast_dtype, log)
     opened = export.source
-    target = export.directory(output, _SUFFIX)
-    export.check_files()
+    export.directory("-dcp")
+    export.check()
     export.warn(*opened.notes)
-    if names == TORCHTITAN:
+    if names is not None:
         # Its digests are compared first: parts of its slices have none.
-        export.check_digests()
-        opened = _in_torchtitan_names(opened)
+        export.check(reads_parts=True)
+        conversion = required_torchtitan_conversion(
+            opened.config_directory, model_types=TORCHTITAN_LLAMA.model_types
+        )
+        tensors = to_torchtitan(conversion, opened.tensors, export.where)
+        opened = replace(opened, tensors=tensors, tied={})
     state_dict = state_dict_of(export, opened, "")
-    outer = tuple(part for part in prefix.split(".") if part)
+    outer = tuple(part for part in (prefix or "").split(".") if part)
     with (
-        export.published_directory(target, "the DCP directory") as directory,
+        export.published_directory("the DCP directory") as directory,
         DcpWriter(directory) as writer,
     ):
         for fqn, tensor in state_dict.items():
             writer.add_tensor((*outer, fqn), tensor)
         writer.finish()
-    return export.report(target, len(state_dict))
+    return export.report(len(state_dict))
 
 
-def _in_torchtitan_names(opened: Source) -> Source:
-    """Return *opened* with torchtitan's names."""
-    side = opened.config_directory
-    conversion = required_torchtitan_conversion(side, model_types=TORCHTITAN_LLAMA.model_types)
-    tensors = to_torchtitan(conversion, opened.tensors, str(opened.model_directory))
-    return replace(opened, tensors=tensors, tied={})
+class DcpWriter:
+    """Writes the items of a state dict to *directory*, which exists, and then ``.metadata``.
+
+    A context manager: :meth:`finish` must be called at the end of the block, else ``.metadata`` is missing and the
+    directory is not a checkpoint. Every method can raise OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = (directory / _FILE).open("wb")
+        self._metadata = DcpMetadata()
+
+    def __enter__(self) -> DcpWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def add_tensor(self, path: KeyPath, tensor: ArchiveTensor) -> None:
+        """Write a tensor as one chunk. *path* are its keys, and positions in lists, in the state dict of ``dcp.load``.
+
+        Raises ValueError if another item has the same name.
+        """
+        self._metadata.check_is_new(path)
+        zeros = (0,) * len(tensor.shape)
+        chunk = DcpChunk(zeros, tensor.shape, self._written(tensor))
+        self._metadata.add_tensor(path, tensor.dtype, tensor.shape, [chunk])
+
+    def add_value(self, path: KeyPath, value: Any) -> None:
+        """Write a value that is not a tensor: plain data, which ``torch.load(weights_only=True)`` reads.
+
+        Raises ValueError if another item has the same name.
+        """
+        self._metadata.check_is_new(path)
+        self._metadata.add_value(path, self._written(value))
+
+    def finish(self) -> None:
+        """Write ``.metadata``."""
+        (self._directory / layout.DCP_METADATA).write_bytes(self._metadata.to_bytes())
+
+    def _written(self, content: Any) -> DcpLocation:
+        start = self._file.tell()
+        write_torch_archive(self._file, content)
+        return DcpLocation(_FILE, start, self._file.tell() - start)

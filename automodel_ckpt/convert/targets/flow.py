@@ -9,9 +9,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +28,7 @@ from automodel_ckpt.convert.publishing import (
     published_directory,
     published_file,
 )
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 Log = Callable[[str], None]
 LOG: Log = logging.getLogger("automodel_ckpt").info
@@ -42,7 +43,7 @@ class ExportReport:
     """An export that was published at *output*: *nbytes* bytes, in *seconds*.
 
     *checked* states whether the digests of the source were known, and so compared. *warnings* were logged. *details*
-    are what a target has to report in addition.
+    are what a target has to report in addition, and *summary* are some of them in words.
     """
 
     output: Path
@@ -52,77 +53,76 @@ class ExportReport:
     checked: bool
     warnings: tuple[str, ...]
     details: Mapping[str, Any] = field(default_factory=dict)
+    summary: str = ""
 
 
 class Export:
-    """An export of *source*, which is anything that ``open_source`` of ``convert/open.py`` accepts.
+    """An export of *source*, which is anything that ``open_source`` of ``convert/open.py`` accepts, to *output*.
 
     Raises :class:`RecipeError` for another *cast_dtype* than bf16, fp16, fp32 and fp64, and :class:`CheckpointUnusable`
     if there is no model in *source*.
     """
 
     def __init__(
-        self, source: str | os.PathLike[str], cast_dtype: str | None = None, log: Log = LOG
+        self,
+        source: str | os.PathLike[str],
+        output: str | os.PathLike[str] | None = None,
+        *,
+        cast_dtype: str | None = None,
+        overwrite: bool = False,
+        log: Log = LOG,
     ) -> None:
         self._started = time.monotonic()
+        self._output = output
+        self._overwrite = overwrite
         self.cast_code = parse_cast_dtype(cast_dtype)
         self.source = open_source(Path(source))
         self.where = str(self.source.model_directory)
+        self.target = Path()
+        """The path to publish, which :meth:`file` or :meth:`directory` selects."""
         self.log = log
         self.warnings: list[str] = []
         self._is_checked = self.source.has_digests
 
-    def file(self, output: str | os.PathLike[str] | None, suffix: str, *, overwrite: bool) -> Path:
-        """Return the file to publish: *output*, or the source's name with *suffix*, next to it.
+    def file(self, suffix: str) -> None:
+        """Publish a file: the given output, or the source's name with *suffix*, next to it.
 
         Raises :class:`SaveFailed` if there is something that may not be replaced.
         """
-        target = self._target(output, suffix)
-        check_file_target(target, overwrite=overwrite)
-        return target
+        self._select(suffix)
+        check_file_target(self.target, overwrite=self._overwrite)
 
-    def directory(self, output: str | os.PathLike[str] | None, suffix: str) -> Path:
-        """Return the directory to publish, as :meth:`file`. Raises :class:`SaveFailed` if it is not empty."""
-        target = self._target(output, suffix)
-        check_directory_target(target)
-        return target
+    def directory(self, suffix: str, name: str | None = None) -> None:
+        """Publish a directory, as :meth:`file`; *name* replaces the source's name. Raises :class:`SaveFailed` if it is
+        not empty."""
+        self._select(suffix, name)
+        check_directory_target(self.target)
 
-    def _target(self, output: str | os.PathLike[str] | None, suffix: str) -> Path:
+    def _select(self, suffix: str, name: str | None = None) -> None:
         # Formats whose files can be in several places describe them relative to the root of the file system.
         source = self.source
         path = source.model_directory if source.root == _ROOT else source.root
         # Publishing renames: with a link, it would replace the link instead of its target.
-        return Path(os.path.realpath(output or path.with_name(path.name + suffix)))
+        default = path.with_name((name or path.name) + suffix)
+        self.target = Path(os.path.realpath(self._output or default))
 
-    def check_files(self) -> None:
-        """Raise :class:`CheckpointUnusable` if a file of a checkpoint is missing or has another size than in the
-        manifest, or if a tensor of the model is missing or left over.
+    def check(self, *, reads_parts: bool = False, num_threads: int = 5) -> None:
+        """Raise :class:`CheckpointUnusable` for damaged files, and if a tensor of the model is missing or left over.
 
-        For exports that compare the bytes of each tensor with their digests when they read them.
+        Exports that read whole tensors compare their digests then: here, files of a checkpoint are only compared in
+        size. With *reads_parts*, all digests are compared, because only a whole slice has one.
         """
-        self._check_names()
-        if self.source.manifest is not None:
-            # Tensors of Hugging Face files are read from headers, without digests.
-            level: Level = "digest" if self.source.finished else "size"
-            _raise(verify(self.source.root, self.source.manifest, level))
-
-    def check_digests(self, num_threads: int = 5) -> None:
-        """Raise :class:`CheckpointUnusable` as :meth:`check_files`, and if a file does not match its digest.
-
-        For exports that write parts of the stored slices: only a whole slice has a digest.
-        """
-        self._check_names()
-        source = self.source
-        if source.manifest is not None:
-            _raise(verify(source.root, source.manifest, "digest", num_threads=num_threads))
-        elif source.export is not None:
-            _raise(
-                source.export.problems(only=set(source.files), level="digest", rank=0, num_ranks=1)
-            )
-
-    def _check_names(self) -> None:
         source = self.source
         export_names(source.tensors, source.tied, maps_of(source), self.where, [])
+        problems: list[Problem] = []
+        if source.manifest is not None:
+            # Tensors of Hugging Face files are read from headers, without digests.
+            level: Level = "digest" if reads_parts or source.finished else "size"
+            problems = verify(source.root, source.manifest, level, num_threads=num_threads)
+        elif source.export is not None and reads_parts:
+            problems = source.export.problems(only=set(source.files))
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
 
     def plan(self, cast_code: str | None = None) -> Plan:
         """Plan tensors in the dtypes of the checkpoint, not those of its base, unless they are cast.
@@ -191,26 +191,68 @@ class Export:
             self.log(text)
 
     @contextmanager
-    def published(self, target: Path, what: str) -> Iterator[BinaryIO]:
-        """Yield an empty file, open for reading and writing, that replaces *target* when the block ends."""
-        with published_file(target, self.log, what=what) as path, open(path, "r+b") as file:
+    def published(self, what: str) -> Iterator[BinaryIO]:
+        """Yield an empty file, open for reading and writing, that becomes the target when the block ends."""
+        with published_file(self.target, self.log, what=what) as path, open(path, "r+b") as file:
             yield file
 
-    def published_directory(self, target: Path, what: str) -> AbstractContextManager[Path]:
-        """Return a directory that becomes *target* when the block ends."""
-        return published_directory(target, self.log, what=what)
+    def published_directory(self, what: str) -> AbstractContextManager[Path]:
+        """Return a directory that becomes the target when the block ends."""
+        return published_directory(self.target, self.log, what=what)
 
-    def report(self, target: Path, num_tensors: int, **details: Any) -> ExportReport:
-        """Return the report of what was published at *target*."""
-        paths: Collection[Path] = [target] if target.is_file() else list(target.rglob("*"))
+    def report(self, num_tensors: int, summary: str = "", **details: Any) -> ExportReport:
+        """Return the report of what was published."""
+        target = self.target
+        paths = [target] if target.is_file() else target.rglob("*")
         nbytes = sum(path.stat().st_size for path in paths if path.is_file())
         seconds = time.monotonic() - self._started
         warnings = tuple(self.warnings)
         return ExportReport(
-            target, num_tensors, nbytes, seconds, self._is_checked, warnings, details
+            target, num_tensors, nbytes, seconds, self._is_checked, warnings, details, summary
         )
 
 
-def _raise(problems: list[Any]) -> None:
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+_MODULES = {
+    "gguf": "gguf",
+    "torch": "torch_file",
+    "lightning": "lightning",
+    "trainer": "trainer",
+    "dcp": "dcp",
+    "compressed-tensors": "compressed_tensors",
+    "nemo": "nemo",
+    "megatron": "megatron",
+    "qnemo": "tensorrt_llm",
+    "onnx": "onnx",
+}
+"""The values of ``ckpt export --to`` beside hf, and their modules here, each with a function ``write``."""
+
+
+def export_to(
+    target: str,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    cast_dtype: str | None = None,
+    overwrite: bool = False,
+    log: Log = LOG,
+    **options: Any,
+) -> ExportReport:
+    """Write the model in *source* in the format *target*, with the *options* of its function ``write``.
+
+    Args:
+        target: A value of ``ckpt export --to``, except hf.
+        source: Anything that ``open_source`` of ``convert/open.py`` accepts.
+        output: The path to write, by default next to *source*.
+        cast_dtype: The dtype of floating-point tensors (bf16, fp16, fp32, fp64), by default that of the checkpoint.
+        overwrite: Whether a file may be replaced.
+        log: Called with each warning and cast.
+
+    Raises:
+        CheckpointUnusable: The source is damaged, or the target cannot represent its model.
+        SaveFailed: The output cannot be written.
+        RecipeError: An argument is wrong, or a library is missing. In each case nothing was written.
+    """
+    module = import_module(f"automodel_ckpt.convert.targets.{_MODULES[target]}")
+    export = Export(source, output, cast_dtype=cast_dtype, overwrite=overwrite, log=log)
+    report: ExportReport = module.write(export, **options)
+    return report

@@ -19,7 +19,7 @@ import numpy as np
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
+from automodel_ckpt.checkpoint.export.next_steps import gguf_lines, modelfile_text
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
@@ -44,16 +44,15 @@ from automodel_ckpt.convert.formats.gguf.model import (
 from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue
-from automodel_ckpt.convert.imports.base_copies import difference
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
 # llama.cpp requires each tensor to begin at a multiple (general.alignment, by default).
 _ALIGNMENT = 32
-_CASTS = {"F16": "fp16", "BF16": "bf16"}
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 # The same two in config.json's model.
@@ -78,50 +77,58 @@ class _Entry:
         return numel // self.kind.block_size * self.kind.block_bytes
 
 
-def export_gguf(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    cast_dtype: str | None = None,
-    tensor_type: str | None = None,
-    overwrite: bool = False,
-    num_threads: int = 5,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a GGUF file.
+def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 5) -> ExportReport:
+    """Write the model as a GGUF file.
 
-    *output* defaults to the source's name with ``.gguf``, next to it. Vectors (norms, biases) are written as F32, other
-    tensors as *tensor_type*: a name in ``WRITABLE`` of ``convert/formats/gguf/kinds.py``, in any case, for example
-    ``Q8_0``. By
-    default they have the dtype of the checkpoint, which *cast_dtype* changes to bf16, fp16 or fp32.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot represent;
-    :class:`SaveFailed` if the file cannot be written; :class:`RecipeError` for a wrong argument, or if the package gguf
-    is missing. In each case nothing was written.
+    Vectors (norms, biases) are written as F32, other tensors as *tensor_type*: a name in ``WRITABLE`` of
+    ``convert/formats/gguf/kinds.py``, in any case, for example ``Q8_0``. By default they have the dtype of the
+    checkpoint, which may be cast to bf16, fp16 or fp32.
     """
-    library = _library()
-    wanted = _wanted_kind(tensor_type, cast_dtype)
+    try:
+        library: Any = importlib.import_module("gguf")
+    except ImportError as error:
+        raise RecipeError(
+            "writing GGUF needs the package gguf",
+            where="ckpt export --to gguf",
+            value=str(error),
+            hint="pip install 'automodel_ckpt[gguf]'",
+        ) from error
+    wanted = _wanted_kind(tensor_type, export.cast_code)
     if wanted is not None:
         # Quantized values are computed from the stored ones: a cast before would only lose precision.
-        cast_dtype = _CASTS.get(wanted.name, "fp32")
-    export = Export(source, cast_dtype, log)
-    opened = export.source
+        export.cast_code = wanted.dtype or "F32"
     # Before the digests are verified, which reads the complete source.
-    target = export.file(output, ".gguf", overwrite=overwrite)
-    export.check_digests(num_threads)
-    tensors = _tensors(export)
+    export.file(".gguf")
+    export.check(reads_parts=True, num_threads=num_threads)
+    tensors: dict[str, ExportTensor] = {}
+    for file in export.plan().files:
+        for tensor in file.tensors:
+            tensors[tensor.fqn] = tensor
+            if tensor.dtype not in WRITABLE:
+                raise CheckpointUnusable(
+                    f"a tensor of dtype {tensor.dtype} is not written as GGUF",
+                    where=export.where,
+                    value=tensor.fqn,
+                    hint="F64 weights can be cast: --cast-dtype fp32 or --type F32",
+                )
     model, keys, tokenizer_warnings = _described(export, tensors)
-    entries = _entries(model, tensors, wanted)
-    export.warn(*opened.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
+    entries: list[_Entry] = []
+    for target in model.tensors():
+        tensor = tensors[target.fqn]
+        kind = _kind(target, WRITABLE[tensor.dtype], wanted, is_tied=model.is_tied)
+        entries.append(_Entry(target, tensor, kind))
+    export.warn(*export.source.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
     export.log_casts((entry.source.stored.dtype, entry.kind.name) for entry in entries)
-    with published_file(target, log, what="the GGUF file") as path:
-        all_keys = [*_general(opened, entries), *keys]
-        _write(library, path, opened.root, all_keys, model, entries)
-    counts = Counter(entry.kind.name for entry in entries)
-    return export.report(target, len(entries), kinds=dict(counts))
+    with published_file(export.target, export.log, what="the GGUF file") as path:
+        _write_file(library, path, export.source, keys, model, entries)
+    for line in gguf_lines(export.target, _write_modelfile(export.target)):
+        export.log(line)
+    kinds = Counter(entry.kind.name for entry in entries)
+    summary = ", ".join(f"{count} {name}" for name, count in kinds.items())
+    return export.report(len(entries), summary, kinds=dict(kinds))
 
 
-def write_modelfile(file: Path) -> Path:
+def _write_modelfile(file: Path) -> Path:
     """Write Ollama's Modelfile next to a GGUF *file*, unless there is one already, and return its path.
 
     Raises :class:`SaveFailed` if it cannot be written.
@@ -137,14 +144,14 @@ def write_modelfile(file: Path) -> Path:
     return path
 
 
-def _wanted_kind(tensor_type: str | None, cast_dtype: str | None) -> Kind | None:
+def _wanted_kind(tensor_type: str | None, cast_code: str | None) -> Kind | None:
     if tensor_type is None:
         return None
-    if cast_dtype is not None:
+    if cast_code is not None:
         raise RecipeError(
             "--type and --cast-dtype both select the type of tensors",
             where="ckpt export --to gguf",
-            value=f"--type {tensor_type} --cast-dtype {cast_dtype}",
+            value=f"--type {tensor_type} --cast-dtype {cast_code}",
             hint="remove --cast-dtype",
         )
     kind = WRITABLE.get(tensor_type.upper())
@@ -158,31 +165,6 @@ def _wanted_kind(tensor_type: str | None, cast_dtype: str | None) -> Kind | None
     return kind
 
 
-def _library() -> Any:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise RecipeError(
-            "writing GGUF needs the package gguf",
-            where="ckpt export --to gguf",
-            value=str(error),
-            hint="pip install 'automodel_ckpt[gguf]'",
-        ) from error
-
-
-def _tensors(export: Export) -> dict[str, ExportTensor]:
-    found = {tensor.fqn: tensor for file in export.plan().files for tensor in file.tensors}
-    for fqn, tensor in found.items():
-        if tensor.dtype not in WRITABLE:
-            raise CheckpointUnusable(
-                f"a tensor of dtype {tensor.dtype} is not written as GGUF",
-                where=export.where,
-                value=fqn,
-                hint="F64 weights can be cast: --cast-dtype fp32 or --type F32",
-            )
-    return found
-
-
 def _described(
     export: Export, tensors: Mapping[str, ExportTensor]
 ) -> tuple[GgufModel, list[KeyValue], tuple[str, ...]]:
@@ -192,65 +174,56 @@ def _described(
     """
     source = export.source
     side = export.required_config("GGUF")
-    config = _required_json(side, "config.json", source.export)
-    tokenizer = _required_json(side, "tokenizer.json", source.export)
-    model = read_model(config, str(side / "config.json"))
-    shapes = {}
-    for fqn, tensor in tensors.items():
-        if not fqn.endswith(_FORMER_BUFFER):
-            shapes[fqn] = tensor.stored.shape
+    found: dict[str, Any] = {}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG):
+        found[name] = read_json(side, name, source.export)
+    config, tokenizer = found["config.json"], found["tokenizer.json"]
+    if tokenizer is None:
+        raise CheckpointUnusable(
+            "GGUF needs the model's tokenizer.json",
+            where=str(side),
+            value="no such file",
+            hint="put the file there, or export Hugging Face files (--to hf)",
+        )
+    where = str(side / "config.json")
+    model = read_model(config, where)
+    shapes = {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
+    for fqn in tensors:
+        if fqn.endswith(_FORMER_BUFFER):
+            del shapes[fqn]
     if model.is_tied and _HEAD in tensors and _EMBED in tensors:
-        if _are_equal(source, tensors[_HEAD], tensors[_EMBED]):
+        embedding = Tensors(source.root, {_EMBED: tensors[_EMBED].stored})
+        if not difference(source.root, tensors[_HEAD].stored, embedding, [_EMBED]):
             del shapes[_HEAD]
         else:
             # As transformers reads such files.
-            config = {**config, "tie_word_embeddings": False}
-            model = read_model(config, str(side / "config.json"))
+            model = read_model({**config, "tie_word_embeddings": False}, where)
     fault = layers_fault(model.num_layers, tensors)
     if fault is not None:
         raise CheckpointUnusable(
             "config.json does not fit the tensors",
-            where=str(side / "config.json"),
+            where=where,
             value=fault,
             hint="restore the file from another copy, or use another checkpoint",
         )
-    expected = {tensor.fqn: tensor.shape for tensor in model.tensors()}
-    fault = name_faults(expected, shapes)
+    fault = name_faults({tensor.fqn: tensor.shape for tensor in model.tensors()}, shapes)
     if fault is not None:
         raise CheckpointUnusable(
             "the tensors are not those of the config",
-            where=str(side / "config.json"),
+            where=where,
             value=fault,
             hint="use another checkpoint, or export Hugging Face files (--to hf)",
         )
-    settings = read_json(side, "tokenizer_config.json", source.export) or {}
-    ends = (read_json(side, GENERATION_CONFIG, source.export) or {}).get("eos_token_id")
+    ends = (found[GENERATION_CONFIG] or {}).get("eos_token_id")
     vocabulary = convert_tokenizer(
         tokenizer,
-        settings,
+        found["tokenizer_config.json"] or {},
         model.vocab_size,
         str(side / "tokenizer.json"),
         _chat_template(side, source.export),
         ends if isinstance(ends, list) else [ends],
     )
     return model, [*model.key_values(), *vocabulary.keys], vocabulary.warnings
-
-
-def _are_equal(source: Source, one: ExportTensor, other: ExportTensor) -> bool:
-    others = Tensors(source.root, {other.fqn: other.stored})
-    return not difference(source.root, one.stored, others, [other.fqn])
-
-
-def _entries(
-    model: GgufModel, tensors: Mapping[str, ExportTensor], wanted: Kind | None
-) -> list[_Entry]:
-    """Return the tensors of the file in order, with the type of each."""
-    entries = []
-    for target in model.tensors():
-        tensor = tensors[target.fqn]
-        kind = _kind(target, WRITABLE[tensor.dtype], wanted, is_tied=model.is_tied)
-        entries.append(_Entry(target, tensor, kind))
-    return entries
 
 
 def _kind(target: GgufTensor, native: Kind, wanted: Kind | None, *, is_tied: bool) -> Kind:
@@ -266,18 +239,6 @@ def _kind(target: GgufTensor, native: Kind, wanted: Kind | None, *, is_tied: boo
     if target.shape[-1] % kind.block_size:
         return WRITABLE["F16"]
     return kind
-
-
-def _required_json(side: Path, name: str, export: ExportManifest | None) -> dict[str, Any]:
-    value = read_json(side, name, export)
-    if value is None:
-        raise CheckpointUnusable(
-            f"GGUF needs the model's {name}",
-            where=str(side),
-            value="no such file",
-            hint="put the file there, or export Hugging Face files (--to hf)",
-        )
-    return value
 
 
 def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
@@ -299,14 +260,13 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
 
 def _general(source: Source, entries: list[_Entry]) -> list[KeyValue]:
     # The type of the file is that of most of its bytes.
-    nbytes: dict[Kind, int] = {}
+    nbytes: Counter[Kind] = Counter()
     for entry in entries:
-        nbytes[entry.kind] = nbytes.get(entry.kind, 0) + entry.source.nbytes
+        nbytes[entry.kind] += entry.source.nbytes
     most = max(nbytes, key=lambda kind: nbytes[kind])
     # GGUF strings are UTF-8, and the name of a directory can be any bytes.
-    name = os.fsencode(source.model_directory.name).decode(errors="replace")
-    if source.root != Path("/"):
-        name = os.fsencode(source.root.name).decode(errors="replace")
+    place = source.model_directory if source.root == Path("/") else source.root
+    name = os.fsencode(place.name).decode(errors="replace")
     return [
         ("general.type", "string", "model"),
         ("general.name", "string", name),
@@ -323,10 +283,8 @@ def _warnings(model: GgufModel, entries: list[_Entry], wanted: Kind | None) -> I
         )
     if wanted is None or not wanted.is_quantized:
         return
-    ragged = []
-    for entry in entries:
-        if len(entry.target.shape) > 1 and not entry.kind.is_quantized:
-            ragged.append(entry.target.name)
+    matrices = [entry for entry in entries if len(entry.target.shape) > 1]
+    ragged = [entry.target.name for entry in matrices if not entry.kind.is_quantized]
     if ragged:
         yield (
             f"{counted_are(len(ragged), 'tensor')} written as F16, because rows are not a multiple of "
@@ -334,39 +292,18 @@ def _warnings(model: GgufModel, entries: list[_Entry], wanted: Kind | None) -> I
         )
 
 
-def _write(
+def _write_file(
     library: Any,
     path: Path,
-    root: Path,
+    source: Source,
     keys: list[KeyValue],
     model: GgufModel,
     entries: list[_Entry],
 ) -> None:
     factors = np.array(model.positions.factors(model.head_dim), np.float32)
-    _write_header(library, path, keys, model.architecture.name, factors, entries)
-    with open(path, "ab") as file:
-        if factors.size:
-            _pad(file)
-            file.write(factors.tobytes())
-        # In the order of the header.
-        for entry in entries:
-            _pad(file)
-            for block in _blocks(library, root, entry, model.head_dim):
-                file.write(np.ascontiguousarray(block).data)
-        _pad(file)
-
-
-def _write_header(
-    library: Any,
-    path: Path,
-    keys: list[KeyValue],
-    architecture: str,
-    factors: Array,
-    entries: list[_Entry],
-) -> None:
-    writer = library.GGUFWriter(None, architecture)
+    writer = library.GGUFWriter(None, model.architecture.name)
     try:
-        for key, kind, value in keys:
+        for key, kind, value in [*_general(source, entries), *keys]:
             getattr(writer, f"add_{kind}")(key, value)
         if factors.size:
             writer.add_tensor_info(
@@ -375,18 +312,24 @@ def _write_header(
         for entry in entries:
             number = library.GGMLQuantizationType[entry.kind.name]
             # A shape of elements: only for uint8, the library takes it as one of bytes.
-            writer.add_tensor_info(
-                entry.target.name,
-                entry.target.shape,
-                np.dtype(np.float32),
-                entry.nbytes,
-                raw_dtype=number,
-            )
+            dtype = np.dtype(np.float32)
+            target = entry.target
+            writer.add_tensor_info(target.name, target.shape, dtype, entry.nbytes, raw_dtype=number)
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
     finally:
         writer.close()
+    with open(path, "ab") as file:
+        if factors.size:
+            _pad(file)
+            file.write(factors.tobytes())
+        # In the order of the header.
+        for entry in entries:
+            _pad(file)
+            for block in _blocks(library, source.root, entry, model.head_dim):
+                file.write(np.ascontiguousarray(block).data)
+        _pad(file)
 
 
 def _pad(file: BinaryIO) -> None:

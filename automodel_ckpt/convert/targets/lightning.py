@@ -7,14 +7,13 @@ the optimizer with the same groups of parameters in the same order: Lightning nu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import (
     numbered_state,
     publish_archive,
@@ -27,36 +26,25 @@ _READY = ("ready", "completed")
 _STARTED = ("ready", "completed", "started", "processed")
 
 
-def export_lightning(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    prefix: str = "model.",
-    cast_dtype: str | None = None,
-    overwrite: bool = False,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write a checkpoint as a file of Lightning. The model in *source* can also be one of another program, which has no
-    training state: then the file has only the weights.
+def write(export: Export, *, prefix: str | None = None) -> ExportReport:
+    """Write a checkpoint as a file of Lightning. A model of another program has no training state: then the file has
+    only the weights.
 
-    *output* defaults to the source's name with ``.ckpt``, next to it. *prefix* is the attribute of the LightningModule
-    that has the model, with a dot. *cast_dtype* casts the weights, not the optimizer's state.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
-    :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    *prefix* is the attribute of the LightningModule that has the model, with a dot (default: ``model.``). Only the
+    weights are cast, not the optimizer's state.
     """
-    export = Export(source, cast_dtype, log)
-    target = export.file(output, ".ckpt", overwrite=overwrite)
-    export.check_files()
+    prefix = "model." if prefix is None else prefix
+    export.file(".ckpt")
+    export.check()
     root = export.source.root
     run = read_run_state(root) if is_checkpoint(root) else None
     state_dict = state_dict_of(export, export.source, prefix)
     export.warn(*export.source.notes, *_warnings(run, state_dict, prefix))
     if run is not None:
         for text in _group_lines(run):
-            log(text)
-    publish_archive(export, target, _content(state_dict, run))
-    return export.report(target, len(state_dict))
+            export.log(text)
+    publish_archive(export, _content(state_dict, run))
+    return export.report(len(state_dict))
 
 
 def _warnings(

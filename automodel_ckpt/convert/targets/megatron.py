@@ -10,7 +10,6 @@ parts.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,12 +31,11 @@ from automodel_ckpt.convert.names.megatron_names import (
     MOE_NORM,
     stacked_names,
 )
-from automodel_ckpt.convert.targets.dcp_files import DcpWriter
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.dcp import DcpWriter
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import RecipeError
 
-_SUFFIX = "-megatron"
 _LATEST = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _METADATA = {
@@ -65,30 +63,22 @@ _MLP_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
-def export_megatron(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    vocabulary_multiple: int = 1,
-    cast_dtype: str | None = None,
-    num_threads: int = 5,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for Megatron-Core.
+def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5) -> ExportReport:
+    """Write the model for Megatron-Core.
 
-    *output* defaults to the source's name with ``-megatron``, next to it. Rows of zeros make those of the embedding and
-    the output layer a multiple of *vocabulary_multiple*. Tensors keep the dtype of the checkpoint, unless *cast_dtype*
-    (bf16, fp16, fp32, fp64) casts the floating-point ones.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, and for a model without a converter; :class:`SaveFailed` if
-    the directory cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    Rows of zeros make those of the embedding and the output layer a multiple of *vocabulary_multiple*.
     """
-    _check_multiple(vocabulary_multiple)
-    export = Export(source, cast_dtype, log)
+    if not 0 < vocabulary_multiple <= _MAX_MULTIPLE:
+        raise RecipeError(
+            f"the rows of the vocabulary must be a multiple of 1 to {_MAX_MULTIPLE}",
+            where="ckpt export --vocabulary-multiple",
+            value=vocabulary_multiple,
+            hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
+        )
     opened = export.source
-    target = export.directory(output, _SUFFIX)
+    export.directory("-megatron")
     # Tensors are written in parts of the stored slices, which have no digests.
-    export.check_digests(num_threads)
+    export.check(reads_parts=True, num_threads=num_threads)
     export.warn(*opened.notes)
     side = opened.config_directory
     conversion = required_conversion(side)
@@ -100,22 +90,12 @@ def export_megatron(
     beside.pop(layout.HF_INDEX, None)
     exported = [tensor for file in plan.files for tensor in file.tensors]
     state_dict = _state_dict(opened, exported, conversion, vocabulary_multiple)
-    with export.published_directory(target, "the checkpoint of Megatron-Core") as directory:
+    with export.published_directory("the checkpoint of Megatron-Core") as directory:
         (directory / _LATEST).write_text(_RELEASE)
         # The config and the tokenizer, which Megatron-LM does not read: for users, and to convert the names back.
         write_side_files(beside, directory)
         _write(directory / _RELEASE, state_dict, conversion)
-    return export.report(target, len(state_dict), checkpoint=target / _RELEASE)
-
-
-def _check_multiple(multiple: int) -> None:
-    if not 0 < multiple <= _MAX_MULTIPLE:
-        raise RecipeError(
-            f"the rows of the vocabulary must be a multiple of 1 to {_MAX_MULTIPLE}",
-            where="ckpt export --vocabulary-multiple",
-            value=multiple,
-            hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
-        )
+    return export.report(len(state_dict), checkpoint=str(export.target / _RELEASE))
 
 
 # ---------------------------------------------------------------- tensors

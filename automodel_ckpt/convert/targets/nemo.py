@@ -32,7 +32,7 @@ from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import RecipeError
 
@@ -40,49 +40,41 @@ from automodel_ckpt.errors import RecipeError
 _GPT_PREFIX = "model."
 
 
-def export_nemo(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
+def write(
+    export: Export,
     *,
-    prefix: str = "",
+    prefix: str | None = None,
     model_config: Path | None = None,
     model_class: str | None = None,
     megatron_names: bool = False,
-    cast_dtype: str | None = None,
-    overwrite: bool = False,
-    log: Log = LOG,
 ) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a ``.nemo`` file.
+    """Write the model as a ``.nemo`` file.
 
-    *output* defaults to the source's name with ``.nemo``, next to it. *prefix* is added to the names of all tensors,
-    for a NeMo class that has the model as an attribute. The file *model_config* is YAML with the config of that class;
-    the references to artifacts are added to it. *model_class* becomes its key ``target``.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
-    :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    *prefix* is added to the names of all tensors, for a NeMo class that has the model as an attribute. The file
+    *model_config* is YAML with the config of that class; the references to artifacts are added to it. *model_class*
+    becomes its key ``target``.
     """
     config = _given_config(model_config)
     if model_class is not None:
         config["target"] = model_class
-    export = Export(source, cast_dtype, log)
     opened = export.source
-    target = export.file(output, ".nemo", overwrite=overwrite)
-    export.check_files()
+    export.file(".nemo")
+    export.check()
     files = export.config_and_tokenizer(export.cast_code)
     if megatron_names:
         opened = _with_megatron_names(export, config, files)
         prefix = prefix or _GPT_PREFIX
     artifacts = _add_artifacts(config, files)
-    state_dict = state_dict_of(export, opened, prefix)
+    state_dict = state_dict_of(export, opened, prefix or "")
     content = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()
-    with export.published(target, "the .nemo file") as file:
+    with export.published("the .nemo file") as file:
         writer = TarWriter(file)
         writer.add_bytes(CONFIG, content)
         for name, data in artifacts.items():
             writer.add_bytes(name, data)
         writer.add_streamed(WEIGHTS, lambda file: write_torch_archive(file, state_dict))
         writer.finish()
-    return export.report(target, len(state_dict))
+    return export.report(len(state_dict))
 
 
 def _given_config(path: Path | None) -> dict[str, Any]:
@@ -125,7 +117,7 @@ def _with_megatron_names(
     converter = converter_of(hugging_face.get("model_type"), where)
     export.check_language_model(hugging_face, "NeMo's GPT")
     dimensions = dimensions_of_config(hugging_face, where)
-    export.check_digests()
+    export.check(reads_parts=True)
     converted = converter.from_hugging_face(source.tensors, dimensions, where)
     is_tied = "output_layer.weight" not in converted.tensors
     for key, value in gpt_config(hugging_face, dimensions, is_tied).items():

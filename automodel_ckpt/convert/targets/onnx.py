@@ -6,7 +6,6 @@ staging directory. Imports no torch: the exporter is passed in.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport, Log
 from automodel_ckpt.errors import CheckpointUnusable
 
 MODEL_FILE = "model.onnx"
@@ -28,40 +27,28 @@ Exporter = Callable[[Path, Path, str], str]
 its users must know."""
 
 
-def export_onnx(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    exporter: Exporter,
-    *,
-    cast_dtype: str | None = None,
-    num_threads: int = 5,
-    log: Log = LOG,
-) -> ExportReport:
-    """Export the model in *source* (anything that ``open_source`` accepts) with *exporter*.
+def write(export: Export, *, exporter: Exporter, num_threads: int = 5) -> ExportReport:
+    """Export the model with *exporter*.
 
-    *output* is a directory, by default the source's name with ``-onnx``, next to it. Weights are float32 unless
-    *cast_dtype* is fp16 or bf16: onnxruntime computes few operations in other types on a CPU.
-
-    Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, and :class:`SaveFailed` if
-    the files cannot be written. In each case nothing was written.
+    Weights are float32 unless they are cast to fp16 or bf16: onnxruntime computes few operations in other types on a
+    CPU.
     """
-    export = Export(source, cast_dtype, log)
     cast_code = export.cast_code or "F32"
     opened = export.source
     export.required_config("exporting ONNX")
-    target = export.directory(output, "-onnx")
-    with export.published_directory(target, "the ONNX model") as staging:
-        files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
+    export.directory("-onnx")
+    with export.published_directory("the ONNX model") as staging:
+        files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, export.log)
         codes = [tensor.dtype for tensor in opened.tensors.values()]
         export.log_casts((code, cast_code) for code in codes if code in _DTYPES)
-        log("exporting with torch; this can take minutes")
+        export.log("exporting with torch; this can take minutes")
         note = exporter(files, staging / MODEL_FILE, _DTYPES[cast_code])
         write_side_files(base_files(files), staging)
         shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
     export.warnings += opened.notes
     if note:
         export.warn(note)
-    return export.report(target, len(opened.tensors))
+    return export.report(len(opened.tensors))
 
 
 def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: Log) -> Path:

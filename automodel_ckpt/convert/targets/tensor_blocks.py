@@ -1,12 +1,13 @@
-"""The bytes of a stored tensor for an export, in blocks: memory does not grow with the tensor. Imports no torch."""
+"""The bytes of a stored tensor, in blocks: memory does not grow with the tensor. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
+from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
@@ -30,3 +31,24 @@ def tensor_blocks(
         offsets = tuple(map(sum, zip(outer.offsets, inner.offsets, strict=True)))
         values = reader.read(Box(offsets, inner.sizes)).reshape(-1).view(stored_dtype)
         yield cast(values, tensor.dtype, dtype).view("u1").data
+
+
+def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:
+    """Return how the tensor *copy* differs from that of the base with one of the *names*; empty if it does not.
+
+    The base's values are rounded to the dtype of the copy first: peft saves the dtype that the base had in training.
+    """
+    found = [base.tensors[name] for name in names if name in base.tensors]
+    if not found:
+        return f"the base has no {names[0]}"
+    original = found[0]
+    if copy.shape != original.shape:
+        return f"in the file {list(copy.shape)}, in the base {list(original.shape)}"
+    if not {copy.dtype, original.dtype} <= ORDINARY_FLOATS and copy.dtype != original.dtype:
+        return f"in the file {copy.dtype}, in the base {original.dtype}"
+    pairs = zip(
+        tensor_blocks(root, copy, copy.dtype, is_checked=True),
+        tensor_blocks(base.root, original, copy.dtype, is_checked=True),
+        strict=True,
+    )
+    return "" if all(ours == theirs for ours, theirs in pairs) else "other values"

@@ -7,24 +7,23 @@ no torch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
 from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -34,58 +33,41 @@ _ZERO_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _RankTensor:
-    """A tensor of one rank: boxes of stored tensors, one below the other, and then *num_zero_rows* rows of zeros."""
+    """A tensor of one rank: boxes of stored tensors, one below the other, and then zeros."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[Tensor, Box], ...]
-    num_zero_rows: int = 0
+    parts: Sequence[tuple[Tensor, Box]]
 
 
-def export_tensorrt_llm(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    num_ranks: int = 1,
-    compress: bool = True,
-    cast_dtype: str | None = None,
-    overwrite: bool = False,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for TensorRT-LLM.
+def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> ExportReport:
+    """Write the model for TensorRT-LLM.
 
-    *num_ranks* is the size of tensor parallelism. With *compress*, the result is one ``.qnemo`` file, an (uncompressed)
-    tar archive; otherwise a directory. All tensors are cast to *cast_dtype* (fp16 or bf16); by default to bfloat16 if
+    *num_ranks* is the size of tensor parallelism. With *compress* ``true``, the result is one ``.qnemo`` file, an
+    (uncompressed) tar archive; otherwise a directory. All tensors are cast to fp16 or bf16; by default to bfloat16 if
     most of the model is, else to float16.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, and for a model other than Llama or Mistral;
-    :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing
-    was written.
     """
-    export = Export(source, cast_dtype, log)
     opened = export.source
+    is_file = compress == "true"
     if export.cast_code not in (None, *_DTYPES):
-        raise _wrong("--cast-dtype", cast_dtype, "TensorRT-LLM computes in fp16 or bf16")
-    if compress:
-        target = export.file(output, ".qnemo", overwrite=overwrite)
+        raise _wrong("--cast-dtype", export.cast_code, "TensorRT-LLM computes in fp16 or bf16")
+    if is_file:
+        export.file(".qnemo")
     else:
-        target = export.directory(output, "-tensorrt-llm")
-    export.check_files()
+        export.directory("-tensorrt-llm")
+    export.check()
     dtype = export.cast_code or _dtype_of(opened)
     files = export.config_and_tokenizer(dtype)
     model = _Model(export, files, num_ranks, dtype)
     export.log_casts((tensor.dtype, dtype) for tensor in opened.tensors.values())
-    _publish(export, target, model, _small_files(model.config, files), compress)
-    return export.report(target, len(opened.tensors))
+    _publish(export, model, _small_files(model.config, files), is_file=is_file)
+    return export.report(len(opened.tensors))
 
 
 def _dtype_of(source: Source) -> str:
     """Return the dtype of the export: bfloat16 if most of the model is, else float16, as NVIDIA's exporter."""
-    nbytes = {"BF16": 0}
-    for tensor in source.tensors.values():
-        nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-    most = max(nbytes, key=lambda code: nbytes[code])
-    return "BF16" if most == "BF16" else "F16"
+    sizes = [(tensor.dtype, tensor.nbytes) for tensor in source.tensors.values()]
+    return "BF16" if main_dtype(sizes) == "BF16" else "F16"
 
 
 class _Model:
@@ -94,105 +76,82 @@ class _Model:
     def __init__(
         self, export: Export, files: Mapping[str, bytes], num_ranks: int, dtype: str
     ) -> None:
-        source = export.source
-        self.root = source.root
         self.dtype = dtype
         self.num_ranks = num_ranks
-        self._tensors = source.tensors
-        self._tied = source.tied
+        self._source = export.source
         self._where = export.where
-        hugging_face, self.config = tensorrt_llm_config(
-            files, _DTYPES[dtype], num_ranks, self._where
-        )
+        hugging_face, self.config = _config(files, _DTYPES[dtype], num_ranks, self._where)
         export.check_language_model(hugging_face, "TensorRT-LLM")
         self._dimensions = dimensions_of_config(hugging_face, self._where)
         heads = heads_of_rank(self._dimensions, num_ranks)
-        if num_ranks < 1 or heads is None:
+        if heads is None:
             text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
             raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
         self._heads: HeadsOfRank = heads
-        self.rules = list(rules(self._dimensions.num_layers))
-        self._check_names()
+        self._rules = list(rules(self._dimensions.num_layers))
+        known = {name for rule in self._rules for name in rule.hugging_face}
+        for name in sorted(self._source.tensors.keys() - known)[:1]:
+            raise _unusable("TensorRT-LLM's Llama has no such tensor", name, self._where)
         # The digests of each stored tensor are compared once, not for every rank.
         self._checked: set[str] = set()
 
-    def _check_names(self) -> None:
-        known: set[str] = set()
-        for rule in self.rules:
-            known.update(rule.hugging_face)
-        unknown = sorted(self._tensors.keys() - known)
-        if unknown:
-            raise self._unusable("TensorRT-LLM's Llama has no such tensor", unknown[0])
-
     def rank_tensors(self, rank: int) -> Iterator[_RankTensor]:
         """Yield the tensors of a rank."""
-        for rule in self.rules:
+        for rule in self._rules:
             sources = [self._stored(name) for name in rule.hugging_face]
             yield self._rank_tensor(rule, sources, rank)
 
     def _stored(self, name: str) -> Tensor:
+        tensors, tied = self._source.tensors, self._source.tied
         # Tied embeddings are written twice, as NVIDIA's exporter does.
-        stored = self._tensors.get(name) or self._tensors.get(self._tied.get(name, ""))
+        stored = tensors.get(name) or tensors.get(tied.get(name, ""))
         if stored is None and name == "lm_head.weight":
-            stored = self._tensors.get("model.embed_tokens.weight")
+            stored = tensors.get("model.embed_tokens.weight")
         if stored is None:
-            raise self._unusable("a tensor of the model is missing", name)
-        if stored.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise _unusable("a tensor of the model is missing", name, self._where)
+        if stored.dtype not in ORDINARY_FLOATS:
             text = f"{name}: {stored.dtype}"
-            raise self._unusable("a tensor is not of a floating-point dtype", text)
+            raise _unusable("a tensor is not of a floating-point dtype", text, self._where)
         return stored
 
     def _rank_tensor(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
         first = sources[0]
         if rule.division == "equal":
-            return _RankTensor(rule.name, first.shape, ((first, first.box),))
+            return _RankTensor(rule.name, first.shape, [(first, first.box)])
         if any(len(tensor.shape) != 2 for tensor in sources):
-            raise self._unusable("a tensor is not a matrix", first.fqn)
+            raise _unusable("a tensor is not a matrix", first.fqn, self._where)
+        if rule.division == "qkv":
+            return self._fused(rule, sources, rank)
         num_rows, num_columns = first.shape
-        if rule.division == "columns":
-            size = self._share(num_columns, first)
-            box = Box((0, rank * size), (num_rows, size))
-            return _RankTensor(rule.name, box.sizes, ((first, box),))
         if rule.division == "vocabulary":
             size = -(-num_rows // self.num_ranks)
             begin = min(rank * size, num_rows)
-            present = min(size, num_rows - begin)
-            box = Box((begin, 0), (present, num_columns))
-            return _RankTensor(
-                rule.name, (size, num_columns), ((first, box),), num_zero_rows=size - present
-            )
-        if rule.division == "rows":
-            size = self._share(num_rows, first)
-            box = Box((rank * size, 0), (size, num_columns))
-            return _RankTensor(rule.name, box.sizes, ((first, box),))
-        return self._fused(rule, sources, rank)
+            box = Box((begin, 0), (min(size, num_rows - begin), num_columns))
+            return _RankTensor(rule.name, (size, num_columns), [(first, box)])
+        axis = 1 if rule.division == "columns" else 0
+        offsets, sizes = [0, 0], [num_rows, num_columns]
+        sizes[axis], rest = divmod(sizes[axis], self.num_ranks)
+        if rest:
+            hint = f"use a size that divides {first.shape[axis]} features of {first.fqn}"
+            raise _wrong("--tensor-parallel", self.num_ranks, hint)
+        offsets[axis] = rank * sizes[axis]
+        box = Box(tuple(offsets), tuple(sizes))
+        return _RankTensor(rule.name, box.sizes, [(first, box)])
 
     def _fused(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
         """Return a rank's queries, keys and values as one tensor."""
-        heads = self._heads
-        num_groups = self._dimensions.num_query_groups
-        all_rows = (self._dimensions.num_heads, num_groups, num_groups)
-        first_key_row = heads.first_key_row(rank)
-        ranges = (
-            (rank * heads.query_rows, heads.query_rows),
-            (first_key_row, heads.key_rows),
-            (first_key_row, heads.key_rows),
-        )
+        heads, dimensions = self._heads, self._dimensions
+        keys = (dimensions.num_query_groups, heads.first_key_row(rank), heads.key_rows)
+        queries = (dimensions.num_heads, rank * heads.query_rows, heads.query_rows)
         parts: list[tuple[Tensor, Box]] = []
         num_columns = sources[0].shape[1]
-        for tensor, num_heads, (begin, size) in zip(sources, all_rows, ranges, strict=True):
-            if tensor.shape != (num_heads * self._dimensions.head_size, num_columns):
-                text = f"{tensor.fqn} {list(tensor.shape)}"
-                raise self._unusable("a tensor does not match the heads of config.json", text)
+        for tensor, (num_heads, begin, size) in zip(sources, (queries, keys, keys), strict=True):
+            if tensor.shape != (num_heads * dimensions.head_size, num_columns):
+                what = "a tensor does not match the heads of config.json"
+                raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", self._where)
             parts.append((tensor, Box((begin, 0), (size, num_columns))))
         num_rows = sum(box.sizes[0] for _, box in parts)
-        return _RankTensor(rule.name, (num_rows, num_columns), tuple(parts))
-
-    def _share(self, extent: int, tensor: Tensor) -> int:
-        if extent % self.num_ranks:
-            text = f"{extent} features of {tensor.fqn}"
-            raise _wrong("--tensor-parallel", self.num_ranks, f"use a size that divides {text}")
-        return extent // self.num_ranks
+        return _RankTensor(rule.name, (num_rows, num_columns), parts)
 
     def write_rank(self, file: BinaryIO, rank: int) -> None:
         """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
@@ -205,23 +164,19 @@ class _Model:
                 file.write(block)
 
     def _blocks(self, tensor: _RankTensor) -> Iterator[bytes | memoryview]:
+        zeros = nbytes_of(self.dtype, tensor.shape)
         for stored, outer in tensor.parts:
             is_checked = stored.fqn in self._checked
-            yield from tensor_blocks(self.root, stored, self.dtype, outer, is_checked=is_checked)
+            for block in tensor_blocks(
+                self._source.root, stored, self.dtype, outer, is_checked=is_checked
+            ):
+                zeros -= len(block)
+                yield block
             self._checked.add(stored.fqn)
-        zeros = nbytes_of(self.dtype, (tensor.num_zero_rows, *tensor.shape[1:]))
         while zeros:
             count = min(zeros, _ZERO_BYTES)
             yield bytes(count)
             zeros -= count
-
-    def _unusable(self, what: str, value: str) -> CheckpointUnusable:
-        return CheckpointUnusable(
-            what,
-            where=self._where,
-            value=value,
-            hint="export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
-        )
 
 
 # ---------------------------------------------------------------- files
@@ -243,21 +198,21 @@ def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _publish(
-    export: Export, target: Path, model: _Model, contents: Mapping[str, bytes], compress: bool
+    export: Export, model: _Model, contents: Mapping[str, bytes], *, is_file: bool
 ) -> None:
-    """Write the archive, or with *compress* false the directory."""
+    """Write the archive, or without *is_file* the directory."""
     # All tensors are described before anything is written.
     for rank in range(model.num_ranks):
         for _ in model.rank_tensors(rank):
             pass
-    if not compress:
-        with export.published_directory(target, "the checkpoint of TensorRT-LLM") as staging:
+    if not is_file:
+        with export.published_directory("the checkpoint of TensorRT-LLM") as staging:
             write_side_files(contents, staging)
             for rank in range(model.num_ranks):
                 with open(staging / f"rank{rank}.safetensors", "xb") as file:
                     model.write_rank(file, rank)
         return
-    with export.published(target, "the .qnemo file") as file:
+    with export.published("the .qnemo file") as file:
         writer = TarWriter(file)
         for name, content in contents.items():
             writer.add_bytes(name, content)
@@ -286,7 +241,7 @@ _REQUIRED = (
 )
 
 
-def tensorrt_llm_config(
+def _config(
     files: Mapping[str, bytes], dtype: str, num_ranks: int, where: str
 ) -> tuple[dict[str, Any], bytes]:
     """Return the Hugging Face config among *files*, and the content of TensorRT-LLM's config.json.

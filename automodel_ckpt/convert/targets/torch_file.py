@@ -6,7 +6,6 @@ Tied names share one storage in the file, as ``torch.save`` writes them. Imports
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -23,7 +22,7 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.torch.run_state import RunState
 from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 
 _CONFIG = "config.json"
@@ -31,30 +30,14 @@ _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-def export_torch(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    prefix: str = "",
-    cast_dtype: str | None = None,
-    overwrite: bool = False,
-    log: Log = LOG,
-) -> ExportReport:
-    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as one state dict.
-
-    *output* defaults to the source's name with ``.pt``, next to it. *prefix* is added to all names. Tensors keep the
-    dtype of the checkpoint, unless *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones.
-
-    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
-    :class:`RecipeError` for a wrong argument. In each case nothing was written.
-    """
-    export = Export(source, cast_dtype, log)
-    target = export.file(output, ".pt", overwrite=overwrite)
-    export.check_files()
+def write(export: Export, *, prefix: str | None = None) -> ExportReport:
+    """Write the model as one state dict, in which *prefix* is added to all names."""
+    export.file(".pt")
+    export.check()
     export.warn(*export.source.notes)
-    state_dict = state_dict_of(export, export.source, prefix)
-    publish_archive(export, target, state_dict)
-    return export.report(target, len(state_dict))
+    state_dict = state_dict_of(export, export.source, prefix or "")
+    publish_archive(export, state_dict)
+    return export.report(len(state_dict))
 
 
 def state_dict_of(export: Export, source: Source, prefix: str) -> dict[str, ArchiveTensor]:
@@ -124,7 +107,7 @@ def _tied_head(source: Source) -> Mapping[str, str]:
     return {_HEAD: embeddings[0]}
 
 
-def publish_archive(export: Export, target: Path, value: Any) -> None:
-    """Write *value* as a file of ``torch.save``, which replaces *target* when it is complete."""
-    with export.published(target, "the file of torch.save") as file:
+def publish_archive(export: Export, value: Any) -> None:
+    """Write *value* as a file of ``torch.save``, which becomes the target when it is complete."""
+    with export.published("the file of torch.save") as file:
         write_torch_archive(file, value)

@@ -29,7 +29,8 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
 )
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
-from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
+from automodel_ckpt.convert.imports.training_import import lambda_schedule
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import numbered_state
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -53,28 +54,22 @@ class Intervals:
     eval_steps: int = 500
 
 
-def export_trainer(
-    source: Path,
-    output: str | os.PathLike[str] | None,
+def write(
+    export: Export,
     *,
     parameters_in: Callable[[Path], Parameters],
     intervals: Intervals = Intervals(),
-    callbacks: Sequence[str] = (),
-    log: Log = LOG,
+    callbacks: Sequence[str] | None = None,
 ) -> ExportReport:
-    """Write the checkpoint *source* of a run as a checkpoint of transformers' Trainer.
+    """Write the checkpoint of a run as a checkpoint of transformers' Trainer, by default ``checkpoint-N``.
 
-    *output* defaults to ``checkpoint-N`` next to *source*. *parameters_in* is called with the directory of the exported
-    config.json; the result lists the model's parameters. *intervals* are stated in ``trainer_state.json``, and so are
-    *callbacks*, the classes with state that a script adds to the Trainer. Its next save fails without them.
-
-    Raises :class:`CheckpointUnusable` for a source that is damaged, or has no optimizer that the Trainer can load, and
-    :class:`SaveFailed` if the directory cannot be written. In both cases nothing was written. Memory: one block of a
-    tensor.
+    *parameters_in* is called with the directory of the exported config.json; the result lists the model's parameters.
+    *intervals* are stated in ``trainer_state.json``, and so are *callbacks*, the classes with state that a script adds
+    to the Trainer. Its next save fails without them. Memory: one block of a tensor.
     """
+    source, log = export.source.root, export.log
     if not is_checkpoint(source):
         raise _unusable("this is not a checkpoint of a run", source, "no training state")
-    export = Export(source, None, log)
     manifest = Manifest.read(source)
     run = read_run_state(source)
     what = "there is no training state that the Trainer can load"
@@ -82,8 +77,8 @@ def export_trainer(
         raise _unusable(what, source, "an adapter", merge=True)
     if run is None:
         raise _unusable(what, source, "weights only")
-    target = export.directory(output or source.with_name(f"checkpoint-{run.step}"), "")
-    with export.published_directory(target, "the Trainer's checkpoint") as directory:
+    export.directory("", f"checkpoint-{run.step}")
+    with export.published_directory("the Trainer's checkpoint") as directory:
         weights = consolidate(source, directory / _WEIGHTS, keep_dtypes=True, log=log)
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)
@@ -91,10 +86,14 @@ def export_trainer(
         parameters = parameters_in(directory)()
         groups = trainer_groups(run, parameters, source)
         _write_archive(directory / OPTIMIZER_FILE, numbered_state(run, groups))
-        _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
-        state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *callbacks))
+        base_rates = [group.options["initial_lr"] for group in groups]
+        last_rates = [group.options.get("lr", 0.0) for group in groups]
+        schedule = lambda_schedule(base_rates, last_rates, run.step)
+        _write_archive(directory / SCHEDULER_FILE, schedule)
+        state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *(callbacks or ())))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-        unloaded = unloaded_warning(parameters, _names_in(directory), target)
+        stored = read_weight_map(directory / layout.HF_INDEX) or {}
+        unloaded = unloaded_warning(parameters, stored, export.target)
     export.warnings += weights.warnings
     export.warn(*unloaded)
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
@@ -102,9 +101,9 @@ def export_trainer(
         f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
         f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
     )
-    return export.report(
-        target, weights.num_tensors, step=run.step, num_parameters=len(run.tensors)
-    )
+    num_parameters = len(run.tensors)
+    summary = f"state of {counted(num_parameters, 'parameter')}"
+    return export.report(weights.num_tensors, summary, step=run.step, num_parameters=num_parameters)
 
 
 def unloaded_warning(
@@ -122,11 +121,6 @@ def unloaded_warning(
     count = counted(len(names), "parameter")
     warning = f"the Trainer does not load {count} from these files, such as {names[0]}"
     return [f"{warning}: give it a model that from_pretrained({str(target)!r}) returns"]
-
-
-def _names_in(directory: Path) -> Collection[str]:
-    """Return the names of the tensors in exported files."""
-    return read_weight_map(directory / layout.HF_INDEX) or {}
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -177,24 +171,6 @@ def _group(
     rate = options.get("lr", 0.0)
     # The Trainer always has a schedule, which needs the peak rate.
     return ParameterGroup(members, {"initial_lr": rate, **options})
-
-
-def _schedule(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
-    """Return the state of the Trainer's schedule, a LambdaLR, after the run's steps (torch 2.13)."""
-    base_rates: list[float] = []
-    last_rates: list[float] = []
-    for group in groups:
-        base_rates.append(group.options["initial_lr"])
-        last_rates.append(group.options.get("lr", 0.0))
-    return {
-        "base_lrs": base_rates,
-        "last_epoch": run.step,
-        "_step_count": run.step + 1,
-        "_is_initial": False,
-        "_get_lr_called_within_step": False,
-        "_last_lr": last_rates,
-        "lr_lambdas": [None] * len(base_rates),
-    }
 
 
 def _trainer_state(

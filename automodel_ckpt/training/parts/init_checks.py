@@ -24,9 +24,9 @@ from automodel_ckpt.checkpoint.state.model_config import config_changes
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.imports.adapter_import import unknown_options
-from automodel_ckpt.convert.imports.base_copies import difference
 from automodel_ckpt.convert.merging.merge_rules import scale_of
 from automodel_ckpt.convert.open import Weights
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 Stored = Mapping[str, tuple[Tensors, str]]

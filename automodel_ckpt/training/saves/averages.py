@@ -8,13 +8,12 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
 from automodel_ckpt.convert.merging.average import (
     last_checkpoints,
     prepare,
-    run_average,
     sources_in,
 )
-from automodel_ckpt.convert.merging.average_sources import AverageOptions
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
@@ -45,14 +44,10 @@ def average_last(run: Path, count: int) -> Path | None:
         # The run went back to an earlier checkpoint, and has saved this step again.
         commit.supersede(target.parent, target.name)
     newest = Summary.read(sources[-1])
-    planned = prepare(
-        sources,
-        target.parent,
-        # Counters, such as those of batch normalization: the newest ones.
-        AverageOptions(integers="last"),
-    )
+    # Counters, such as those of batch normalization: the newest ones.
+    planned = prepare(sources, target.parent, integers="last")
     assert planned.checkpoint.name == (newest.step, newest.epoch)
-    path = run_average(planned)
+    path = write_checkpoint(planned.checkpoint)
     log.info("average of the last %d checkpoints: %s", len(sources), path)
     return path
 

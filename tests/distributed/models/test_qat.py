@@ -127,13 +127,13 @@ def test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_whe
 
 def test_the_validation_loss_is_that_of_the_quantized_export(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    from automodel_ckpt.convert.targets.compressed_tensors import export_compressed_tensors
-    from automodel_ckpt.models.inspect.linear_weights import linear_weights
+    from automodel_ckpt.cli.ckpt import main
 
     options = ("--checkpoint.save_consolidated=final", "--qat.scheme=W8A8")
     run(tmp_path, *SHORT, *options, text=TEXT)
     checkpoint = tmp_path / "run/epoch_0_step_4"
-    export_compressed_tensors(checkpoint, tmp_path / "W8A8", "W8A8", linear_weights)
+    words = f"{checkpoint} --to compressed-tensors --scheme W8A8 -o {tmp_path / 'W8A8'}"
+    assert main(["export", *words.split()]) == 0
     plain: Any = AutoModelForCausalLM.from_pretrained(checkpoint / "model/consolidated")
     FakeQuantization(plain, "W8A8", None, start_step=0)
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "W8A8")

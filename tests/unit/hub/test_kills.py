@@ -22,7 +22,8 @@ from huggingface_hub.utils._http import close_session
 
 from automodel_ckpt.checkpoint.run.pending import link
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.hub.job import LINK, Job
+from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.hub.background import LINK
 from automodel_ckpt.hub.pusher import Pusher
 from tests.support.servers.hub_server import HubServer, Request, Reset
 
@@ -41,8 +42,7 @@ def push(words: list[str], run: Path) -> None:
 
 def push_in_background(run: Path) -> None:
     """What the process of the section ``hub`` does, from its start to the end of the training."""
-    job = Job(REPO, "every", private=True)
-    pusher = Pusher(run, job)
+    pusher = Pusher(run, HubConfig(REPO, "every"))
     pusher.finish()
     pusher.run()
 

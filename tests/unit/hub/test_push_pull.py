@@ -165,14 +165,8 @@ def test_the_card_states_what_was_trained_on_what(
     hub.requests.clear()
     assert main(["card", *given, "--license", "mit"]) == 0
     assert "license: mit" in capsys.readouterr().out
-    write = ["card", str(runs / "full/epoch_0_step_5"), "-o", str(tmp_path / "card")]
-    (tmp_path / "card").mkdir()
-    (tmp_path / "card/README.md").write_text("of a project\n")
-    assert main(write) == 4
-    assert "--force" in capsys.readouterr().err
-    assert (tmp_path / "card/README.md").read_text() == "of a project\n"
-    assert main([*write, "--force"]) == 0
-    first = (tmp_path / "card/README.md").read_text()
+    assert main(["card", str(runs / "full/epoch_0_step_5")]) == 0
+    first = capsys.readouterr().out
     assert "trained from scratch" in first and "| step | 5 (epoch 0) |" in first
     assert "| 12 |" not in first
     assert not hub.requests
@@ -231,7 +225,7 @@ def test_options_without_effect_on_a_repository_are_errors(
         ([*push, "--license", "mit"], f"no effect beside {own}, which is the card"),
         ([*push, "--card", str(own), "--license", "mit"], "no effect with --card"),
         (["card", str(export), "--license", "mit"], "ckpt card --license"),
-        (["card", str(export), "--force"], "no effect without --output"),
+        (["card", str(export), "-o", "x"], "redirect its output"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

@@ -15,8 +15,7 @@ from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.run.pending import clear_links, link, pending
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
-from automodel_ckpt.hub.background import Pushes, check_hub
-from automodel_ckpt.hub.job import LINK, STATUS, Job
+from automodel_ckpt.hub.background import LINK, STATUS, Pushes, check_hub
 from automodel_ckpt.hub.pusher import Pusher
 from tests.support.runs.idle_process import use_idle_processes
 from tests.support.servers.hub_server import TOKEN, HubServer, error
@@ -34,15 +33,11 @@ def run(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return shutil.copytree(runs / "lora", tmp_path / "run", symlinks=True)
 
 
-def job(push: str, went_back_to: int = 0) -> Job:
-    return Job(REPO, push, private=True, went_back_to=went_back_to)  # type: ignore[arg-type]
-
-
-def upload(run: Path, job: Job, *names: str) -> None:
+def upload(run: Path, push: str, *names: str, went_back_to: int = 0) -> None:
     """Upload checkpoints with a process of their own, and end it."""
     for name in names:
         link(run, LINK, name)
-    pusher = Pusher(run, job)
+    pusher = Pusher(run, HubConfig(REPO, push), went_back_to=went_back_to)  # type: ignore[arg-type]
     pusher.finish()
     pusher.run()
 
@@ -58,9 +53,9 @@ def test_every_checkpoint_gets_a_branch_and_the_best_one_the_main_branch(
 ) -> None:
     (run / "LOWEST_VAL").unlink()
     (run / "LOWEST_VAL").symlink_to(SECOND)
-    upload(run, job("every"), FIRST, SECOND)
+    upload(run, "every", FIRST, SECOND)
     # Checkpoint 12 is newer, but not better.
-    upload(run, job("every"), LAST)
+    upload(run, "every", LAST)
     repository = hub.repository(REPO)
     assert repository.branches.keys() == {"main", "step-5", "step-10", "step-12"}
     assert [step_in(hub, branch) for branch in ("main", "step-5", "step-12")] == ["10", "5", "12"]
@@ -70,17 +65,17 @@ def test_every_checkpoint_gets_a_branch_and_the_best_one_the_main_branch(
 
 def test_without_validation_the_main_branch_has_the_newest(hub: HubServer, run: Path) -> None:
     (run / "LOWEST_VAL").unlink()
-    upload(run, job("every"), SECOND)
+    upload(run, "every", SECOND)
     # An older one that waited, in the process of a later start.
-    upload(run, job("every", went_back_to=12), FIRST)
+    upload(run, "every", FIRST, went_back_to=12)
     assert step_in(hub, "main") == "10"
     # The run went back to step 4: then its next checkpoint is the newest.
-    upload(run, job("every", went_back_to=4), FIRST)
+    upload(run, "every", FIRST, went_back_to=4)
     assert step_in(hub, "main") == "5"
 
 
 def test_a_better_checkpoint_replaces_one_that_waits(hub: HubServer, run: Path) -> None:
-    upload(run, job("best"), FIRST, SECOND)
+    upload(run, "best", FIRST, SECOND)
     assert len(hub.repository(REPO).commits) == 2
     assert step_in(hub, "main") == "10"
 
@@ -88,7 +83,7 @@ def test_a_better_checkpoint_replaces_one_that_waits(hub: HubServer, run: Path) 
 def test_a_failing_hub_is_repeated_until_it_works(hub: HubServer, run: Path) -> None:
     link(run, LINK, LAST)
     hub.fault = lambda request: error(503)
-    pusher = Pusher(run, job("final"))
+    pusher = Pusher(run, HubConfig(REPO))
     thread = threading.Thread(target=pusher.run)
     thread.start()
     try:
@@ -109,14 +104,14 @@ def test_a_rejected_token_ends_the_uploads_only_at_the_end_of_the_run(
     hub: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    upload(run, job("final"), LAST)
+    upload(run, "final", LAST)
     status = Status.read(run, STATUS)
     assert status.is_over and "the Hub rejects the token" in status.error
     assert pending(run, LINK) == [LAST]
     assert "hf_other" not in capsys.readouterr().err
     # The next start of the run uploads it.
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    upload(run, job("final"))
+    upload(run, "final")
     assert step_in(hub, "main") == "12"
 
 
@@ -125,7 +120,7 @@ def test_a_damaged_checkpoint_is_reported_and_does_not_block_the_others(
 ) -> None:
     weights = run / SECOND / "model/adapter_model.safetensors"
     weights.write_bytes(b"\0" + weights.read_bytes()[1:])
-    upload(run, job("every"), FIRST, SECOND)
+    upload(run, "every", FIRST, SECOND)
     assert f"{SECOND} is not uploaded" in capsys.readouterr().err
     assert "step-5" in hub.repository(REPO).branches and not pending(run, LINK)
 

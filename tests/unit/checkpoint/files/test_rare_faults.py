@@ -37,6 +37,7 @@ from automodel_ckpt.convert.imports import import_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets import gguf
+from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.models.llamas import llama_checkpoint
 from tests.support.models.shards import checkpoint_in
@@ -172,7 +173,7 @@ def of_another_config(directory: Path) -> object:
     config = directory / "c/model" / layout.HF_METADATA / "config.json"
     config.write_text(json.dumps(json.loads(config.read_bytes()) | {"intermediate_size": 7}))
     (directory / "c" / layout.MANIFEST).unlink()
-    return gguf.export_gguf(directory / "c/model", directory / "model.gguf")
+    return export_to("gguf", directory / "c/model", directory / "model.gguf")
 
 
 def broken_template(directory: Path) -> object:

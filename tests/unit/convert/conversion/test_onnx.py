@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.targets.onnx import export_onnx
+from automodel_ckpt.convert.targets.flow import export_to
 from tests.support.models.llamas import llama_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -45,7 +45,7 @@ def names_as_model(directory: Path, target: Path, dtype: str) -> str:
 def test_the_directory_has_the_model_and_its_side_files(tmp_path: Path) -> None:
     model = llama_checkpoint(tmp_path / "c", tied=False, base=tmp_path / "base")
     lines: list[str] = []
-    report = export_onnx(tmp_path / "c", None, names_as_model, log=lines.append)
+    report = export_to("onnx", tmp_path / "c", exporter=names_as_model, log=lines.append)
     assert report.output == tmp_path / "c-onnx" and report.checked
     found = {path.name for path in report.output.iterdir()}
     assert {"model.onnx", "config.json", "tokenizer.json"} <= found

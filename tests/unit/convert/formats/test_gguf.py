@@ -175,7 +175,7 @@ def test_without_the_package_it_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    (tmp_path / "c").mkdir()
+    llama_checkpoint(tmp_path / "c")
     assert main(["export", str(tmp_path / "c"), "--to", "gguf"]) == 2
     assert "automodel_ckpt[gguf]" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.convert.targets.flow import export_to
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "gguf"
 NAMES = ("qwen3-f16", "llama-q8_0", "gemma2-q8_0")
@@ -74,7 +74,7 @@ def test_the_model_is_written_as_the_converter_writes_it(name: str, tmp_path: Pa
         shutil.copy(directory / file, files / file)
     kind = name.partition("-")[2]
     output = tmp_path / "model.gguf"
-    export_gguf(files, output, tensor_type=kind, log=lambda _: None)
+    export_to("gguf", files, output, tensor_type=kind, log=lambda _: None)
     theirs, ours = gguf.GGUFReader(directory / "model.gguf"), gguf.GGUFReader(output)
     for one, other in zip(theirs.tensors, sorted_as(ours.tensors, theirs.tensors), strict=True):
         assert (one.name, one.tensor_type) == (other.name, other.tensor_type)

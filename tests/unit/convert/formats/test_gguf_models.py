@@ -16,7 +16,7 @@ import torch
 from automodel_ckpt.convert.formats.gguf.model import read_model
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
-from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import CheckpointUnusable
 from tools.clients.gguf_models import MODELS, TinyModel, byte_level, sentencepiece_like
 
@@ -29,7 +29,7 @@ def exported(name: str, directory: Path, **options: Any) -> Any:
     """Export a model of the table; the reader of the library."""
     gguf = pytest.importorskip("gguf")
     source = BY_NAME[name].save(directory / "hf")
-    report = export_gguf(source, directory / "model.gguf", log=lambda _: None, **options)
+    report = export_to("gguf", source, directory / "model.gguf", log=lambda _: None, **options)
     return gguf.GGUFReader(report.output), report
 
 
@@ -73,7 +73,7 @@ def test_rows_that_are_no_whole_blocks_are_half_precision(tmp_path: Path) -> Non
     gguf = pytest.importorskip("gguf")
     ragged = TinyModel("ragged", "qwen2", "bpe:gpt-2", config={"intermediate_size": 150})
     source = ragged.save(tmp_path / "hf")
-    report = export_gguf(source, tmp_path / "m.gguf", tensor_type="Q4_0", log=lambda _: None)
+    report = export_to("gguf", source, tmp_path / "m.gguf", tensor_type="Q4_0", log=lambda _: None)
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(report.output).tensors}
     assert kinds["blk.0.ffn_down.weight"] == "F16" and kinds["blk.0.ffn_up.weight"] == "Q4_0"
     assert any("4 tensors are written as F16" in text for text in report.warnings)

@@ -22,7 +22,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert import decoded
 from automodel_ckpt.convert.formats.gguf.gguf_file import GgufFile
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.llamas import LLAMA_3_ROPE
 from tools.clients.gguf_models import MODELS, TinyModel
@@ -43,7 +43,7 @@ def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def written(model: TinyModel, directory: Path, **options: Any) -> Path:
     pytest.importorskip("gguf")
     source = model.save(directory / "hf")
-    report = export_gguf(source, directory / "model.gguf", log=lambda _: None, **options)
+    report = export_to("gguf", source, directory / "model.gguf", log=lambda _: None, **options)
     return report.output
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from automodel_ckpt.config.keys.init_from import InitFromConfig
-from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.training.parts.init_from import inspect_start, start_from
@@ -179,8 +179,8 @@ def test_another_function_by_the_metadata_of_a_gguf_file_is_a_warning(
     pytest.importorskip("gguf")
     there = BY_NAME["SmolLM 3"]
     source = there.save(tmp_path / "hf")
-    path = export_gguf(
-        source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
+    path = export_to(
+        "gguf", source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
     ).output
     same: Any = there.build()
     # What is beside the file is of another model.
