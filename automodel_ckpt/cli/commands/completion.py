@@ -44,9 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shell == "zsh":
         print("autoload -Uz compinit bashcompinit && compinit && bashcompinit")
     commands = command_options(arguments.parser())
-    options = [
-        f'    "{name} -"*) words="{" ".join(words)}" ;;' for name, words in commands.items()
-    ]
+    options = [f'    "{name} -"*) words="{" ".join(words)}" ;;' for name, words in commands.items()]
     script = _SCRIPT.format(
         commands=" ".join(commands),
         options="\n".join(options),
