@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.base.git_lfs import LFS_HINT
 from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.base.other_weights import LFS_HINT
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.tree.rules import Target

@@ -1,4 +1,4 @@
-"""Directories whose only weights are those of programs that this one does not read, recognized by names of files."""
+"""Files that have no weights for this program: weights of programs that it does not read, and pointers of Git LFS."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+POINTER = b"version https://git-lfs.github.com/"
+"""The first bytes of a pointer: what a clone has in the place of large files if Git LFS is not installed."""
+LFS_HINT = "it is a pointer of Git LFS: `git lfs pull` downloads the file itself"
 # Flax and TensorFlow also have an index.
 _INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 _READ = ("*.safetensors", "*.bin", "*.distcp", "*.gguf", "*.ckpt", *_INDEXES)

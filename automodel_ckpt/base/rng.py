@@ -1,4 +1,4 @@
-"""The random state of one rank, all generators together, as tensors and plain numbers."""
+"""The random generators of a process: seeding them, and their state as tensors and plain numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ from typing import Any
 import numpy
 import torch
 
-from automodel_ckpt.base.seeds import seed_everything
-
 log = logging.getLogger("automodel_ckpt")
+
+
+def seed_everything(seed: int, *, devices: bool = True) -> None:
+    """Seed all generators with *seed*, an integer of at most 64 bits.
+
+    Without *devices*, only the generators of the CPU are seeded. This is what data loading needs: its random numbers
+    must not change those that the model draws on an accelerator, and a forked worker must not initialize CUDA.
+    """
+    random.seed(seed)
+    # NumPy's global generator accepts seeds of 32 bits only.
+    numpy.random.seed(seed % 2**32)
+    if devices:
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 class StatefulRNG:

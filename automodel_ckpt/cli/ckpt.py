@@ -213,7 +213,7 @@ def _run(words: list[str]) -> int:
 def _parsed(words: list[str]) -> argparse.Namespace:
     """Parse a command line. Raises :class:`RecipeError`, with the command or option that was probably meant."""
     whole = parser(words[0] if words and words[0] in {verb.name for verb in VERBS} else "")
-    known = completion.command_words(whole)
+    known = completion.command_options(whole)
     if words and not words[0].startswith("-") and words[0] not in known:
         raise RecipeError(
             "unknown command",

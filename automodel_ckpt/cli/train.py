@@ -18,7 +18,6 @@ from automodel_ckpt.cli.checks.rank_counts import (
     known_ranks,
     mesh_sizes,
 )
-from automodel_ckpt.cli.cluster.options import LauncherOptions, launcher_options
 from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.cli.common.terminal import (
     hiding_values,
@@ -29,13 +28,14 @@ from automodel_ckpt.cli.common.terminal import (
     print_error,
     require_utf8,
 )
-from automodel_ckpt.cli.launch.limits import raise_file_limit
+from automodel_ckpt.cli.launch.process import raise_file_limit
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 
 if TYPE_CHECKING:
+    from automodel_ckpt.cli.cluster.options import LauncherOptions
     from automodel_ckpt.config.callables.prepare import PreparedRecipe
 
 SUFFIXES = (".yaml", ".yml")
@@ -51,6 +51,8 @@ PRINTING_MODES = {
     "write_launcher",
 }
 """Modes whose output may be cut off by a reader such as head(1)."""
+
+LAUNCHER_MODES = {"write_launcher", "output", "time_limit", "image", "volume_claim"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(line: CommandLine) -> int:
     """Execute a parsed command line. Raises :class:`RecipeError` with all problems of it and of the recipe."""
-    from automodel_ckpt.cli.common.example_recipes import copy_example, example_lines
-
     if "help" in line.modes:
         from automodel_ckpt.config.help.listing import help_text, topic_text
 
@@ -100,12 +100,16 @@ def run(line: CommandLine) -> int:
     elif line.problems and line.modes.keys() & {"list", "copy", "schema"}:
         raise RecipeError.all_of(line.problems)
     elif "list" in line.modes:
+        from automodel_ckpt.cli.common.example_recipes import example_lines
+
         print("\n".join(example_lines()))
     elif "schema" in line.modes:
         from automodel_ckpt.config.help.json_schema import schema_text
 
         print(schema_text(), end="")
     elif "copy" in line.modes:
+        from automodel_ckpt.cli.common.example_recipes import copy_example
+
         print(copy_example(*line.modes["copy"]))
     else:
         with short_temporary_directory():
@@ -120,15 +124,13 @@ def _run_recipe(line: CommandLine) -> int:
     """
     check_working_directory()
     path = _recipe_path(line)
-    launcher = launcher_options(line)
+    launcher = _launcher_options(line)
     only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
     # The data of a launcher's run may be on the cluster only.
     check = None if only_prints or launcher is not None else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
     _check_selftest_options(line)
-    from automodel_ckpt.cli.checks.device_memory import device_memory
-
-    device_bytes = device_memory(line)
+    device_bytes = _device_memory(line)
     if only_prints and loaded.problems:
         raise RecipeError.all_of(loaded.problems)
     if "convert_recipe" in line.modes:
@@ -202,6 +204,22 @@ def _dry_run(
             text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
         print(text, end="")
     return EXIT_DONE
+
+
+def _device_memory(line: CommandLine) -> int | None:
+    if "device_memory" not in line.modes:
+        return None
+    from automodel_ckpt.cli.checks.device_memory import device_memory
+
+    return device_memory(line)
+
+
+def _launcher_options(line: CommandLine) -> LauncherOptions | None:
+    if line.modes.keys().isdisjoint(LAUNCHER_MODES):
+        return None
+    from automodel_ckpt.cli.cluster.options import launcher_options
+
+    return launcher_options(line)
 
 
 def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:

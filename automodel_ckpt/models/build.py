@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from automodel_ckpt.base.git_lfs import LFS_HINT
 from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.base.other_weights import LFS_HINT
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.error_texts import first_line
 from automodel_ckpt.models.inspect.quiet_loggers import quiet

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.store.multipart import abort_uploads
+from automodel_ckpt.checkpoint.store.multipart import abort_uploads, upload_begun
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
@@ -50,9 +50,10 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteUpload:
-    """A checkpoint in a store without a manifest: its bytes, and when the newest of its objects was written.
+    """A checkpoint in a store without a manifest: its bytes, and when it was last written.
 
-    Parts of large files whose upload is unfinished are no objects. *written* is in seconds since 1970; None: unknown.
+    This is when its newest object was written, or the unfinished upload of a large file began. *written* is in seconds
+    since 1970; None: unknown.
     """
 
     name: str
@@ -380,7 +381,11 @@ class RemoteRun:
                 continue
             if not self.is_superseded(name):
                 nbytes = sum(self.store.sizes(name).values())
-                found.append(IncompleteUpload(name, nbytes, self.store.written(name)))
+                written = self.store.written(name)
+                if written is not None:
+                    # The object of a large file appears when its last part has arrived.
+                    written = max(written, upload_begun(self.store, name))
+                found.append(IncompleteUpload(name, nbytes, written))
         return found
 
     def _is_being_removed(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which files the checkpoints of a run share by hard links, and how many bytes they take together. Imports no torch."""
+"""How many bytes the checkpoints of a run take together: they can share files by hard links. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,48 +6,10 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-from automodel_ckpt.checkpoint.files import layout
 
 Inode = tuple[int, int]
 """Device and number of a file; equal for all its names."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedFile:
-    """A file of a checkpoint, relative to it, its size, and the names of the other checkpoints that have it."""
-
-    path: str
-    nbytes: int
-    others: tuple[str, ...]
-
-
-def shared_files(checkpoint: Path) -> list[SharedFile]:
-    """Return the files that *checkpoint* shares with other checkpoints of its run directory, sorted by path."""
-    mine: dict[Inode, tuple[str, int]] = {}
-    for path, status in _files(checkpoint):
-        if status.st_nlink > 1:
-            relative = path.relative_to(checkpoint).as_posix()
-            mine[status.st_dev, status.st_ino] = (relative, status.st_size)
-    if not mine:
-        return []
-    others: dict[Inode, set[str]] = {inode: set() for inode in mine}
-    for entry in os.scandir(checkpoint.parent):
-        if entry.name == checkpoint.name or not layout.is_checkpoint(entry.name):
-            continue
-        if not entry.is_dir(follow_symlinks=False):
-            continue
-        for _, status in _files(Path(entry.path)):
-            inode = (status.st_dev, status.st_ino)
-            if inode in others:
-                others[inode].add(entry.name)
-    found: list[SharedFile] = []
-    for inode, (relative, nbytes) in mine.items():
-        if others[inode]:
-            found.append(SharedFile(relative, nbytes, tuple(sorted(others[inode]))))
-    return sorted(found, key=lambda shared: shared.path)
 
 
 def repeated_bytes(checkpoints: Sequence[Path]) -> int:

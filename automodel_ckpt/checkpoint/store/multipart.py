@@ -171,6 +171,14 @@ def abort_uploads(store: Store, name: str) -> int:
     return count
 
 
+def upload_begun(store: Store, name: str) -> float:
+    """When the newest unfinished upload below the directory *name* began, in seconds since 1970; 0 without one."""
+    if not has_parts(store):
+        return 0.0
+    times: list[float] = [each["Initiated"].timestamp() for each in _unfinished(store, name)]
+    return max(times, default=0.0)
+
+
 def _unfinished(store: Store, name: str) -> list[dict[str, Any]]:
     """List the unfinished uploads below the directory *name*, as the S3 client describes them, with their bucket."""
     bucket, path, _ = store.fs.split_path(store.key(name))

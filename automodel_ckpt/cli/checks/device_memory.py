@@ -14,10 +14,8 @@ _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?)B?", re.IGNORECASE)
 
 
-def device_memory(line: CommandLine) -> int | None:
-    """Return the bytes that ``--device-memory`` gives; None without it. Raises :class:`RecipeError` for other text."""
-    if "device_memory" not in line.modes:
-        return None
+def device_memory(line: CommandLine) -> int:
+    """Return the bytes that ``--device-memory`` gives. Raises :class:`RecipeError` for other text."""
     (text,) = line.modes["device_memory"]
     if "dry_run" not in line.modes:
         raise RecipeError(

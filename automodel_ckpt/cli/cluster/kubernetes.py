@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: a TrainJob of Kubeflow Trainer, or an indexed Job. Their pods run a recipe."""
+"""A manifest for Kubernetes: a TrainJob of Kubeflow Trainer, whose pods run a recipe."""
 
 from __future__ import annotations
 
@@ -74,19 +74,6 @@ spec:
     env: $env
     resourcesPerNode: $resources
 """
-# Pods must find pod 0 before it is ready.
-_SERVICE = """
-apiVersion: v1
-kind: Service
-metadata: {name: $name}
-spec: {clusterIP: "None", selector: $labels, publishNotReadyAddresses: true}
-"""
-_JOB = """
-apiVersion: batch/v1
-kind: Job
-metadata: {name: $name, labels: $labels}
-spec: $spec
-"""
 _CONFIG_MAP = """
 apiVersion: v1
 kind: ConfigMap
@@ -118,31 +105,6 @@ def train_job(job: Job, options: LauncherOptions) -> str:
     )
     comments = [*_review(job, options), "cluster: needs Kubeflow Trainer 2.0 or later."]
     return documents(*_config_maps(job), runtime, trained, comments=comments)
-
-
-def indexed_job(job: Job, options: LauncherOptions) -> str:
-    """Return an indexed Job (batch/v1) with one pod per node, and the headless Service by which its pods find pod 0."""
-    labels = {"app.kubernetes.io/name": "ckpt-train", "app.kubernetes.io/instance": job.name}
-    index = {"fieldPath": "metadata.labels['batch.kubernetes.io/job-completion-index']"}
-    container = {
-        "name": "node",
-        "image": options.image or _IMAGE,
-        "command": ["ckpt-train"],
-        "args": _arguments(job, "$(NODE_RANK)", f"{job.name}-0.{job.name}", str(PORT)),
-        "env": [{"name": "NODE_RANK", "valueFrom": {"fieldRef": index}}, *_environment(job)],
-        "resources": _resources(job),
-    }
-    pod = {"subdomain": job.name, **_pod(job, options, container)}
-    spec = {
-        "completions": job.num_nodes,
-        "parallelism": job.num_nodes,
-        **_policy(job),
-        "template": {"metadata": {"labels": labels}, "spec": pod},
-    }
-    service = filled(_SERVICE, name=job.name, labels=labels)
-    batch_job = filled(_JOB, name=job.name, labels=labels, spec=spec)
-    comments = [*_review(job, options), "cluster: needs Kubernetes 1.31 or later."]
-    return documents(*_config_maps(job), service, batch_job, comments=comments)
 
 
 def _review(job: Job, options: LauncherOptions) -> list[str]:

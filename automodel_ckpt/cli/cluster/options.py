@@ -10,13 +10,13 @@ from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import Problem, RecipeError
 
 FLAG = "--write-launcher"
-SLURM, K8S, K8S_JOB, SKYPILOT = "slurm", "k8s", "k8s-job", "skypilot"
-KINDS = (SLURM, K8S, K8S_JOB, SKYPILOT)
+SLURM, K8S, SKYPILOT = "slurm", "k8s", "skypilot"
+KINDS = (SLURM, K8S, SKYPILOT)
 USERS = {
     "output": KINDS,
     "time_limit": (SLURM,),
-    "image": (K8S, K8S_JOB, SKYPILOT),
-    "volume_claim": (K8S, K8S_JOB),
+    "image": (K8S, SKYPILOT),
+    "volume_claim": (K8S,),
 }
 """The options, and the kinds of launchers that use each."""
 DEFAULT_TIME_LIMIT = "08:00:00"

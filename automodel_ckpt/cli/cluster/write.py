@@ -9,7 +9,6 @@ from automodel_ckpt.cli.cluster.job import describe_job
 from automodel_ckpt.cli.cluster.options import (
     FLAG,
     K8S,
-    K8S_JOB,
     SKYPILOT,
     SLURM,
     LauncherOptions,
@@ -23,7 +22,6 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 WRITERS = {
     SLURM: slurm.script,
     K8S: kubernetes.train_job,
-    K8S_JOB: kubernetes.indexed_job,
     SKYPILOT: skypilot.task,
 }
 

@@ -8,10 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import add_path, number_at_least
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
@@ -20,12 +18,8 @@ from automodel_ckpt.cli.common.terminal import (
     printable,
     printable_lines,
     problem_json,
-    size_text,
 )
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem
-
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.run.shared_files import SharedFile
 
 _REMOVED = "not verified, since its run or another command removed it meanwhile"
 
@@ -70,12 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
             removed.append(target)
         else:
             results.append((target, [_removal(target)]))
-    targets = [target for target in targets if target not in removed]
     _record(results)
-    code = _report(results, removed, arguments)
-    if not arguments.json:
-        _print_shared(targets)
-    return code
+    return _report(results, removed, arguments)
 
 
 def _report(
@@ -217,13 +207,7 @@ def _print_json(results: Sequence[Result]) -> None:
     documents = []
     for target, problems in results:
         listed = [problem_json(problem) for problem in problems]
-        shared = [
-            {"file": file.path, "nbytes": file.nbytes, "with": list(file.others)}
-            for file in _shared_files(target)
-        ]
-        documents.append(
-            {"path": str(target), "ok": not problems, "problems": listed, "shared": shared}
-        )
+        documents.append({"path": str(target), "ok": not problems, "problems": listed})
     print(json.dumps(documents))
 
 
@@ -243,27 +227,3 @@ def _verdict(target: Path, problems: list[Problem]) -> str:
     if _is_external(target):
         return coloured("unverifiable: no manifest", "yellow", sys.stdout)
     return coloured("damaged", "red", sys.stdout)
-
-
-def _shared_files(target: Path) -> list[SharedFile]:
-    """Return the files that a checkpoint shares with others of its run; an export shares none."""
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.run.shared_files import shared_files
-
-    # Without a manifest, what has the name of a checkpoint can be anything, such as a link to a device.
-    if not layout.is_checkpoint(target.name) or not os.path.lexists(target / layout.MANIFEST):
-        return []
-    return shared_files(target)
-
-
-def _print_shared(targets: Sequence[Path]) -> None:
-    """Print which checkpoints share files: damage to such a file is damage to all of them."""
-    for target in targets:
-        by_others: dict[tuple[str, ...], list[SharedFile]] = {}
-        for file in _shared_files(target):
-            by_others.setdefault(file.others, []).append(file)
-        for others, files in by_others.items():
-            size = size_text(sum(file.nbytes for file in files))
-            names = ", ".join(others)
-            line = f"{target}: shares {counted(len(files), 'file')} ({size}) with {names}"
-            print(printable(line))

@@ -27,8 +27,11 @@ from automodel_ckpt.cli.launch.memory_rescue import keep_memory
 from automodel_ckpt.cli.launch.process import print_message, report_stop
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
-from automodel_ckpt.cli.launch.slurm import slurm_environment
-from automodel_ckpt.cli.launch.started_ranks import remove_leftover_ranks, started_by
+from automodel_ckpt.cli.launch.started_ranks import (
+    remove_leftover_ranks,
+    slurm_environment,
+    started_by,
+)
 from automodel_ckpt.cli.launch.worker import Loaded, run_rank
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.logs.start_time import note_process_start

@@ -1,14 +1,20 @@
-"""This process as a rank: its number, its messages, and its end without the interpreter's teardown."""
+"""This process as a rank: its limits, its number, its messages, and its end without the interpreter's teardown."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import resource
 import signal
 import sys
 from typing import NoReturn
 
-from automodel_ckpt.errors import EXIT_STOPPED
+from automodel_ckpt.errors import EXIT_STOPPED, SystemLimit
+
+LEAST_FILES = 128
+"""A rank opens some dozens of files and sockets. With fewer, it would fail where the cause cannot be determined."""
+_WANTED_FILES = 65536
 
 
 def print_message(text: str) -> None:
@@ -55,3 +61,23 @@ def exit_process(code: int) -> NoReturn:
     # atexit offers no public way to run its callbacks, and exit_now() skips them.
     atexit._run_exitfuncs()
     exit_now(code)
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit on open files, which the ranks inherit, up to the hard limit.
+
+    Raises :class:`SystemLimit` if the hard limit is too low for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        raise SystemLimit(
+            "the limit on open files is too low",
+            where="ulimit -n",
+            value=soft,
+            hint=f"raise it to {LEAST_FILES} or more: ulimit -n 4096 (as root, or in the settings of the job)",
+        )

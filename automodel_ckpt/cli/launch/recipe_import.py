@@ -15,7 +15,6 @@ from typing import Any
 
 from automodel_ckpt.base.forks import freeze_in_forked_processes
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
@@ -61,6 +60,7 @@ def import_before_forks(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
     Code that reads the properties of a GPU when it is imported, such as bitsandbytes and torchao, does not initialize
     CUDA, which would not survive a fork.
     """
+    from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 
     def prepare_without_cuda() -> tuple[Loaded, RecipeClass]:
         with without_initializing_cuda():

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from automodel_ckpt.cli.launch.slurm import slurm_number
+from automodel_ckpt.cli.launch.started_ranks import slurm_number
 from automodel_ckpt.config.schema_keys import is_number
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError

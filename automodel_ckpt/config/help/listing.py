@@ -49,7 +49,7 @@ instead of training:
                   (--device-memory SIZE, such as 80GiB: forecast for a GPU with this memory, also on another machine)
   --show-samples N
                   print the first N samples as they are trained, with the trained tokens marked, and their lengths
-  --write-launcher slurm|k8s|k8s-job|skypilot
+  --write-launcher slurm|k8s|skypilot
                   print a batch script for Slurm, a TrainJob of Kubeflow, an indexed Job of Kubernetes or a task of
                   SkyPilot that runs the recipe with the given --nnodes and --nproc-per-node; submits nothing
                   (--output FILE: write it to a new file; --time-limit [DAYS-]HH:MM:SS for slurm, default 08:00:00;

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from automodel_ckpt.base.git_lfs import POINTER
 from automodel_ckpt.base.other_weights import (
+    POINTER,
     TORCH_SCRIPT,
     is_torch_script,
     kind_of_file,

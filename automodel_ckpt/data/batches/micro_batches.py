@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from automodel_ckpt.base.seeds import seed_everything
+from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.data.batches.sampler import derive_seed
 from automodel_ckpt.data.collate import IGNORE_INDEX

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from automodel_ckpt.base.seeds import seed_everything
+from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.data.batches.micro_batches import (
     Batch,
     Collate,

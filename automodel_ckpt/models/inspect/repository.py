@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import HF_MODULES_CACHE, cached_file
 
-from automodel_ckpt.base.git_lfs import POINTER
+from automodel_ckpt.base.other_weights import POINTER
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.quiet_loggers import quiet

@@ -15,7 +15,7 @@ import yaml
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.hub_retries import quiet_retries
-from automodel_ckpt.base.seeds import seed_everything
+from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.checkpoint.saving.environment import version_of
 from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.schema import RecipeConfig

@@ -6,7 +6,6 @@ import subprocess
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.commands.completion import SHELLS
 
 
 def completed(script: str, function: str, *words: str) -> list[str]:
@@ -29,18 +28,8 @@ def bash(capsys: pytest.CaptureFixture[str]) -> str:
 def test_bash_completes_commands_and_their_options(bash: str) -> None:
     assert completed(bash, "_ckpt", "ckpt", "unp") == ["unpack", "unpin"]
     assert completed(bash, "_ckpt", "ckpt", "prune", "--keep-e") == ["--keep-every-steps"]
-    assert completed(bash, "_ckpt", "ckpt", "completion", "z") == ["zsh"]
+    assert completed(bash, "_ckpt", "ckpt", "ls", "") == []  # without words, bash offers files
     assert completed(bash, "_ckpt", "ckpt", "nonsense", "--") == []
-
-
-def test_bash_completes_the_values_of_options_and_leaves_other_words_to_files(bash: str) -> None:
-    for words in (("--to", "g"), ("--to", "=", "g"), ("run", "--to", "g")):
-        assert completed(bash, "_ckpt", "ckpt", "export", *words) == ["gguf"]
-    assert "nemo" in completed(bash, "_ckpt", "ckpt", "export", "--to", "=")
-    # Without words, bash offers files.
-    assert completed(bash, "_ckpt", "ckpt", "ls", "") == []
-    assert completed(bash, "_ckpt", "ckpt", "export", "--output", "") == []
-    assert completed(bash, "_ckpt_train", "ckpt-train", "") == []
 
 
 def test_bash_completes_the_keys_and_flags_of_a_recipe(bash: str) -> None:
@@ -53,7 +42,7 @@ def test_bash_completes_the_keys_and_flags_of_a_recipe(bash: str) -> None:
     assert "relations" not in bash
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_each_shell_takes_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.cli.launch.connection_errors import is_connection_error
 from automodel_ckpt.cli.launch.failures import (
     FailureRecord,
     death_record,
     failure_record,
     failure_text,
+    is_connection_error,
     name_silent_ranks,
     printed_failure,
     root_cause,

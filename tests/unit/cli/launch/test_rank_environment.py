@@ -20,9 +20,10 @@ from automodel_ckpt.cli.launch.node_resources import (
     visible_gpus,
 )
 from automodel_ckpt.cli.launch.rendezvous_flags import LOCAL, choose_rendezvous
-from automodel_ckpt.cli.launch.slurm import first_host, slurm_environment
 from automodel_ckpt.cli.launch.started_ranks import (
+    first_host,
     remove_leftover_ranks,
+    slurm_environment,
     started_by,
     started_world_size,
 )
