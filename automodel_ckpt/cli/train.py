@@ -13,7 +13,6 @@ import automodel_ckpt
 from automodel_ckpt.base.socket_paths import short_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.rank_counts import (
-    check_node_counts,
     check_ranks,
     known_ranks,
     mesh_sizes,
@@ -155,7 +154,6 @@ def _run_recipe(line: CommandLine) -> int:
         return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_ranks(loaded, ranks)
-    check_node_counts(loaded, line.flags)
     if "dry_run" in line.modes:
         return _dry_run(loaded, line, ranks, device_bytes)
     from automodel_ckpt.cli.launch.launcher import launch
@@ -176,7 +174,7 @@ def _check_selftest_options(line: CommandLine) -> None:
     if "selftest_resume" in line.modes:
         return
     problems = []
-    for name in sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"}):
+    for name in sorted(line.modes.keys() & {"selftest_steps", "json"}):
         flag = f"--{name.replace('_', '-')}"
         what = f"{flag} requires --selftest-resume"
         problems.append(Problem(what, flag, "", "add --selftest-resume"))

@@ -42,7 +42,6 @@ MODES = {
     "copy": ["NAME", "DIR"],
     "selftest_resume": [],
     "selftest_steps": ["N"],
-    "selftest_nproc": ["N"],
     "json": [],
 }
 """Options that do something other than training, with the names of their arguments."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
@@ -77,7 +76,6 @@ def observation(recipe: Recipe, batch: GlobalBatch) -> dict[str, Any]:
         "loss": result.loss.hex() if math.isfinite(result.loss) else repr(result.loss),
         "grad_norm": float(result.grad_norm).hex(),
         "state": dict(sorted(_digests(recipe))),
-        "has_dropout": _has_dropout(recipe.model),
     }
 
 
@@ -115,19 +113,3 @@ def _digest(value: Any) -> str:
         return repr(value)
     local = value.to_local() if isinstance(value, DTensor) else value
     return f"{local.dtype}{list(local.shape)} {xxhash.xxh3_128_hexdigest(raw_bytes(local))}"
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    """Whether a step draws random numbers for dropout, according to the layers and the configuration."""
-    config = getattr(unwrap(model), "config", None)
-    stated = config.to_dict() if config is not None else {}
-    by_config = any(
-        "dropout" in key or "pdrop" in key for key, value in stated.items() if _is_positive(value)
-    )
-    return by_config or any(
-        isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules()
-    )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, float) and value > 0

@@ -480,19 +480,6 @@ def test_a_place_to_meet_that_is_none_is_told_also_where_nobody_is_met(
     )
 
 
-def test_elastic_runs_are_told_of_numbers_of_machines_that_do_not_fit(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe.write_text(RECIPE)
-    words = [str(recipe), "--step_scheduler.global_batch_size=8"]
-    assert "must be a multiple" in say(capsys, *words, "--nnodes=5:7")
-    # The endpoint ends the start after the check.
-    start = [*words, "--nproc-per-node=2", "--rdzv-endpoint=localhost:99999"]
-    warning = "warning: with 3 nodes, the run will end with exit code 2\n"
-    assert say(capsys, *start, "--nnodes=1:3").startswith(warning)
-    assert "warning" not in say(capsys, *start, "--nnodes=2:2")
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000]
 )

@@ -7,18 +7,17 @@ by a signal, and one that resumes it. Each records its samples and the digests o
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.checks.compare_runs import Step, compare, is_good
-from automodel_ckpt.cli.launch.node_resources import visible_gpus
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine, parse
@@ -27,9 +26,6 @@ from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, RecipeError
 
 DEFAULT_STEPS = 6
-# Relative tolerances on another number of ranks: sums are computed in another order, and a few steps accumulate it.
-TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
-_HALF_DTYPES = ("bfloat16", "float16")
 _ALWAYS = (
     "--step_scheduler.max_time=null",
     "--step_scheduler.ckpt_every_steps=null",
@@ -50,17 +46,22 @@ _ALWAYS = (
     "--profile=null",
 )
 
+_NUMBERS = ("lr", "loss", "grad_norm")
+
+Step = Mapping[str, Any]
+"""What :mod:`automodel_ckpt.training.selftest_probe` recorded of a step on a rank."""
+Run = Sequence[Sequence[Step]]
+"""The steps of each rank: run[rank][step]."""
 Observe = Callable[[LoadedRecipe, Path, int | None], tuple[LoadedRecipe, type]]
 """(recipe, directory for notes, step to stop after) -> the checked recipe, and its class that records each step."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of steps, and launch flags before and after the resume."""
+    """Number of steps, and launch flags."""
 
     num_steps: int
     flags: LaunchFlags
-    resumed_flags: LaunchFlags
 
     @property
     def stop_after(self) -> int:
@@ -76,13 +77,10 @@ def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
             hint = "test the recipe with more steps (--selftest-steps 6)"
             _fail_with_one_step("step_scheduler.max_steps", default, hint)
     (steps,) = line.modes.get("selftest_steps", [str(default)])
-    (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
         _fail(
             "the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more"
         )
-    if not is_number(ranks) or int(ranks) < 1:
-        _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
     if line.flags.nnodes != "1" or started_world_size(os.environ, line.flags):
         _fail(
             "the selftest runs on a single node and starts its own ranks",
@@ -90,8 +88,7 @@ def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
             line.flags.nnodes,
             "run it without --nnodes, torchrun and srun",
         )
-    flags = dataclasses.replace(line.flags, max_restarts=0)
-    return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
+    return Plan(int(steps), dataclasses.replace(line.flags, max_restarts=0))
 
 
 def _fail_with_one_step(where: str, value: object, hint: str) -> NoReturn:
@@ -128,7 +125,7 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
         print(json.dumps(found, indent=2))
     else:
         print(report(found))
-    return EXIT_DONE if is_good(found) else EXIT_INTERNAL
+    return EXIT_INTERNAL if found["first_difference"] else EXIT_DONE
 
 
 class RunFailed(Exception):
@@ -150,26 +147,17 @@ class Runs:
 
     def compare(self) -> dict[str, Any]:
         """Execute the three runs and compare them. Raises :class:`RunFailed`, or :class:`RecipeError` for one step."""
-        plan = self.plan
         # Without checkpoints: the next run has the same directory, and would resume from them.
-        straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
+        straight = self._run("straight", None, EXIT_DONE, "--checkpoint.enabled=false")
         if len(straight[0]) < 2:
             hint = "test it with more data or epochs (--step_scheduler.num_epochs)"
             _fail_with_one_step("--selftest-resume", "the data ended after 1 step", hint)
         # The run may be shorter than planned, and a step has to be left for the resume.
-        stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
-        stopped = self._run(
-            "stopped", plan.flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true"
-        )
-        resumed = self._run(
-            "resumed", plan.resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true"
-        )
-        if len(stopped) == len(resumed):
-            joined = [before + after for before, after in zip(stopped, resumed, strict=True)]
-            return compare(straight, joined, stop_after)
-        # All ranks log the same numbers: those of rank 0 precede the ones of each resumed rank.
-        joined = [stopped[0] + after for after in resumed]
-        return compare(straight, joined, stop_after, self._tolerance())
+        stop_after = min(self.plan.stop_after, max(1, len(straight[0]) - 1))
+        stopped = self._run("stopped", stop_after, EXIT_STOPPED, "--checkpoint.enabled=true")
+        resumed = self._run("resumed", None, EXIT_DONE, "--checkpoint.enabled=true")
+        joined = [before + after for before, after in zip(stopped, resumed, strict=True)]
+        return compare(straight, joined, stop_after)
 
     def _loaded(self, *more: str) -> LoadedRecipe:
         directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
@@ -178,7 +166,7 @@ class Runs:
         return self.recipe.with_overrides(ours)
 
     def _run(
-        self, name: str, flags: LaunchFlags, stop_after: int | None, expected: int, *more: str
+        self, name: str, stop_after: int | None, expected: int, *more: str
     ) -> list[list[Step]]:
         """Execute one run in a child process, so that this one does not import torch; return each rank's steps."""
         notes, output = self.scratch / name, self.scratch / f"{name}.log"
@@ -186,21 +174,15 @@ class Runs:
         loaded = self._loaded(*more)
         child = os.fork()
         if child == 0:
-            _launch(loaded, flags, lambda: self.observe(loaded, notes, stop_after), output)
+            _launch(
+                loaded, self.plan.flags, lambda: self.observe(loaded, notes, stop_after), output
+            )
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         files = sorted(notes.iterdir(), key=lambda path: int(path.stem.removeprefix("rank_")))
         steps = [_lines(path) for path in files]
         if code != expected or not steps:
             raise RunFailed(name, code, output.read_text(errors="replace"))
         return steps
-
-    def _tolerance(self) -> float:
-        config = self._loaded().config
-        # Rounding dominates: sums in half precision depend much more on their order.
-        dtypes = [config.distributed.mixed_precision, getattr(config.model, "dtype", None)]
-        if config.distributed.mixed_precision == "auto" and visible_gpus(os.environ):
-            dtypes.append("bfloat16")
-        return HALF_TOLERANCE if any(dtype in _HALF_DTYPES for dtype in dtypes) else TOLERANCE
 
 
 def _launch(
@@ -224,12 +206,83 @@ def _lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+# ---------------------------------------------------------------- comparing the runs
+
+
+def compare(straight: Run, resumed: Run, stopped_after: int) -> dict[str, Any]:
+    """Return the document of ``--selftest-resume --json``: all values must be bit-identical."""
+    first = None
+    steps = []
+    lengths = len(straight[0]), len(resumed[0])
+    for number in range(min(lengths)):
+        ranks = [steps_of_rank[number] for steps_of_rank in straight]
+        others = [steps_of_rank[number] for steps_of_rank in resumed]
+        found = [
+            _difference(rank, *pair) for rank, pair in enumerate(zip(ranks, others, strict=True))
+        ]
+        difference = next(filter(None, found), None)
+        first = first or difference
+        steps.append(
+            {
+                "step": ranks[0]["step"],
+                "num_samples": len(ranks[0]["samples"]),
+                **{name: _number(ranks[0][name]) for name in _NUMBERS},
+                "digests": _combined(ranks),
+                "same": difference is None,
+            }
+        )
+    if first is None and lengths[0] != lengths[1]:
+        first = _described(min(lengths) + 1, 0, "number of steps", *lengths)
+    return {
+        "num_steps": lengths[0],
+        "stopped_after": stopped_after,
+        "num_ranks": len(straight),
+        "first_difference": first,
+        "steps": steps,
+        "verdict": "different" if first else "bit-identical",
+    }
+
+
+def _difference(rank: int, one: Step, other: Step) -> dict[str, Any] | None:
+    """Return the first difference of a step on one rank: quantities, then whole attributes, then their tensors."""
+    for name in ("samples", *_NUMBERS):
+        if one[name] != other[name]:
+            return _described(one["step"], rank, name, one[name], other[name])
+    state, other_state = one["state"], other["state"]
+    for name in sorted(state.keys() | other_state.keys(), key=lambda name: ("/" not in name, name)):
+        digests = [digests.get(name, "missing") for digests in (state, other_state)]
+        if digests[0] != digests[1]:
+            return _described(one["step"], rank, name, *digests)
+    return None
+
+
+def _described(step: int, rank: int, name: str, one: Any, other: Any) -> dict[str, Any]:
+    texts = [repr(_number(each)) if name in _NUMBERS else str(each) for each in (one, other)]
+    values = {"straight": texts[0], "resumed": texts[1]}
+    return {"step": step, "rank": rank, "quantity": name, **values}
+
+
+def _combined(ranks: Sequence[Step]) -> dict[str, str]:
+    """Return one short digest over all ranks for each attribute with state."""
+    hashes: dict[str, Any] = {}
+    for rank in ranks:
+        for name, digest in rank["state"].items():
+            found = hashes.setdefault(name.partition("/")[0], hashlib.blake2b(digest_size=6))
+            found.update(f"{name} {digest}\n".encode())
+    return {name: hashes[name].hexdigest() for name in sorted(hashes)}
+
+
+def _number(text: str) -> float:
+    """Parse a number that was written with ``float.hex``, or in decimal."""
+    try:
+        return float.fromhex(text)
+    except ValueError:
+        return float(text)
+
+
 def report(found: Mapping[str, Any]) -> str:
     """Format the comparison as text."""
-    before, after = found["num_ranks"]
-    ranks = counted(before, "rank")
-    if after != before:
-        ranks += f", resumed on {after}"
+    ranks = counted(found["num_ranks"], "rank")
     stop = f"{found['num_steps']} steps, stopped after step {found['stopped_after']}"
     lines = [_step_line(step) for step in found["steps"]]
     lines.append(f"{found['verdict']}: {stop}, {ranks}")
@@ -242,11 +295,6 @@ def report(found: Mapping[str, Any]) -> str:
             lines.append(
                 "  it is before the stop: two runs differ even without a resume (deterministic: true may help)"
             )
-    limit = f"tolerance {found['tolerance']:g}"
-    if not found["judged"]:
-        limit = "not compared: the model has dropout"
-    for name, value in found["largest"].items():
-        lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
     return "\n".join(lines)
 
 

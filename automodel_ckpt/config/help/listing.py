@@ -60,8 +60,7 @@ instead of training:
   --version       print the version
   --selftest-resume
                   train a few steps without interruption, then with a stop and a resume, and compare the results bit
-                  by bit (--selftest-steps N, default 6 or a smaller step_scheduler.max_steps; --selftest-nproc N:
-                  number of ranks to resume on; --json)
+                  by bit (--selftest-steps N, default 6 or a smaller step_scheduler.max_steps; --json)
 """
 VERBOSE = """\
   -v, --verbose     Show debug messages too, such as what is saved where; the same as --logging.level debug.
