@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from automodel_ckpt.logs.charts import panels_of, short
 from automodel_ckpt.logs.history import History, Series
 
-BARS = "▁▂▃▄▅▆▇█"
-ASCII_BARS = "_.-=+*%#"
+_BARS = "▁▂▃▄▅▆▇█"
 
 
-def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
+def curve_lines(run: History, width: int) -> Iterator[str]:
     """Yield a line for each curve that has a text title and values: title, sparkline, first and last value."""
     shown = []
     for panel in panels_of([run]):
@@ -21,13 +20,13 @@ def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
                 shown.append((curve.text_title, series))
     title_width = max([10, *(len(title) for title, _ in shown)])
     for title, series in shown:
-        line = sparkline(series, width, bars)
+        line = sparkline(series, width)
         first, last = series.values[0], series.values[-1]
         yield f"  {title:<{title_width}}  {line}  {short(first)} .. {short(last)}"
 
 
-def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:
-    """Draw a series with at most *width* characters of *bars*, from the lowest to the highest.
+def sparkline(series: Series, width: int = 60) -> str:
+    """Draw a series with at most *width* characters, from the lowest to the highest.
 
     Each character is the mean of an interval of steps. Returns an empty text for an empty series.
     """
@@ -35,11 +34,11 @@ def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:
     if not means:
         return ""
     low, high = min(means), max(means)
-    bars_per_unit = (len(bars) - 1) / (high - low) if high > low else 0.0
+    bars_per_unit = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     characters = []
     for mean in means:
         height = round((mean - low) * bars_per_unit)
-        characters.append(bars[height])
+        characters.append(_BARS[height])
     return "".join(characters)
 
 

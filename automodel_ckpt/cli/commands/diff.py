@@ -1,4 +1,4 @@
-"""``ckpt diff A B``: show what changed between two checkpoints, and what a resume of A with B's recipe would change."""
+"""``ckpt diff A B``: show what changed between two checkpoints."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Side:
 
     *general* and *environment* come from its manifest and are empty for an external checkpoint. *recipe* maps dotted
     keys to values. *config* is the content of the model's config.json, empty if there is none. *trees* maps tree names
-    to tensors. *steps* and *data* are the state of the step scheduler and the data loader, and *state* the names of all
-    saved state. *url* is that of a checkpoint in a store, whose tensors are not read; *path* then has its other files.
+    to tensors. *url* is the URL of a checkpoint in a store; its tensors are not read, and *path* has its other files.
     """
 
     path: Path
@@ -66,29 +65,17 @@ class Side:
     recipe: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     trees: Mapping[str, StoredTensors] = field(default_factory=dict)
-    steps: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
-    state: frozenset[str] = frozenset()
     url: str = ""
-
-    @property
-    def name(self) -> str:
-        """The path or URL, for reports."""
-        return self.url or str(self.path)
-
-    @property
-    def is_external(self) -> bool:
-        return not self.general
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt diff``."""
     command.description = (
-        "Show what changed from checkpoint A to B: recipe, environment, ranks, the model's config and tensors; and "
-        "what would change if A were resumed with B's recipe. Tensors with equal digests are not read, unless their "
-        "files are those of an export or have changed since the manifest was written: then their bytes are compared "
-        "with the digests first. Tensors of a checkpoint in a store are compared by their digests alone. The exit "
-        "code is 3 if a tensor is damaged."
+        "Show what changed from checkpoint A to B: recipe, environment, ranks, the model's config and tensors. Tensors "
+        "with equal digests are not read, unless their files are those of an export or have changed since the manifest "
+        "was written: then their bytes are compared with the digests first. Tensors of a checkpoint in a store are "
+        "compared by their digests alone. The exit code is 3 if a tensor is damaged. `ckpt-train --dry-run` shows what "
+        "a recipe changes in the run that it resumes."
     )
     for name in ("a", "b"):
         command.add_argument(
@@ -130,8 +117,7 @@ def _side(path: Path) -> Side:
     from automodel_ckpt.convert.formats.files import read_json
     from automodel_ckpt.convert.open import open_source
 
-    has_manifest = os.path.lexists(path / layout.MANIFEST)
-    if not has_manifest and not os.path.lexists(path.parent / layout.MANIFEST):
+    if not os.path.lexists(path / layout.MANIFEST):
         source = open_source(path)
         return Side(
             path,
@@ -141,17 +127,13 @@ def _side(path: Path) -> Side:
                 lambda: read_json(source.config_directory, "config.json", source.export)
             ),
         )
-    if not has_manifest:
-        path = path.parent
-    manifest = Manifest.read(path)
     recorded_at = os.stat(path / layout.MANIFEST).st_mtime_ns
-    return _side_of(path, manifest, recorded_at=recorded_at)
+    return _side_of(path, Manifest.read(path), recorded_at=recorded_at)
 
 
 def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.state.display import plain_state
     from automodel_ckpt.checkpoint.state.model_config import saved_config
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
@@ -166,7 +148,6 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
         others = {fqn: tensor for fqn, tensor in stored.items() if (tree, fqn) not in places}
         bits = {fqn: tensors[owner][name] for fqn, (owner, name) in found.get(tree, {}).items()}
         trees[tree] = StoredTensors(path, others, recorded_at, bits)
-    saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
         path,
         general={key: getattr(manifest, key) for key in _GENERAL},
@@ -174,9 +155,6 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
         recipe=saved_recipe(path / layout.CONFIG),
         config=_config(lambda: saved_config(path, layout.state_directory("model"))),
         trees=trees,
-        steps=plain_state(path, manifest, "step_scheduler"),
-        data=plain_state(path, manifest, "dataloader"),
-        state=frozenset(saved),
     )
 
 
@@ -220,70 +198,15 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
             # Weights of another program have tensors only.
             absent.append(part)
     document = {
-        "a": a.name,
-        "b": b.name,
-        "foreign": [side.name for side in (a, b) if side.is_external],
+        "a": a.url or str(a.path),
+        "b": b.url or str(b.path),
+        "foreign": [str(side.path) for side in (a, b) if not side.general],
         **sections,
         "not_compared": not_compared,
         "absent": absent,
         "trees": trees,
-        "resume": list(_resume_lines(a, b)),
     }
     return document, list(found)
-
-
-# ---------------------------------------------------------------- a resume of A under B's recipe
-
-
-def _resume_lines(a: Side, b: Side) -> Iterator[str]:
-    """Yield a sentence for each effect of resuming A with the recipe of B instead of that of A."""
-    from automodel_ckpt.config.help.changes import (
-        change_lines,
-        changed_keys,
-        has_settings_in_state,
-        ignored_by_resume,
-    )
-
-    if a.is_external or not a.recipe or not b.recipe:
-        return
-    for names, how in (
-        (a.state - b.state, "saved in A, missing in B"),
-        (b.state - a.state, "saved in B, missing in A"),
-    ):
-        if names:
-            listed = ", ".join(sorted(names))
-            yield f"the resume fails without --checkpoint.allow_missing_state '[{listed}]': {how}"
-    for name in sorted(a.trees.keys() & b.trees.keys()):
-        for line in _changed_outputs(a.path, b.path, name):
-            yield f"the resume fails without --checkpoint.allow_changed_model true: {line}"
-    for title, before, after in (
-        ("planned steps", a.steps.get("planned_steps"), b.steps.get("planned_steps")),
-        ("samples of the data set", a.data.get("num_samples"), b.data.get("num_samples")),
-    ):
-        if before != after:
-            yield f"{title}: {_text(before)} -> {_text(after)}"
-    changes = changed_keys(a.recipe, b.recipe, b.recipe)
-    schedule = b.recipe.get("lr_scheduler._target_", "")
-    ignored = ignored_by_resume(
-        changes,
-        a.state,
-        b.recipe.get("optimizer.on_resume", "checkpoint"),
-        keeps_schedule=has_settings_in_state(schedule),
-    )
-    yield from change_lines(ignored, ignored)
-
-
-def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
-    """Return the changes from A's model config to B's that affect the outputs of the module *name*."""
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.state.model_config import config_changes, saved_config
-
-    directory = layout.state_directory(name)
-    try:
-        before, after = (saved_config(path, directory) for path in (a, b))
-    except CheckpointUnusable:
-        return ()
-    return config_changes(before, after).function if before and after else ()
 
 
 # ---------------------------------------------------------------- printing
@@ -303,8 +226,6 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield from section(title, lines)
     for name, tree in document["trees"].items():
         yield from section(f"{name}: tensors", list(_tree_lines(tree)))
-    if document["resume"]:
-        yield from section("resuming A with the recipe of B", document["resume"])
 
 
 def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:

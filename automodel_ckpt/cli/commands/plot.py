@@ -6,7 +6,6 @@ import argparse
 import errno
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.checkpoint.files.layout import CONFIG
 from automodel_ckpt.cli.common.paths import run_with_logs
 from automodel_ckpt.cli.common.terminal import (
-    can_print,
     print_error,
     print_path,
     printable,
@@ -127,14 +125,13 @@ def _lines(run: History) -> Iterator[str]:
     import shutil
 
     from automodel_ckpt.logs.page import summary
-    from automodel_ckpt.logs.sparkline import ASCII_BARS, BARS, curve_lines
+    from automodel_ckpt.logs.sparkline import curve_lines
 
     columns_left = shutil.get_terminal_size().columns - _MAX_TEXT_WIDTH
     width = max(10, min(columns_left, 60))
-    bars = BARS if can_print(BARS, sys.stdout) else ASCII_BARS
     facts = ", ".join(f"{name} {value}" for name, value in summary(run))
     yield f"{run.name}: {facts}"
-    yield from curve_lines(run, width, bars)
+    yield from curve_lines(run, width)
 
 
 def _document(run: History) -> dict[str, Any]:

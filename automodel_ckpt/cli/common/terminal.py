@@ -23,7 +23,6 @@ from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable, 
 __all__ = [
     "age_facts",
     "age_text",
-    "can_print",
     "coloured",
     "fitted",
     "forgiving_streams",
@@ -161,15 +160,6 @@ def output_failure(error: BaseException) -> OutputFailed | None:
 def printable_lines(text: str) -> str:
     """Apply :func:`printable` to each line of a message."""
     return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def can_print(text: str, stream: TextIO) -> bool:
-    """Whether the encoding of *stream* has all characters of *text*."""
-    try:
-        text.encode(stream.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def print_error(message: str) -> None:

@@ -1,4 +1,4 @@
-"""`ckpt diff` tells what changed, reads only what it has to, and says what a resume would do otherwise."""
+"""`ckpt diff` tells what changed, and reads only what it has to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.optim.adam8bit import AdamW8bit, joined
 from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
-from tests.support.runs.training import RECIPE, train, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -281,58 +279,3 @@ def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:
 def test_boxes_make_up_the_tensor(shape: tuple[int, ...]) -> None:
     found = list(boxes(shape))
     assert tiling_fault(found, shape) is None and all(box.numel <= 256 << 10 for box in found)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
-    """Two short runs of recipes that differ in what a resume cares about."""
-    found = []
-    for number, changes in enumerate(
-        (
-            (),
-            (
-                "--step_scheduler.max_steps",
-                "6",
-                "--optimizer.lr",
-                "5e-3",
-                "--seed",
-                "8",
-                "--optimizer.weight_decay",
-                "0.5",
-                "--dataset.max_samples",
-                "40",
-                "--step_scheduler.global_batch_size",
-                "4",
-            ),
-        )
-    ):
-        directory = tmp_path_factory.mktemp(f"run{number}")
-        recipe = write_recipe(directory, RECIPE)
-        where = str(directory / "checkpoints")
-        train(
-            recipe,
-            "--checkpoint.checkpoint_dir",
-            where,
-            "--checkpoint.save_consolidated",
-            "false",
-            *changes,
-        )
-        found.append(Path(where) / ("epoch_0_step_6" if changes else "epoch_0_step_5"))
-    return found
-
-
-def test_what_a_resume_would_not_apply_is_said(runs: Sequence[Path], capsys: Capture) -> None:
-    document = shown(capsys, *runs)
-    assert document["recipe"]["optimizer.lr"] == ["0.01", "0.005"]
-    said = "\n".join(document["resume"])
-    for line in (
-        "planned steps: 12 -> 6",
-        "samples of the data set: 44 -> 40",
-        "optimizer.weight_decay: 0.01 -> 0.5 (not applied: the run keeps 0.01; optimizer.on_resume: recipe applies",
-        "seed: 7 -> 8 (not applied: the run keeps 7; only a new run can change it)",
-    ):
-        assert line in said
-
-
-def test_equal_recipes_change_nothing(runs: Sequence[Path], capsys: Capture) -> None:
-    assert shown(capsys, runs[0], runs[0])["resume"] == []
