@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -309,8 +310,12 @@ def cached_texts(
 
     *what* is the name of the data in the log.
     """
+
+    def save(directory: Path) -> None:
+        build().save(directory)
+
     whole_key = (_FORMAT, *key)
-    dataset = prepared(name, whole_key, encoder.tokenizer, build, LabeledTexts)
+    dataset = prepared(name, whole_key, encoder.tokenizer, save, LabeledTexts)
     if num_cut := int(dataset.num_cut[0]):
         log.warning(
             "%s: %d of %d samples were truncated to seq_length %d",

@@ -1,9 +1,9 @@
-"""Tokenize all rows of a table in parts, on all cores, into flat arrays: in files, or in memory without a directory."""
+"""Tokenize all rows of a table in parts, on all cores, into flat arrays in the files of a directory."""
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -12,20 +12,14 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.data.rows.row_workers import in_order, usable_cores
 from automodel_ckpt.data.rows.rows import RowRange, Rows
-from automodel_ckpt.data.samples.tokenized import (
-    TokenizedDataset,
-    TokenizedSample,
-    known_numbers,
-    save_notes,
-    save_numbers,
-)
+from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
 
 log = logging.getLogger(__name__)
@@ -61,28 +55,25 @@ def prepare(
     rows: Rows,
     encode: Encode,
     policy: Truncation,
-    directory: Path | None = None,
-    *,
+    directory: Path,
+    group_size: int,
     report: Callable[[], None] = lambda: None,
-    kind: type[TokenizedDataset] = TokenizedDataset,
-) -> TokenizedDataset | None:
-    """Make a data set of class *kind* of all *rows*, whose samples *encode* makes and *policy* truncates.
+) -> None:
+    """Write the data set of all *rows*, whose samples *encode* makes and *policy* truncates, into *directory*.
 
-    With a *directory*, the data set is written there as :meth:`TokenizedDataset.save` would write it, and None is
-    returned. *report* is called after the last row was tokenized. Raises :class:`RecipeError` for the first row that
-    *encode* does not accept, and then for all samples that are too long.
+    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. *report* is called
+    after the last row was tokenized. Raises :class:`RecipeError` for the first row that *encode* does not accept, and
+    then for all samples that are too long.
     """
-    num_rows = rows.num_rows
-    parts = _encoded_parts(rows, encode, policy, kind.group_size, is_shared=directory is not None)
-    tokens = _Column("tokens", np.dtype(np.int32), directory)
-    ends = _Column("ends", np.dtype(np.int64), directory)
-    labelled = _Column("labelled", np.dtype(np.bool_), directory)
+    tokens = _Column(directory / "tokens.npy", np.int32)
+    ends = _Column(directory / "ends.npy", np.int64)
+    labelled = _Column(directory / "labelled.npy", np.bool_)
     used, lengths = [], []
     numbers: list[float] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
-    with tokens, ends, labelled, _progress(rows.path, num_rows) as show:
-        for part in parts:
+    with tokens, ends, labelled, _progress(rows.path, rows.num_rows) as show:
+        for part in _encoded_parts(rows, encode, policy, group_size):
             ends.append(part.ends + tokens.size)
             tokens.append(part.tokens)
             labelled.append(part.labelled)
@@ -94,24 +85,17 @@ def prepare(
             show(part.num_rows)
     report()
     policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
-    if directory is not None:
-        np.save(directory / "counts.npy", counts)
-        save_numbers(directory, known_numbers(numbers))
-        save_notes(directory, notes)
-        return None
-    known = known_numbers(numbers)
-    dataset = kind(tokens.array(), ends.array(), labelled.array(), counts, known)
-    dataset.notes = notes
-    return dataset
+    np.save(directory / "counts.npy", counts)
+    if not np.isnan(numbers).all():
+        np.save(directory / NUMBERS, np.array(numbers))
+    if notes:
+        (directory / NOTES).write_text(json.dumps(notes), encoding="utf-8")
 
 
 def _encoded_parts(
-    rows: Rows, encode: Encode, policy: Truncation, group_size: int, *, is_shared: bool
+    rows: Rows, encode: Encode, policy: Truncation, group_size: int
 ) -> Iterator[Part]:
-    """Yield the samples of all *rows* in parts.
-
-    *is_shared*: the other ranks of the node wait for the result; otherwise each of them prepares the rows, too.
-    """
+    """Yield the samples of all *rows* in parts."""
     num_rows = rows.num_rows
     known: dict[tuple[str, ...], bool] = {}
     encode_range = partial(_encode_range, rows, encode, policy, group_size, known)
@@ -124,8 +108,7 @@ def _encoded_parts(
         ranges.append((start, min(start + ROWS_PER_PART, num_rows)))
     num_workers = 1
     if num_rows >= FEWEST_ROWS_FOR_WORKERS:
-        num_ranks = 1 if is_shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        num_workers = min(usable_cores(num_ranks), len(ranges))
+        num_workers = min(usable_cores(), len(ranges))
     yield from in_order(encode_range, ranges, num_workers)
 
 
@@ -155,11 +138,7 @@ def _encode_range(
             if longest > policy.seq_length:
                 continue
         remaining += truncation.apply_to_group(group, partial(rows.place, number))
-    counts = (
-        truncation.num_cut,
-        truncation.num_left_out,
-        truncation.num_empty,
-    )
+    counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
     sizes = [len(sample.tokens) for sample in remaining]
     return Part(
         num_rows=stop - start,
@@ -177,43 +156,32 @@ def _encode_range(
 
 
 class _Column:
-    """A flat array that grows: in the file *name*.npy of a directory, or in memory."""
+    """A flat array in a ``.npy`` file that grows."""
 
-    def __init__(self, name: str, dtype: np.dtype[Any], directory: Path | None) -> None:
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self.size = 0
-        self._dtype = dtype
-        self._parts: list[npt.NDArray[Any]] = []
-        self._file: IO[bytes] | None = None
-        if directory is not None:
-            self._file = (directory / f"{name}.npy").open("wb")
-            self._write_header(self._file)
+        self._dtype = np.dtype(dtype)
+        self._file = path.open("wb")
+        self._write_header()
 
     def __enter__(self) -> _Column:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with self._file as file:
-                file.seek(0)
-                self._write_header(file)
+        with self._file as file:
+            file.seek(0)
+            self._write_header()
 
     def append(self, values: npt.NDArray[Any]) -> None:
         """Add *values* at the end."""
         self.size += len(values)
-        if self._file is None:
-            self._parts.append(values)
-        else:
-            self._file.write(values.astype(self._dtype, copy=False).tobytes())
+        self._file.write(values.astype(self._dtype, copy=False).tobytes())
 
-    def array(self) -> npt.NDArray[Any]:
-        """The whole array, if it is in memory."""
-        return np.concatenate(self._parts)
-
-    def _write_header(self, file: IO[bytes]) -> None:
+    def _write_header(self) -> None:
         # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
         form = np.lib.format.dtype_to_descr(self._dtype)
         header = {"descr": form, "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(file, header)
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 @contextmanager

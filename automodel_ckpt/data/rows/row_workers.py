@@ -36,10 +36,9 @@ _function: Callable[[int, int], object] | None = None
 """The function of the workers that are forked next."""
 
 
-def usable_cores(num_sharing: int = 1) -> int:
-    """Return how many workers a process may start if *num_sharing* processes of the machine start as many."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores // num_sharing, _MOST_WORKERS))
+def usable_cores() -> int:
+    """Return how many workers a process may start."""
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 def in_order(

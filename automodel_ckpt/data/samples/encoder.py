@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -78,15 +78,3 @@ class Encoder:
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_all(self.tokenizer, texts)
-
-
-def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[TokenizedSample]:
-    """Concatenate the documents and split them into blocks of *seq_length* tokens; the last one may be shorter.
-
-    A single token at the end is dropped, because it has nothing to predict.
-    """
-    stream: list[int] = []
-    for document in documents:
-        stream += document.tokens
-    starts = range(0, len(stream) - 1, seq_length)
-    return [TokenizedSample.whole(stream[start : start + seq_length]) for start in starts]

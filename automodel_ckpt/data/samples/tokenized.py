@@ -6,7 +6,6 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -22,8 +21,8 @@ from automodel_ckpt.errors import RecipeError, printable
 
 log = logging.getLogger(__name__)
 
-_NUMBERS = "numbers.npy"
-_NOTES = "notes.json"
+NUMBERS = "numbers.npy"
+NOTES = "notes.json"
 _NUM_NOTES = 10
 """Number of notes that are shown."""
 REPEATED_PROMPT = (
@@ -47,11 +46,6 @@ class TokenizedSample(NamedTuple):
     number: float = math.nan
     is_cut: bool = False
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def whole(cls, tokens: list[int]) -> TokenizedSample:
-        """Make a sample with a label on every token."""
-        return cls(tokens, [True] * len(tokens))
 
     @classmethod
     def answer(
@@ -99,44 +93,16 @@ class TokenizedDataset(SampleArrays):
         self.numbers = numbers
 
     @classmethod
-    def of(
-        cls,
-        samples: Sequence[TokenizedSample],
-        num_cut: int = 0,
-        num_left_out: int = 0,
-        num_empty: int = 0,
-    ) -> Self:
-        """Make a data set of *samples*.
-
-        *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
-        """
-        all_tokens = chain.from_iterable(sample.tokens for sample in samples)
-        all_labelled = chain.from_iterable(sample.labelled for sample in samples)
-        lengths = [len(sample.tokens) for sample in samples]
-        tokens = np.fromiter(all_tokens, dtype=np.int32)
-        labelled = np.fromiter(all_labelled, dtype=np.bool_)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
-        numbers = known_numbers([sample.number for sample in samples])
-        return cls(tokens, ends, labelled, counts, numbers)
-
-    @classmethod
     def load(cls, directory: Path) -> Self:
-        """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
+        """Load a data set that :mod:`~automodel_ckpt.data.rows.preparation` wrote; its arrays are memory-mapped."""
         numbers = None
-        if (directory / _NUMBERS).exists():
-            numbers = np.load(directory / _NUMBERS)
+        if (directory / NUMBERS).exists():
+            numbers = np.load(directory / NUMBERS)
         tokens, ends, labelled, counts = cls.mapped_arrays(directory)
         dataset = cls(tokens, ends, labelled, counts, numbers)
-        if (directory / _NOTES).exists():
-            dataset.notes = json.loads((directory / _NOTES).read_text("utf-8"))
+        if (directory / NOTES).exists():
+            dataset.notes = json.loads((directory / NOTES).read_text("utf-8"))
         return dataset
-
-    def save(self, directory: Path) -> None:
-        """Write the arrays as ``.npy`` files into an existing directory."""
-        super().save(directory)
-        save_numbers(directory, self.numbers)
-        save_notes(directory, self.notes)
 
     def first(self, max_samples: int | None) -> Self:
         """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
@@ -239,12 +205,6 @@ class TokenizedDataset(SampleArrays):
         log.info("%s: %s", what, self.summary)
 
 
-def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:
-    """Return the *numbers* of samples as an array; None if all are NaN."""
-    array = np.array(numbers, dtype=np.float64)
-    return None if np.isnan(array).all() else array
-
-
 def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
     """State how many of *num_samples* samples have each of the *notes*, the most frequent first."""
     lines = []
@@ -261,15 +221,3 @@ def warn_of_notes(what: str, notes: Mapping[str, int], num_samples: int) -> None
     """Log a warning for each of the *notes* about *num_samples* samples of *what*."""
     for line in note_lines(notes, num_samples):
         log.warning("%s: %s", what, line)
-
-
-def save_notes(directory: Path, notes: Mapping[str, int]) -> None:
-    """Write the *notes* of samples beside their tokens, if there are any."""
-    if notes:
-        (directory / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
-
-
-def save_numbers(directory: Path, numbers: npt.NDArray[np.float64] | None) -> None:
-    """Write the *numbers* of samples beside their tokens, if there are any."""
-    if numbers is not None:
-        np.save(directory / _NUMBERS, numbers)
