@@ -19,18 +19,22 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import (
+    Batch,
+    Integers,
+    Sample,
+)
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_tokenizer
-from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.rows import RowRange, Rows
+from automodel_ckpt.data.rows.rows import RowRange, Rows, names_in
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.fast_encoding import truncation_on_the_right
+from automodel_ckpt.data.samples.encoder import truncation_on_the_right
 from automodel_ckpt.data.samples.label_values import LabelValues, Reading, reading_of
 from automodel_ckpt.data.samples.labels import Labels
-from automodel_ckpt.data.samples.sample_arrays import LengthSummary, SampleArrays
 from automodel_ckpt.data.samples.samples import identity, prepared
+from automodel_ckpt.data.samples.tokenized import LengthSummary, SampleArrays
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -39,9 +43,6 @@ log = logging.getLogger(__name__)
 _FORMAT = 2
 """Part of the cache's keys. Increase it when the samples of the same data change."""
 _ROWS_PER_CALL = 1000
-
-Encoded = dict[str, list[int]]
-"""The ``input_ids`` of a text, and its ``token_type_ids`` if the tokenizer makes them."""
 
 
 class LabeledTexts(SampleArrays):
@@ -62,9 +63,9 @@ class LabeledTexts(SampleArrays):
         self,
         tokens: npt.NDArray[np.int32],
         types: npt.NDArray[np.int32],
-        ends: npt.NDArray[np.int64],
+        ends: Integers,
         targets: npt.NDArray[np.float64],
-        num_cut: npt.NDArray[np.int64],
+        num_cut: Integers,
     ) -> None:
         self.tokens = tokens
         self.types = types
@@ -112,7 +113,7 @@ class LabelCollator:
         self.labels = labels
         self.multiple = pad_to_multiple_of
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
         for sample in samples:
             self._check(sample)
         longest = max(len(sample["input_ids"]) for sample in samples)
@@ -166,7 +167,7 @@ class TextEncoder:
         text = template_of(self.tokenizer, self.chat_template)
         return ChatTemplate(self.tokenizer, text, {}, False)
 
-    def encode(self, rows: Rows) -> list[Encoded]:
+    def encode(self, rows: Rows) -> list[Sample]:
         """Make ``input_ids`` of each row, and ``token_type_ids`` if the tokenizer makes them, truncated by the policy.
 
         The tokenizer truncates, so that its special tokens remain. With the policy ``error``, long samples are not
@@ -211,7 +212,7 @@ class TextEncoder:
 
     def _tokenized(
         self, columns: Sequence[list[str]], adds_special_tokens: bool, **options: Any
-    ) -> list[Encoded]:
+    ) -> list[Sample]:
         encoded: Any = self.tokenizer(
             *columns,
             add_special_tokens=adds_special_tokens,
@@ -340,7 +341,7 @@ def labeled_texts(
     for number, value in enumerate(values):
         with at_row(rows, number):
             targets.append(read(value))
-    samples: list[Encoded] = []
+    samples: list[Sample] = []
     known: dict[tuple[str, ...], bool] = {}
     for start in range(0, rows.num_rows, _ROWS_PER_CALL):
         stop = min(start + _ROWS_PER_CALL, rows.num_rows)

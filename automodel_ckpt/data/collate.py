@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from automodel_ckpt.errors import RecipeError
 
+Integers = npt.NDArray[np.int64]
+Batch = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+Sample = dict[str, list[int]]
+"""The ``input_ids`` and ``labels`` of a sample, and further lists of their length."""
+AnySample = Mapping[str, Sequence[int]]
+"""A sample as data sets of users return it."""
 IGNORE_INDEX = -100
 """The label of a position without a label, as in transformers and ``torch.nn.functional.cross_entropy``."""
 
@@ -37,7 +45,7 @@ class PadCollator:
         self.pad_token_id = pad_token_id
         self.multiple = pad_to_multiple_of or 1
 
-    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[AnySample]) -> Batch:
         for sample in samples:
             _check(sample)
         longest = max(len(sample["input_ids"]) for sample in samples)
@@ -56,7 +64,7 @@ class PadCollator:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def check_unpadded(sample: Mapping[str, Sequence[int]]) -> None:
+def check_unpadded(sample: AnySample) -> None:
     """Raise :class:`RecipeError` if the sample's own attention mask hides some of its tokens."""
     mask = sample.get("attention_mask", [])
     if not all(mask):
@@ -95,7 +103,7 @@ def check_has_tokens(sample: object) -> None:
     require_sample(is_valid, sample, "a sample lacks input_ids or labels", _HINT)
 
 
-def _check(sample: Mapping[str, Sequence[int]]) -> None:
+def _check(sample: AnySample) -> None:
     check_has_tokens(sample)
     check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}

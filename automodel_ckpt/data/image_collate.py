@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.media.audio_limit import AudioLimit
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+)
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.media.images import pillow
 from automodel_ckpt.data.media.media import (
     AUDIO,
     IMAGE,
@@ -28,9 +30,48 @@ from automodel_ckpt.data.media.media import (
     sampling_rate_of,
     usual_media,
 )
+from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
+
+_END_SECONDS = 0.05
+"""Length of the end of an audio that a probe changes. The last frame of a spectrogram may be unused in any audio."""
+_MARGIN = 1.5
+"""The first probe is this much longer than the audio, so that few probes are needed."""
+
+
+class AudioLimit:
+    """Finds out whether a processor uses the end of an audio. *features_of* converts samples [length] to arrays."""
+
+    def __init__(self, features_of: Callable[[Any], list[Any]], sampling_rate: int) -> None:
+        self.features_of = features_of
+        self._end = int(_END_SECONDS * sampling_rate)
+        self._longest_used = 0
+        self._shortest_cut = sys.maxsize
+
+    def uses(self, num_samples: int) -> bool:
+        """Whether the processor uses all of an audio of *num_samples*."""
+        for probed in (int(num_samples * _MARGIN), num_samples):
+            if self._longest_used < num_samples < self._shortest_cut and self._is_end_used(probed):
+                self._longest_used = probed
+        if num_samples > self._longest_used:
+            self._shortest_cut = min(self._shortest_cut, num_samples)
+        return num_samples <= self._longest_used
+
+    def _is_end_used(self, num_samples: int) -> bool:
+        silence = np.zeros(num_samples, np.float32)
+        noise = silence.copy()
+        end = noise[-self._end :]
+        end[:] = np.random.default_rng(0).uniform(-0.5, 0.5, len(end))
+        try:
+            pairs = zip(self.features_of(silence), self.features_of(noise), strict=True)
+            return any(not np.array_equal(left, right) for left, right in pairs)
+        except Exception as error:  # feature extractors raise many types for what they reject
+            # Not cut: the samples show the error.
+            log.debug("the processor rejects %d samples of audio: %r", num_samples, error)
+            return True
+
 
 _BLANK_PIXELS = 64
 _BLANK_SECONDS = 1
@@ -80,7 +121,7 @@ class ImageTextCollator:
             return 0
         return min(length, sample.seq_length or length)
 
-    def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[ImageText]) -> Batch:
         for sample in samples:
             check_conversation(sample)
         samples = [sample if self._uses_whole_audio(sample) else self.blank for sample in samples]
@@ -160,7 +201,7 @@ class ImageTextCollator:
         audios = [] if audio is None else [audio]
         return ImageText(rendered, [] if image is None else [image], [], audios=audios)
 
-    def _process(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+    def _process(self, samples: Sequence[ImageText]) -> Batch:
         try:
             batch = self._call_with(samples)
         except _REJECTIONS as error:
@@ -403,9 +444,7 @@ class ImageTextCollator:
         self.num_left_out += 1
         log.warning("%s is skipped (%d so far): %s", sample.where, self.num_left_out, why)
 
-    def _truncated(
-        self, batch: dict[str, torch.Tensor], samples: Sequence[ImageText], lengths: list[int]
-    ) -> dict[str, torch.Tensor]:
+    def _truncated(self, batch: Batch, samples: Sequence[ImageText], lengths: list[int]) -> Batch:
         """Truncate every sample of a batch to its seq_length, and remove the padding that is not needed any more."""
         ends = []
         for sample, length in zip(samples, lengths, strict=True):

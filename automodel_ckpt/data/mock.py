@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from automodel_ckpt.data.batches.sampler import derive_seed
+from automodel_ckpt.data.collate import Sample
 from automodel_ckpt.errors import RecipeError
 
 _MIN_LENGTH = 2
@@ -41,7 +42,7 @@ class RandomTokens:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> Sample:
         # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < self.num_samples:
             raise IndexError(index)

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.megatron_tokens import MegatronIndex, read_index
-from automodel_ckpt.data.samples.nanogpt_tokens import raw_tokens, read_header
 from automodel_ckpt.data.samples.token_arrays import (
     TokenArray,
     TokenSpans,
     documents_of,
     identity_of,
+    raw_tokens,
+    read_header,
     windows_of,
 )
 from automodel_ckpt.errors import RecipeError
@@ -118,7 +119,7 @@ def _vocab_size(given: int | None, tokenizer: PreTrainedTokenizerBase | None) ->
 
 def _starts(
     arrays: Sequence[TokenArray], bos_token: int | None, eos_token: int | None
-) -> list[npt.NDArray[np.int64]]:
+) -> list[Integers]:
     """Find the first tokens of the documents of each array by the token that begins or ends them."""
     if (bos_token is None) == (eos_token is None):
         raise RecipeError(
@@ -135,7 +136,7 @@ def _starts(
 
 def _documents(
     arrays: Sequence[TokenArray],
-    starts: Sequence[npt.NDArray[np.int64]],
+    starts: Sequence[Integers],
     path: str | list[str],
     seq_length: int | None,
     truncation: str,

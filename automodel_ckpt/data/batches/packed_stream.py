@@ -20,12 +20,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, State
-from automodel_ckpt.data.batches.document_rows import Row, RowRules
-from automodel_ckpt.data.batches.micro_batches import Batch, Collate, Failure, collate
+from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, Row, RowRules, State
+from automodel_ckpt.data.batches.micro_batches import Collate, Failure, collate
 from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation, rank_part
 from automodel_ckpt.data.batches.stream_batches import StreamBatch, StreamPosition
 from automodel_ckpt.data.batches.workers import run_workers
+from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 MOST_LANES = 256

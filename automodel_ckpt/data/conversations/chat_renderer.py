@@ -15,8 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
-from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered
-from automodel_ckpt.data.samples.fast_encoding import encode_one
+from automodel_ckpt.data.conversations.messages import (
+    Object,
+    Turns,
+    UnusableSample,
+    as_rendered,
+)
+from automodel_ckpt.data.samples.encoder import encode_one
 from automodel_ckpt.errors import RecipeError
 
 Span = tuple[int, int]
@@ -42,11 +47,11 @@ class ChatRenderer:
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
-    variables: dict[str, Any]
+    variables: Object
     encodes_as_text: bool = False
     """Whether special tokens in the text of messages are encoded as text."""
 
-    def text(self, turns: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+    def text(self, turns: Turns, tools: Any = None, **options: Any) -> str:
         """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
         apply: Any = self.tokenizer.apply_chat_template
         rendered = [as_rendered(turn) for turn in turns]
@@ -61,7 +66,7 @@ class ChatRenderer:
             )
         return str(text)
 
-    def can_render(self, turns: list[dict[str, Any]]) -> bool:
+    def can_render(self, turns: Turns) -> bool:
         """Whether the template renders a conversation without an error."""
         try:
             self.text(turns)
@@ -69,7 +74,7 @@ class ChatRenderer:
             return False
         return True
 
-    def text_with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    def text_with_marks(self, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
         """Render a conversation. Returns the text and all spans inside the template's generation markers."""
         render: Any = render_jinja_template
         rendered = [as_rendered(turn) for turn in turns]
@@ -136,7 +141,7 @@ class ChatRenderer:
         return re.compile("|".join([*map(re.escape, longest_first), _LIKE_TOKEN.pattern]))
 
     @property
-    def special_tokens(self) -> dict[str, Any]:
+    def special_tokens(self) -> Object:
         """The special tokens by name, which templates read as variables."""
         return dict(self.tokenizer.special_tokens_map)
 
@@ -222,7 +227,7 @@ def _reporting_errors() -> Iterator[None]:
         ) from error
 
 
-def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+def _calling(arguments: str | Object) -> Turns:
     """Make a conversation with a tool call, to test how a template writes it."""
     call = {
         "id": "probe0000",

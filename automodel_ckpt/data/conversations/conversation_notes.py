@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from automodel_ckpt.data.conversations.chat_renderer import BEGIN, END, ChatRenderer
-from automodel_ckpt.data.conversations.messages import KEYS, REASONING, ROLES
+from automodel_ckpt.data.conversations.messages import (
+    KEYS,
+    REASONING,
+    ROLES,
+    Object,
+    Turns,
+)
 from automodel_ckpt.errors import printable
 
 log = logging.getLogger(__name__)
@@ -31,7 +37,7 @@ _NO_END = (
 _THINK = re.compile(r"</?think>")
 
 
-def notes_of(renderer: ChatRenderer, turns: list[dict[str, Any]], whole: str) -> Iterator[str]:
+def notes_of(renderer: ChatRenderer, turns: Turns, whole: str) -> Iterator[str]:
     """Yield what is notable about *turns*, which the template writes as the text *whole*."""
     for turn in turns:
         if turn["role"] not in ROLES and repr(turn["role"])[1:-1] not in renderer.template:
@@ -61,7 +67,7 @@ def leaves_out_end(renderer: ChatRenderer, rest: str) -> Iterator[str]:
         yield _NO_END
 
 
-def with_control_tokens_marked(renderer: ChatRenderer, turn: dict[str, Any]) -> dict[str, Any]:
+def with_control_tokens_marked(renderer: ChatRenderer, turn: Object) -> Object:
     """Copy a message with :data:`BEGIN` and :data:`END` around the special tokens in its text."""
 
     def marked(text: str) -> str:
@@ -73,7 +79,7 @@ def with_control_tokens_marked(renderer: ChatRenderer, turn: dict[str, Any]) -> 
     return _with_texts(turn, marked)
 
 
-def _lost(turns: list[dict[str, Any]], whole: str) -> Iterator[bool]:
+def _lost(turns: Turns, whole: str) -> Iterator[bool]:
     position = 0
     for turn in turns:
         for text in _texts(turn):
@@ -86,11 +92,11 @@ def _lost(turns: list[dict[str, Any]], whole: str) -> Iterator[bool]:
                     yield json.dumps(piece, ensure_ascii=False)[1:-1] not in whole
 
 
-def _control_tokens(renderer: ChatRenderer, turn: dict[str, Any]) -> bool:
+def _control_tokens(renderer: ChatRenderer, turn: Object) -> bool:
     return any(_control_tokens_in(renderer, turn, text) for text in _texts(turn))
 
 
-def _control_tokens_in(renderer: ChatRenderer, turn: dict[str, Any], text: str) -> frozenset[str]:
+def _control_tokens_in(renderer: ChatRenderer, turn: Object, text: str) -> frozenset[str]:
     """Return the special tokens in a text of a message.
 
     An assistant's text may have those that its model writes, such as thinking or calls, but not its end.
@@ -101,7 +107,7 @@ def _control_tokens_in(renderer: ChatRenderer, turn: dict[str, Any], text: str) 
     return renderer.control_tokens.intersection(renderer.token_pattern.findall(text))
 
 
-def _texts(turn: dict[str, Any]) -> list[str]:
+def _texts(turn: Object) -> list[str]:
     texts: list[str] = []
 
     def collect(text: str) -> str:
@@ -112,7 +118,7 @@ def _texts(turn: dict[str, Any]) -> list[str]:
     return texts
 
 
-def _with_texts(turn: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def _with_texts(turn: Object, change: Callable[[str], str]) -> Object:
     """Copy a message with *change* applied to its content, the texts of its parts, and its reasoning."""
     changed = dict(turn)
     for key in ("content", *REASONING):

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from torch.utils.data import Dataset
@@ -35,7 +34,12 @@ from automodel_ckpt.data.batches.packing import (
     tokens_of_rows,
 )
 from automodel_ckpt.data.batches.workers import run_workers
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+    Integers,
+    Tensors,
+)
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.rows.cache import cached
@@ -62,7 +66,7 @@ class ImagePack:
 class MeasuredImages:
     """A data set of :class:`ImageText` whose numbers of tokens are known, without the samples that are skipped."""
 
-    def __init__(self, dataset: Any, lengths: npt.NDArray[np.int64]) -> None:
+    def __init__(self, dataset: Any, lengths: Integers) -> None:
         """*lengths* are those of all samples of *dataset*, 0 for samples that are skipped."""
         self.dataset = dataset
         self.numbers = np.flatnonzero(lengths)
@@ -108,7 +112,7 @@ class PackCollator:
     def __init__(self, collate: ImageTextCollator) -> None:
         self.collate = collate
 
-    def __call__(self, packs: Sequence[ImagePack]) -> dict[str, torch.Tensor]:
+    def __call__(self, packs: Sequence[ImagePack]) -> Batch:
         samples: list[ImageText] = []
         lengths: list[int] = []
         pack_ids: list[int] = []
@@ -137,7 +141,7 @@ def _changed(sample: ImageText, measured: int, length: int) -> RecipeError:
     )
 
 
-PositionsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+PositionsOf = Callable[[Tensors], torch.Tensor]
 """Computes the rotary positions [3, samples, L] of a padded batch, in models where they depend on the images."""
 
 
@@ -155,7 +159,7 @@ class ImageRowLayout:
     multiple: int = 1
     marks_tokens: bool = False
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: Tensors) -> Batch:
         """Arrange a *batch* of :class:`PackCollator`; others are returned unchanged.
 
         The tensors with a value for each token become [rows, length], without ``attention_mask``. Those of images stay
@@ -200,9 +204,9 @@ class ImageRowLayout:
 
     def _positions(
         self,
-        batch: Mapping[str, torch.Tensor],
-        positions: npt.NDArray[np.int64],
-        taken: npt.NDArray[np.int64],
+        batch: Tensors,
+        positions: Integers,
+        taken: Integers,
     ) -> torch.Tensor:
         of_text = gathered(positions, taken, 0)
         if self.positions_of is None:
@@ -238,7 +242,7 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
     return MeasuredImages(dataset, lengths)
 
 
-def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> npt.NDArray[np.int64]:
+def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Integers:
     num_samples = counted(len(dataset), "sample")
     log.info("counting the tokens of %s with images, to pack them", num_samples)
     measuring = _Measuring(dataset, collate)

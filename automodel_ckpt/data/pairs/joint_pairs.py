@@ -8,21 +8,29 @@ first token of each document if the tokenizer distinguishes the two texts (``tok
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    AnySample,
+    Batch,
+    Integers,
+    PadCollator,
+    Sample,
+    has_keys,
+    require_sample,
+)
 from automodel_ckpt.data.rows.arguments import require_choice
-from automodel_ckpt.data.rows.fields import FieldTemplate
-from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
+from automodel_ckpt.data.rows.rows import FieldTemplate
+from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -216,7 +224,7 @@ def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
 
 
 def _num_with_equal_documents(
-    dataset: TokenizedDataset, num_texts: npt.NDArray[np.int64], *, has_types: bool
+    dataset: TokenizedDataset, num_texts: Integers, *, has_types: bool
 ) -> int:
     """Count the queries in *dataset* of which a later text has the tokens of the first one.
 
@@ -262,8 +270,8 @@ class ScoreCollator:
         self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
         self._has_types = has_types
 
-    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        rows: list[dict[str, list[int]]] = []
+    def __call__(self, samples: Sequence[AnySample]) -> Batch:
+        rows: list[Sample] = []
         second: list[int] = []
         counts = []
         for sample in samples:
@@ -284,7 +292,7 @@ class ScoreCollator:
         batch["num_documents"] = torch.tensor(counts)
         return batch
 
-    def _starts_of(self, sample: Mapping[str, Sequence[int]]) -> list[int]:
+    def _starts_of(self, sample: AnySample) -> list[int]:
         """The positions of the first tokens of texts. Raises :class:`RecipeError` for another kind of sample."""
         labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
         starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]

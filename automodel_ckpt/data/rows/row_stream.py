@@ -12,11 +12,14 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.batches.sampler import derive_seed, permutation
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Sample,
+)
 from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.preparation import Encode
-from automodel_ckpt.data.rows.record_stream import RecordStream
+from automodel_ckpt.data.rows.row_files import RecordStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample, warn_of_notes
@@ -191,7 +194,7 @@ class RowStream(IterableDataset[Row]):
         return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
 
 
-def with_labels(sample: TokenizedSample) -> dict[str, list[int]]:
+def with_labels(sample: TokenizedSample) -> Sample:
     """Make ``{"input_ids": list[int], "labels": list[int]}`` of a sample."""
     labels = []
     for token, is_labeled in zip(sample.tokens, sample.labelled, strict=True):

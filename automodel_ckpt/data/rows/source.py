@@ -31,8 +31,7 @@ from automodel_ckpt.data.rows.files import (
     kind_of,
     saved_table,
 )
-from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.row_files import KINDS
+from automodel_ckpt.data.rows.row_files import KINDS, RecordStream
 from automodel_ckpt.data.rows.rows import RecordRows, RecordTable, Rows, empty_data
 from automodel_ckpt.errors import RecipeError
 

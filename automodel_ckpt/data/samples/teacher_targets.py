@@ -29,7 +29,11 @@ import torch
 
 from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
 from automodel_ckpt.data.batches.micro_batches import read_sample
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+    Tensors,
+)
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -360,14 +364,14 @@ class TargetCollator:
         self.collate_fn = collate_fn
         self.draws_nothing = getattr(collate_fn, "draws_nothing", False) is True
 
-    def __call__(self, samples: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[Any]) -> Batch:
         """Return the micro-batch of *samples*, with the keys TOKENS, LOG_PROBS and REST if the samples have targets.
 
         Raises :class:`RecipeError` if the collator makes another number of labels than the teacher saw.
         """
         plain = [each.sample if isinstance(each, Targeted) else each for each in samples]
         targets = [each.targets for each in samples if isinstance(each, Targeted)]
-        batch: dict[str, torch.Tensor] = dict(self.collate_fn(plain))
+        batch: Batch = dict(self.collate_fn(plain))
         if targets:
             tokens = np.concatenate([each.tokens for each in targets])
             require_labels(batch, len(tokens))
@@ -378,7 +382,7 @@ class TargetCollator:
         return batch
 
 
-def require_labels(micro_batch: Mapping[str, torch.Tensor], expected: int) -> None:
+def require_labels(micro_batch: Tensors, expected: int) -> None:
     """Raise :class:`RecipeError` unless the rows of *micro_batch* have so many predicted labels."""
     found = int(torch.count_nonzero(micro_batch["labels"][:, 1:] != IGNORE_INDEX))
     if found == expected:

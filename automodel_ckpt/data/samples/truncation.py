@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
@@ -118,8 +118,8 @@ class Truncation:
 
     def require_short(
         self,
-        used: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
+        used: Integers,
+        lengths: Integers,
         where: Callable[[int], str],
     ) -> None:
         """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``.

@@ -19,10 +19,9 @@ from transformers import AutoModelForMultimodalLM
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.conversations.messages import UnusableSample
-from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media import audio_files
-from automodel_ckpt.data.media.audio_files import duration_of, open_audio
-from automodel_ckpt.data.media.audio_limit import AudioLimit
+from automodel_ckpt.data.image_collate import AudioLimit, ImageTextCollator
+from automodel_ckpt.data.media import media_files as audio_files
+from automodel_ckpt.data.media.media_files import duration_of, open_audio
 from automodel_ckpt.data.vlm import conversations, transcripts
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import image_token_ids

@@ -22,7 +22,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media.images import open_image
+from automodel_ckpt.data.media.media_files import open_image
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import image_token_ids

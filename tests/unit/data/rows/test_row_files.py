@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.row_files import header
+from automodel_ckpt.data.rows.row_files import RecordStream, header
 from automodel_ckpt.data.rows.row_stream import row_stream
 from automodel_ckpt.data.rows.rows import RecordTable
 from automodel_ckpt.data.rows.source import Source
