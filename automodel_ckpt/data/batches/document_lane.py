@@ -15,7 +15,6 @@ import numpy.typing as npt
 from automodel_ckpt.data.batches.packing import best_fit_decreasing, lengths_of
 from automodel_ckpt.data.batches.sampler import permutation
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.errors import RecipeError
@@ -281,22 +280,13 @@ class LaneDocuments:
         """Return the next documents, at most *count*, and whether they are the last before the stream begins again."""
         if self._iterator is None:
             self._iterator = iter(self._rows)
-        rows = self._next_rows(self._iterator, count)
+        rows = list(islice(self._iterator, count))
         documents = self._tokenized(rows) if rows else []
         self._has_some = self._has_some or bool(documents)
         is_last = len(rows) < count
         if is_last:
             self._begin_again()
         return documents, is_last
-
-    def _next_rows(self, iterator: Iterator[Any], count: int) -> list[Any]:
-        try:
-            return list(islice(iterator, count))
-        except (*UNREADABLE, ValueError, RuntimeError) as error:
-            source = self._stream.source
-            if not source.is_file:
-                raise
-            raise source.unreadable(error) from error
 
     def _tokenized(self, rows: list[Any]) -> list[Document]:
         stream = self._stream

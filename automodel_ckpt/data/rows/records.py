@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from automodel_ckpt.data.rows.files import kind_of
+from automodel_ckpt.data.rows.files import advance, kind_of, opened
 from automodel_ckpt.errors import RecipeError
 
 
@@ -56,11 +56,15 @@ class Lane:
 class Lines:
     """The lines of an open file as text, with the position after the last line that was read."""
 
-    def __init__(self, path: Path, file: IO[bytes], start: Mark) -> None:
+    def __init__(self, path: Path, file: IO[bytes], start: Mark = BEGINNING) -> None:
         self.path, self.file = path, file
-        self.offset, self.number = start
-        # In a compressed file, this decompresses everything before the offset again.
-        file.seek(start.offset)
+        self.offset, self.number = 0, 0
+        self.advance(start)
+
+    def advance(self, mark: Mark) -> None:
+        """Continue at a later *mark*."""
+        advance(self.file, self.offset, mark.offset)
+        self.offset, self.number = mark
 
     def __iter__(self) -> Lines:
         return self
@@ -93,8 +97,8 @@ def decoded(raw: bytes, path: Path, line: int) -> str:
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# The white space of JSON. str.strip() removes characters that are not allowed there.
-_BLANK = " \t\n\r"
+_BLANKS = re.compile(r"[ \t\n\r]*")
+"""The white space of JSON. str.strip() removes characters that are not allowed there."""
 
 
 def read_json_lines(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
@@ -121,10 +125,9 @@ def json_record(path: Path, text: str, end: Mark) -> Record | None:
 
 def read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     """Read a list of objects or texts, or one object per line. A mark's offset counts characters of a list here."""
-    if _has_object_per_line(file):
+    if _has_object_per_line(path):
         yield from read_json_lines(path, file, start)
         return
-    file.seek(0)
     text = decoded(file.read(), path, 1)
     position, num_lines = start
     if position == 0:
@@ -156,9 +159,10 @@ def read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     _check_end(text, position, path)
 
 
-def _has_object_per_line(file: IO[bytes]) -> bool:
+def _has_object_per_line(path: Path) -> bool:
     """Whether the first line that is not blank is a complete object."""
-    first = next((line for line in file if line.strip()), b"")
+    with opened(path) as file:
+        first = next((line for line in file if line.strip()), b"")
     try:
         return isinstance(json.loads(first.decode("utf-8-sig")), dict)
     except (ValueError, RecursionError):
@@ -175,9 +179,8 @@ def _decode_at(text: str, position: int, path: Path, line: int) -> tuple[Any, in
 
 
 def _after_blanks(text: str, position: int) -> int:
-    while position < len(text) and text[position] in _BLANK:
-        position += 1
-    return position
+    found = _BLANKS.match(text, position)
+    return found.end() if found else position
 
 
 def _after_separator(text: str, position: int, path: Path) -> int:
@@ -255,12 +258,12 @@ def read_table(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     Raises :class:`RecipeError` for a row that is not CSV, or has more or fewer values than the table has columns.
     """
     separator = separator_of(path)
-    lines = Lines(path, file, BEGINNING)
+    lines = Lines(path, file)
     names = column_names(lines, separator)
     if names is None:
         return
     if start.offset:
-        lines = Lines(path, file, start)
+        lines.advance(start)
     for line, values in _rows(lines, separator):
         if len(values) != len(names):
             raise _other_length(values, names, separator, f"{path}:{line}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from automodel_ckpt.data.rows.files import damaged, is_damage, kind_of, open_data
+from automodel_ckpt.data.rows.files import advance, kind_of, opened
 from automodel_ckpt.data.rows.records import (
     BEGINNING,
     Lane,
@@ -46,13 +46,8 @@ def read_lane(path: Path, start: Mark, lane: Lane) -> Iterator[Record]:
             if lane.takes_next():
                 yield record
         return
-    try:
-        with open_data(path) as file:
-            yield from _read_lane(path, file, start, lane, read_lines)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
+    with opened(path) as file:
+        yield from _read_lane(path, file, start, lane, read_lines)
 
 
 def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
@@ -61,27 +56,16 @@ def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
     Raises :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or
     fewer values than the header, and for a damaged compressed file.
     """
-    read = _READERS[kind_of(path)]
-    try:
-        with open_data(path) as file:
-            yield from read(path, file, start or BEGINNING)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
+    with opened(path) as file:
+        yield from _READERS[kind_of(path)](path, file, start or BEGINNING)
 
 
 def header(path: Path) -> list[str] | None:
     """Return the column names of a CSV or TSV file; None for other formats, and for an empty file."""
     if kind_of(path) not in (".csv", ".tsv"):
         return None
-    try:
-        with open_data(path) as file:
-            return column_names(Lines(path, file, BEGINNING), separator_of(path))
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
+    with opened(path) as file:
+        return column_names(Lines(path, file), separator_of(path))
 
 
 def check_tables(paths: Sequence[Path]) -> None:
@@ -117,7 +101,7 @@ def _read_lane(
 ) -> Iterator[Record]:
     """Yield the records of the lines that belong to *lane*. *read_line* makes a record of a line and its end."""
     skips_blank_lines = read_line is json_record
-    file.seek(start.offset)
+    advance(file, 0, start.offset)
     offset, number = start
     for raw in file:
         offset += len(raw)
@@ -214,14 +198,6 @@ class RecordStream:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._state = dict(state)
-
-    def state_after(self, num_rows: int) -> dict[str, int]:
-        """Return the state after the first *num_rows* rows. Reads these rows."""
-        others = self.take(num_rows)
-        others.load_state_dict(_state_at(0, BEGINNING, 0))
-        for _ in others:
-            pass
-        return others.state_dict()
 
 
 def _state_at(file: int, mark: Mark, row: int) -> dict[str, int]:

@@ -17,9 +17,7 @@ from automodel_ckpt.data.collate import (
     Sample,
 )
 from automodel_ckpt.data.rows.arguments import at_most
-from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.preparation import Encode
-from automodel_ckpt.data.rows.row_files import RecordStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample, warn_of_notes
@@ -92,7 +90,7 @@ class RowStream(IterableDataset[Row]):
         # Copied, because the source may change the dictionary that it loads.
         self.rows.load_state_dict(copy.deepcopy(self._block_start))
         rows = iter(self.rows)
-        while block := self._read_block(rows):
+        while block := list(islice(rows, self._block_size)):
             order = self._order_of(len(block)).tolist()
             next_block_start = copy.deepcopy(self.rows.state_dict())
             while self._given < len(block):
@@ -106,14 +104,6 @@ class RowStream(IterableDataset[Row]):
             self._block_start = next_block_start
             self._block_size = self.block
         self._rewind()
-
-    def _read_block(self, rows: Iterator[_Placed]) -> list[_Placed]:
-        try:
-            return list(islice(rows, self._block_size))
-        except (*UNREADABLE, ValueError, RuntimeError) as error:
-            if not self.source.is_file:
-                raise
-            raise self.source.unreadable(error) from error
 
     def prepare(self, row: Row) -> Any:
         """Tokenize a row, truncated to seq_length, and make an item of it as *kind* does.
@@ -173,14 +163,18 @@ class RowStream(IterableDataset[Row]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["rows"].keys() != self._start.keys():
+            raise RecipeError(
+                "the state of a stream is that of another kind of files",
+                where="dataset.path",
+                value=self.source.path,
+                hint="resume with the data of the checkpoint, or start another run with init_from",
+            )
         self._block_start = state["rows"]
         self._first = state["first"]
         self._given = state["given"]
         # The interrupted block keeps its size, also if the recipe's shuffle_block has changed.
         self._block_size = state["block"]
-        if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
-            # Saved by a version that read these files with the library datasets: its state has another format.
-            self._block_start = self.rows.state_after(self._first)
 
     def _rewind(self) -> None:
         self._block_start = self._start
