@@ -44,7 +44,6 @@ def messages(
     drop_earlier_reasoning: bool = False,
     end_with_answer: bool = False,
     skip_unanswered: bool = False,
-    special_tokens_as_text: bool = False,
     truncation: Literal["error", "right", "skip", "history"] = "error",
     **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
@@ -67,7 +66,6 @@ def messages(
         learn == "last",
         mask_reasoning,
         max_tokens=seq_length if truncation == "history" else None,
-        special_tokens_as_text=special_tokens_as_text,
     )
     changes = {
         "drop_earlier_reasoning": drop_earlier_reasoning,

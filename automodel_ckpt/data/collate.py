@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from automodel_ckpt.data.rows.arguments import require_range
 from automodel_ckpt.errors import RecipeError
 
 Integers = npt.NDArray[np.int64]
@@ -35,15 +36,9 @@ class PadCollator:
     draws_nothing = True
 
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
-        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-            raise RecipeError(
-                "pad_to_multiple_of must be at least 1",
-                where="dataloader.pad_to_multiple_of",
-                value=pad_to_multiple_of,
-                hint="give a positive number, or null for no rounding",
-            )
+        self.multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+        require_range("pad_to_multiple_of", self.multiple, 1, section="dataloader")
         self.pad_token_id = pad_token_id
-        self.multiple = pad_to_multiple_of or 1
 
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
         for sample in samples:

@@ -23,7 +23,12 @@ from automodel_ckpt.data.collate import (
     has_keys,
     require_sample,
 )
-from automodel_ckpt.data.rows.arguments import RowOptions, require_choice, require_tokenizer
+from automodel_ckpt.data.rows.arguments import (
+    RowOptions,
+    require_choice,
+    require_range,
+    require_tokenizer,
+)
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
@@ -81,13 +86,8 @@ def _target_limit(seq_length: int | None, target_length: int | None) -> int:
     limit = seq_length if target_length is None else target_length
     if limit is None:
         return UNLIMITED
-    if limit < 2:
-        raise RecipeError(
-            "target_length is too small",
-            where="dataset.target_length",
-            value=limit,
-            hint="give at least 2 (a token and the end token)",
-        )
+    # A token and the end token.
+    require_range("target_length", limit, 2)
     return limit
 
 

@@ -32,7 +32,7 @@ from automodel_ckpt.data.pairs.joint_pairs import (
     TemplateEncoder,
     no_text,
 )
-from automodel_ckpt.data.rows.arguments import RowOptions, require_tokenizer
+from automodel_ckpt.data.rows.arguments import RowOptions, require_range, require_tokenizer
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.samples import samples_of
@@ -70,13 +70,8 @@ def text_pairs(
     *seq_length* tokens is truncated as the tokenizer does it, with its special tokens, and the number of rows with such
     texts is logged. ``error`` rejects such rows with their location.
     """
-    if max_negatives is not None and max_negatives < 0:
-        raise RecipeError(
-            "max_negatives must be at least 0",
-            where="dataset.max_negatives",
-            value=max_negatives,
-            hint="omit it to use all negatives, or set 0 to use none",
-        )
+    if max_negatives is not None:
+        require_range("max_negatives", max_negatives, 0)
     encoder = encoder_of(tokenizer, seq_length, truncation, pair_template)
     pairs = PairReader(
         encoder,

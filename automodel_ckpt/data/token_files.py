@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Integers
-from automodel_ckpt.data.rows.arguments import at_most, require_choice
+from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.megatron_tokens import MegatronIndex, read_index
 from automodel_ckpt.data.samples.token_arrays import (
@@ -183,11 +183,9 @@ def _windows(
     start_token: int | None,
     max_samples: int | None,
 ) -> TokenSpans:
-    if seq_length is None or seq_length < 2:
-        hint = "give at least 2 (a token and the one it predicts)"
-        raise RecipeError(
-            "seq_length is too small", where="dataset.seq_length", value=seq_length, hint=hint
-        )
+    # A token and the one it predicts.
+    require_range("seq_length", 0 if seq_length is None else seq_length, 2)
+    assert seq_length is not None
     limit = None if max_samples is None else at_most(max_samples, max_samples)
     windows = windows_of(
         arrays, seq_length, vocab_size=vocab_size, start_token=start_token, max_samples=limit

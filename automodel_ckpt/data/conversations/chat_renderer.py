@@ -30,9 +30,6 @@ MARK = "__shown__"
 """A text that no conversation contains. Its presence in the output shows that the template wrote it."""
 _WATCHED = "{% macro strftime_now(form) %}" + MARK + "{% endmacro %}"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Noncharacters of Unicode around a text that must not become a control token."""
-_AS_TEXT = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
 _LIKE_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[A-Za-z_/]{2,40}\]")
 _QUESTION = [{"role": "user", "content": "probe"}]
 
@@ -48,8 +45,6 @@ class ChatRenderer:
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
     variables: Object
-    encodes_as_text: bool = False
-    """Whether special tokens in the text of messages are encoded as text."""
 
     def text(self, turns: Turns, tools: Any = None, **options: Any) -> str:
         """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
@@ -92,39 +87,19 @@ class ChatRenderer:
     def encode(self, text: str) -> list[int]:
         """Tokenize a rendered text."""
         # The template has written the special tokens: the tokenizer must not add them again.
-        if not self.encodes_as_text:
-            return encode_one(self.tokenizer, text)
-        return self.encode_with_offsets(text, with_offsets=False)[0]
+        return encode_one(self.tokenizer, text)
 
-    def encode_with_offsets(
-        self, text: str, *, with_offsets: bool = True
-    ) -> tuple[list[int], list[Span]]:
-        """Tokenize a rendered text. Returns the tokens and their characters, if *with_offsets*.
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
+        """Tokenize a rendered text. Returns the tokens and their characters.
 
-        What is between :data:`BEGIN` and :data:`END` is encoded as text. Raises NotImplementedError if the tokenizer
-        does not know the characters of its tokens.
+        Raises NotImplementedError if the tokenizer does not know the characters of its tokens.
         """
-        pieces = _AS_TEXT.split(text) if self.encodes_as_text else [text]
-        tokens: list[int] = []
-        spans: list[Span] = []
-        position = 0
-        for number, piece in enumerate(pieces):
-            is_text = number % 2 == 1
-            position += is_text  # the mark before it
-            encode: Any = self.tokenizer
-            options = {"split_special_tokens": True} if is_text else {}
-            encoded = encode(
-                piece.replace(BEGIN, "").replace(END, "") if self.encodes_as_text else piece,
-                add_special_tokens=False,
-                return_offsets_mapping=with_offsets,
-                verbose=False,
-                **options,
-            )
-            tokens += encoded["input_ids"]
-            for start, end in encoded["offset_mapping"] if with_offsets else ():
-                spans.append((position + start, position + end))
-            position += len(piece) + is_text
-        return tokens, spans
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return list(encoded["input_ids"]), [
+            (start, end) for start, end in encoded["offset_mapping"]
+        ]
 
     @cached_property
     def control_tokens(self) -> frozenset[str]:

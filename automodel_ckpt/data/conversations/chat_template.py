@@ -27,7 +27,6 @@ from automodel_ckpt.data.conversations.conversation_notes import (
     leaves_out_end,
     notes_of,
     warn_once,
-    with_control_tokens_marked,
 )
 from automodel_ckpt.data.conversations.messages import (
     Object,
@@ -56,7 +55,6 @@ class ChatTemplate:
     last_only: bool
     mask_reasoning: bool = False
     max_tokens: int | None = None
-    special_tokens_as_text: bool = False
 
     @property
     def method(self) -> str:
@@ -80,8 +78,6 @@ class ChatTemplate:
             key += ("mask_reasoning",)
         if self.max_tokens is not None:
             key += ("max_tokens", self.max_tokens)
-        if self.special_tokens_as_text:
-            key += ("special_tokens_as_text",)
         if self._for_tools is not None:
             key += ("tools", self._for_tools.template)
         return key
@@ -99,9 +95,7 @@ class ChatTemplate:
     @cached_property
     def renderer(self) -> ChatRenderer:
         """The template with the tokenizer and the variables that it gets."""
-        return ChatRenderer(
-            self.tokenizer, self.template, self.variables, self.special_tokens_as_text
-        )
+        return ChatRenderer(self.tokenizer, self.template, self.variables)
 
     def text(self, conversation: Turns) -> str:
         """Render a conversation, a list of messages from :func:`turns_of`, as text with its special tokens.
@@ -123,8 +117,6 @@ class ChatTemplate:
             return self._for_tools.sample(conversation, tools)
         turns, offered = self.prepared(conversation, tools)
         turns = self._fitting(turns, offered)
-        if self.special_tokens_as_text:
-            turns = [with_control_tokens_marked(self.renderer, turn) for turn in turns]
         locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
         sample = locate(turns, offered)
         labelled = sample.labelled

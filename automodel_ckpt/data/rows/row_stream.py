@@ -16,7 +16,7 @@ from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Sample,
 )
-from automodel_ckpt.data.rows.arguments import at_most
+from automodel_ckpt.data.rows.arguments import at_most, require_range
 from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
@@ -61,14 +61,7 @@ class RowStream(IterableDataset[Row]):
         block: int,
         kind: type[TokenizedDataset] = TokenizedDataset,
     ) -> None:
-        if block < 1:
-            hint = "set 1 to disable shuffling, or a larger number"
-            raise RecipeError(
-                "shuffle_block must be at least 1",
-                where="dataset.shuffle_block",
-                value=block,
-                hint=hint,
-            )
+        require_range("shuffle_block", block, 1)
         self.rows = rows
         self.encode = encode
         self.policy = policy

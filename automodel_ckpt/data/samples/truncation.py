@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from automodel_ckpt.data.collate import Integers
-from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.arguments import require_choice, require_range
 from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -48,13 +48,8 @@ class Truncation:
 
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, POLICIES)
-        if self.seq_length < 2:
-            raise RecipeError(
-                "seq_length is too small",
-                where="dataset.seq_length",
-                value=self.seq_length,
-                hint="give at least 2 (a token and the one it predicts)",
-            )
+        # A token and the one it predicts.
+        require_range("seq_length", self.seq_length, 2)
 
     def anew(self) -> Truncation:
         """Return the same policy with counts of zero."""

@@ -173,20 +173,6 @@ def test_queries_without_negatives_are_counted_and_rejected_if_all_are(
         check_negatives(dataset.first(1), has_types=has_types_, where="dataset")
 
 
-def test_queries_whose_negatives_repeat_their_document_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    negatives = [["ba bo"], ["bo ba"], [], ["bo", "ba bo", "ba bo"], ["ba"]]
-    path = tmp_path / "rows.jsonl"
-    rows = [{"query": "fa", "positive": "ba bo", "negatives": each} for each in negatives]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for template, has_types_ in (("", True), ("{{ query }} {{ document }}", False)):
-        caplog.clear()
-        dataset = text_pairs(tokenizer_with_types(), str(path), pair_template=template)
-        check_negatives(dataset, has_types=has_types_, where="dataset")
-        assert "2 of 5 queries have a negative document with the same tokens" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("override", "what"),
     [
