@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,6 +25,30 @@ from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
+
+
+def joint_identity(
+    parts: Sequence[str], sources: Mapping[str, Any], details: Mapping[str, object]
+) -> str | None:
+    """A digest that changes with *parts*, and the samples and *details* of *sources*; None if one is unknown."""
+    parts = list(parts)
+    for name, source in sources.items():
+        known = getattr(source, "identity", None)
+        if known is None:
+            return None
+        parts.append(f"{name} {known} {details[name]}")
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def check_same_sources(saved: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+    """Raise :class:`RecipeError` unless a checkpoint has the state of these *sources*."""
+    if saved.keys() != sources.keys():
+        raise RecipeError(
+            "the mixture has other sources than the checkpoint",
+            where="dataset.sources",
+            value=f"{', '.join(sources)}; checkpoint: {', '.join(saved)}",
+            hint="use the same sources, or start another run with init_from",
+        )
 
 
 class MixedRow(NamedTuple):
@@ -88,13 +112,7 @@ class MixtureStream(IterableDataset[MixedRow]):
     @property
     def identity(self) -> str | None:
         """A digest that changes with the samples, as far as is known; None if that of a stream is unknown."""
-        parts = [f"{self.num_samples}"]
-        for name, source in self.sources.items():
-            known = getattr(source, "identity", None)
-            if known is None:
-                return None
-            parts.append(f"{name} {known} {self.shares[name]}")
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+        return joint_identity([f"{self.num_samples}"], self.sources, self.shares)
 
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
         """Set the order of each stream: a function of *seed*, *shuffle* and the number of its pass, not of *epoch*."""
@@ -147,21 +165,13 @@ class MixtureStream(IterableDataset[MixedRow]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Raises :class:`RecipeError` if it is of other streams."""
-        if state["sources"].keys() != self.sources.keys():
-            raise RecipeError(
-                "the mixture has other sources than the checkpoint",
-                where="dataset.sources",
-                value=f"{', '.join(self.sources)}; checkpoint: {', '.join(state['sources'])}",
-                hint="use the same sources, or start another run with init_from",
-            )
+        check_same_sources(state["sources"], self.sources)
         for name, source in self.sources.items():
             source.load_state_dict(state["sources"][name])
         self._num_read = {name: state["num_read"][name] for name in self.sources}
         self._passes = {name: state["passes"][name] for name in self.sources}
         self._read_in_epoch = state["read_in_epoch"]
-        # Earlier versions did not save it. There, every stream counts as begun within an epoch.
-        is_within = self._read_in_epoch > 0
-        self._begun = set(state.get("begun", self.sources if is_within else ()))
+        self._begun = set(state["begun"])
 
     def _open(self, name: str) -> Iterator[Any]:
         source = self.sources[name]
@@ -208,13 +218,10 @@ class MixtureDataset:
     @property
     def identity(self) -> str | None:
         """A digest that changes with the samples and their numbers; None if that of a source is unknown."""
-        parts = []
+        details = {}
         for name, dataset in self.sources.items():
-            known = getattr(dataset, "identity", None)
-            if known is None:
-                return None
-            parts.append(f"{name} {known} {len(dataset)} {self.num_of_epoch[name]}")
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+            details[name] = f"{len(dataset)} {self.num_of_epoch[name]}"
+        return joint_identity([], self.sources, details)
 
     def __len__(self) -> int:
         return sum(self.num_of_epoch.values())

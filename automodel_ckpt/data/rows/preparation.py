@@ -29,6 +29,7 @@ import numpy.typing as npt
 from automodel_ckpt.base.forks import freeze_in_forked_processes
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
+from automodel_ckpt.data.samples.encoder import one_thread
 from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
 
@@ -40,7 +41,6 @@ _PR_SET_PDEATHSIG = 1
 _MOST_WORKERS = 32
 _AHEAD = 2
 """Ranges per worker that are computed or waiting. It bounds the memory for results that are not used yet."""
-_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 _function: Callable[[int, int], object] | None = None
 """The function of the workers that are forked next."""
@@ -111,15 +111,13 @@ def _workers(
 ) -> Iterator[ProcessPoolExecutor]:
     """Start processes that compute *function*. They end with the block, or with this process."""
     global _function
-    before = os.environ.get(_PARALLELISM)
-    # Threads of the tokenizers library do not survive a fork, and each worker has one core.
-    os.environ[_PARALLELISM] = "false"
     _function = function
     freeze_in_forked_processes()
     context = multiprocessing.get_context("fork")
     workers = ProcessPoolExecutor(num_workers, context, _begin_worker, (os.getpid(),))
     try:
-        with warnings.catch_warnings():
+        # Threads of the tokenizers library do not survive a fork.
+        with one_thread(), warnings.catch_warnings():
             # Python 3.12 warns of a fork in a process with threads, such as torch's, which the workers do not use.
             warnings.simplefilter("ignore", DeprecationWarning)
             # The first task forks all workers.
@@ -130,10 +128,6 @@ def _workers(
         # Also after Ctrl-C: what the workers compute now takes less than a second.
         workers.shutdown(wait=True, cancel_futures=True)
         _function = None
-        if before is None:
-            del os.environ[_PARALLELISM]
-        else:
-            os.environ[_PARALLELISM] = before
 
 
 def _begin_worker(parent: int) -> None:

@@ -19,6 +19,7 @@ from automodel_ckpt.errors import RecipeError
 _CALLED = ("__call__", "_encode_plus", "_convert_encoding", "set_truncation_and_padding")
 """The methods between a call of a tokenizer and its backend."""
 _MIN_BATCH = 8
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def encode_all(
@@ -39,6 +40,19 @@ def encode_all(
     tokenizer(["a"], add_special_tokens=False, verbose=False)
     encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return [encoding.ids for encoding in encodings]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Start processes in the block whose tokenizers have one thread: each of them has one core."""
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[_PARALLELISM]
+        if before is not None:
+            os.environ[_PARALLELISM] = before
 
 
 @contextmanager
@@ -64,7 +78,7 @@ def encode_one(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     )
     if backend is None or not is_prepared:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
+    if os.environ.get(_PARALLELISM) == "false":
         # In the processes that prepare data. It computes no offsets, which takes a quarter less time.
         return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
     # Not encode_batch_fast: it would pass a single text to other threads.

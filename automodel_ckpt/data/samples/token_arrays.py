@@ -68,7 +68,7 @@ class TokenSpans:
 
     *starts* are the first tokens of the samples of each array, *lengths* their numbers of tokens. *identity* is a
     digest of the data. Raises :class:`RecipeError` when a sample is read that has a negative token, or one of
-    *vocab_size* or more.
+    :attr:`vocab_size` or more.
     """
 
     draws_nothing = True
@@ -78,14 +78,12 @@ class TokenSpans:
         arrays: Sequence[TokenArray],
         starts: Sequence[Starts],
         lengths: Integers,
-        *,
         identity: str,
-        vocab_size: int | None,
     ) -> None:
         self.arrays = list(arrays)
         self.lengths = lengths
         self.identity = identity
-        self.vocab_size = vocab_size
+        self.vocab_size: int | None = None
         self._starts = list(starts)
         self._ends = list(accumulate(map(len, starts)))
 
@@ -108,7 +106,6 @@ def windows_of(
     arrays: Sequence[TokenArray],
     seq_length: int,
     *,
-    vocab_size: int | None,
     start_token: int | None = None,
     max_samples: int | None = None,
 ) -> TokenSpans:
@@ -127,14 +124,13 @@ def windows_of(
     # A view of one number: there may be billions of windows.
     lengths = np.broadcast_to(np.int64(seq_length), sum(map(len, starts)))[:max_samples]
     identity = identity_of(arrays, seq_length, start_token)
-    return TokenSpans(arrays, starts, lengths, identity=identity, vocab_size=vocab_size)
+    return TokenSpans(arrays, starts, lengths, identity)
 
 
 def documents_of(
     arrays: Sequence[TokenArray],
     starts: Sequence[Integers],
     *,
-    vocab_size: int | None,
     max_samples: int | None = None,
 ) -> TokenSpans:
     """Divide arrays into documents, of which those of fewer than two tokens are left out.
@@ -150,7 +146,7 @@ def documents_of(
         firsts.append(first)
         lengths.append(length)
     whole = np.concatenate(lengths)[:max_samples]
-    return TokenSpans(arrays, firsts, whole, identity="", vocab_size=vocab_size)
+    return TokenSpans(arrays, firsts, whole, "")
 
 
 def _check_tokens(array: TokenArray, start: int, tokens: Integers, vocab_size: int | None) -> None:
