@@ -23,6 +23,7 @@ from automodel_ckpt.data.collate import (
     Batch,
     Integers,
     Sample,
+    padded,
 )
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
@@ -116,18 +117,10 @@ class LabelCollator:
     def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
         for sample in samples:
             self._check(sample)
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        length = -(-longest // self.multiple) * self.multiple
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0}
         if "token_type_ids" in samples[0]:
             padding["token_type_ids"] = 0
-        batch = {}
-        for name, filler in padding.items():
-            rows = torch.full((len(samples), length), filler, dtype=torch.int64)
-            for row, sample in zip(rows, samples, strict=True):
-                values = sample.get(name, [1] * len(sample["input_ids"]))
-                row[: len(values)] = torch.tensor(values)
-            batch[name] = rows
+        batch = padded(samples, padding, self.multiple)
         targets = torch.tensor([sample["targets"] for sample in samples], dtype=torch.float32)
         labels = torch.zeros(len(samples), dtype=torch.int64)
         if self.labels.problem == "single_label":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,20 +44,29 @@ class PadCollator:
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
         for sample in samples:
             _check(sample)
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        num_multiples = -(-longest // self.multiple)
-        shape = (len(samples), num_multiples * self.multiple)
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
         if "position_ids" in samples[0]:
             padding["position_ids"] = 0
-        arrays = {}
-        for name, filler in padding.items():
-            arrays[name] = np.full(shape, filler, dtype=np.int64)
-        for row, sample in enumerate(samples):
-            length = len(sample["input_ids"])
-            for name, array in arrays.items():
-                array[row, :length] = 1 if name == "attention_mask" else sample[name]
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return padded(samples, padding, self.multiple)
+
+
+def padded(
+    samples: Sequence[Mapping[str, Any]], padding: Mapping[str, int], multiple: int
+) -> Batch:
+    """Make int64 tensors [samples, length] of the lists that *padding* names, with its values behind them.
+
+    Length is that of the longest ``input_ids``, rounded up to a *multiple*. A list that a sample lacks has ones.
+    """
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    shape = (len(samples), -(-longest // multiple) * multiple)
+    batch = {}
+    for name, filler in padding.items():
+        array = np.full(shape, filler, dtype=np.int64)
+        for row, sample in zip(array, samples, strict=True):
+            values = 1 if name == "attention_mask" else sample.get(name, 1)
+            row[: len(sample["input_ids"])] = values
+        batch[name] = torch.from_numpy(array)
+    return batch
 
 
 def check_unpadded(sample: AnySample) -> None:

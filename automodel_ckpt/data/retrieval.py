@@ -414,9 +414,6 @@ class RetrievalRows(Rows):
     def fields(self) -> Sequence[str]:
         return _FIELDS
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return self.read_range(fields, 0, self.num_rows)
-
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         if self._last_range != (start, stop):
             self._last_texts = []

@@ -211,7 +211,7 @@ class RowLayout:
         rows, length = self._cheapest(lengths, width)
         if rows is None:
             return dict(batch)
-        return _laid_out(batch, rows, length, self.marks_tokens)
+        return laid_out(batch, rows, length, self.marks_tokens)
 
     def _stays(self, width: int) -> bool:
         """Whether samples of *width* tokens without padding keep a row each, although *one_row* is asked for."""
@@ -280,9 +280,10 @@ def gathered(source: npt.NDArray[Any], taken: Integers, filler: int) -> torch.Te
     return torch.from_numpy(np.where(taken < 0, np.array(filler, dtype=source.dtype), values))
 
 
-def _laid_out(batch: Tensors, rows: list[list[int]], length: int, marks_tokens: bool) -> Batch:
+def laid_out(batch: Tensors, rows: list[list[int]], length: int, marks_tokens: bool) -> Batch:
     """Arrange the samples of a padded *batch* in *rows* of *length* positions; *rows* lists the samples of each row.
 
+    The tensors with a value for each token become [rows, length], without ``attention_mask``; others stay as they are.
     Positions without a token become samples of one token without a label, so nothing attends to them.
     """
     mask = batch["attention_mask"].numpy() != 0
@@ -290,14 +291,19 @@ def _laid_out(batch: Tensors, rows: list[list[int]], length: int, marks_tokens: 
     positions = mask.cumsum(1) - 1
     if "position_ids" in batch:
         positions = batch["position_ids"].numpy()
-    # The first token of a sample has no label, because the token before it belongs to another sample.
-    labels = np.where(positions == 0, IGNORE_INDEX, batch["labels"].numpy())
-    laid_out = {
-        "input_ids": gathered(batch["input_ids"].numpy(), taken, 0),
-        "labels": gathered(labels, taken, IGNORE_INDEX),
-        "position_ids": gathered(positions, taken, 0),
-    }
+    arranged = {"position_ids": gathered(positions, taken, 0)}
+    for name, tensor in batch.items():
+        if name in ("attention_mask", "position_ids"):
+            continue
+        arranged[name] = tensor
+        if name == "labels":
+            # The first token of a sample has no label, because the token before it belongs to another sample.
+            labels = np.where(positions == 0, IGNORE_INDEX, tensor.numpy())
+            arranged[name] = gathered(labels, taken, IGNORE_INDEX)
+        elif tensor.shape == mask.shape and not tensor.is_floating_point():
+            arranged[name] = gathered(tensor.numpy(), taken, 0)
     is_empty = taken < 0
     if marks_tokens and bool(is_empty.any()):
-        laid_out[IS_TOKEN] = torch.from_numpy(~is_empty)
-    return laid_out
+        # The mask of a batch leaves out further positions.
+        arranged.setdefault(IS_TOKEN, torch.from_numpy(~is_empty))
+    return arranged

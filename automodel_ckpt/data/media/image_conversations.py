@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -431,32 +432,25 @@ def _assigned(turns: Turns, given: list[Any], kind: str) -> tuple[Turns, list[An
     Raises :class:`UnusableSample` if the number of *given* values does not match the empty entries.
     """
     turns = [dict(turn) for turn in turns]
-    entries = []
-    for turn in turns:
-        entries += [part for part in turn["content"] if part.get("type") == kind]
-    if given and not entries:
-        entries = [{"type": kind} for _ in given]
-        of_user = [turn for turn in turns if turn["role"] == "user"]
-        first = of_user[0] if of_user else turns[0]
-        first["content"] = [*entries, *first["content"]]
-    inline = [entry.get(kind) for entry in entries]
+    parts = chain.from_iterable(turn["content"] for turn in turns)
+    inline = [part.get(kind) for part in parts if part.get("type") == kind]
+    if given and not inline:
+        inline = [None] * len(given)
+        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        first["content"] = [*({"type": kind} for _ in given), *first["content"]]
     num_empty = sum(value is None for value in inline)
     if num_empty != len(given):
-        num_entries = "1 entry" if num_empty == 1 else f"{num_empty} entries"
         raise UnusableSample(
             f"the number of {kind}s does not match the number of {kind} entries",
-            f"{num_entries} for {counted(len(given), kind)}",
+            f"{counted(num_empty, 'entry', 'entries')} for {counted(len(given), kind)}",
             f'provide one {kind} for each entry {{"type": "{kind}"}}, or remove these entries',
         )
+    for turn in turns:
+        turn["content"] = [
+            {"type": kind} if part.get("type") == kind else part for part in turn["content"]
+        ]
     rest = iter(given)
-    values = [next(rest) if value is None else value for value in inline]
-    bare = [{**turn, "content": _without_inline(turn["content"], kind)} for turn in turns]
-    return bare, values
-
-
-def _without_inline(parts: Turns, kind: str) -> Turns:
-    """Copy the *parts* of a content, with empty entries of a *kind*."""
-    return [{"type": kind} if part.get("type") == kind else part for part in parts]
+    return turns, [next(rest) if value is None else value for value in inline]
 
 
 def _check_placeholders(turns: Turns, placeholders: set[str]) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +26,14 @@ from torch.utils.data import Dataset
 from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.data.batches.micro_batches import Failure
 from automodel_ckpt.data.batches.packing import (
-    IS_TOKEN,
     PackedDataset,
     check_has_length,
     gathered,
+    laid_out,
     tokens_of_rows,
 )
 from automodel_ckpt.data.batches.workers import run_workers
 from automodel_ckpt.data.collate import (
-    IGNORE_INDEX,
     Batch,
     Integers,
     Tensors,
@@ -44,6 +42,7 @@ from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.files import digest
+from automodel_ckpt.data.rows.preparation import progress
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ PACK_IDS = "pack_ids"
 """Key of a tensor [samples] with the number of the row that each sample of a micro-batch belongs to."""
 _FORMAT = 2
 """Part of the cache's keys. Increase it when the measured lengths of the same data change."""
-_LOG_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -167,30 +165,16 @@ class ImageRowLayout:
         """
         if PACK_IDS not in batch:
             return dict(batch)
-        mask = batch["attention_mask"].numpy() != 0
+        lengths = batch["attention_mask"].count_nonzero(1)
         rows = self._rows(batch[PACK_IDS].tolist())
-        lengths = mask.sum(1)
         longest = max(int(lengths[row].sum()) for row in rows)
         width = -(-longest // self.multiple) * self.multiple
-        taken = tokens_of_rows(mask, rows, width)
-        positions = mask.cumsum(1) - 1
-        arranged = {"position_ids": self._positions(batch, positions, taken)}
-        for name, tensor in batch.items():
-            if name in (PACK_IDS, "attention_mask"):
-                continue
-            source = tensor.numpy()
-            if name == "labels":
-                # The first token has no label, because the token before it belongs to another sample.
-                source = np.where(positions == 0, IGNORE_INDEX, source)
-                arranged[name] = gathered(source, taken, IGNORE_INDEX)
-            elif tensor.shape == mask.shape and not tensor.is_floating_point():
-                arranged[name] = gathered(source, taken, 0)
-            else:
-                arranged[name] = tensor
-        is_empty = taken < 0
-        if self.marks_tokens and bool(is_empty.any()):
-            # The mask of a batch leaves out further positions.
-            arranged.setdefault(IS_TOKEN, torch.from_numpy(~is_empty))
+        rest = {name: tensor for name, tensor in batch.items() if name != PACK_IDS}
+        arranged = laid_out(rest, rows, width, self.marks_tokens)
+        if self.positions_of is not None:
+            taken = tokens_of_rows(batch["attention_mask"].numpy() != 0, rows, width)
+            rotary = [gathered(each.numpy(), taken, 0) for each in self.positions_of(batch)]
+            arranged["position_ids"] = torch.stack([arranged["position_ids"], *rotary])
         return arranged
 
     def _rows(self, pack_ids: list[int]) -> list[list[int]]:
@@ -201,20 +185,6 @@ class ImageRowLayout:
         for sample, pack in enumerate(pack_ids):
             rows[pack].append(sample)
         return rows
-
-    def _positions(
-        self,
-        batch: Tensors,
-        positions: Integers,
-        taken: Integers,
-    ) -> torch.Tensor:
-        of_text = gathered(positions, taken, 0)
-        if self.positions_of is None:
-            return of_text
-        kinds = [of_text]
-        for rotary in self.positions_of(batch):
-            kinds.append(gathered(rotary.numpy(), taken, 0))
-        return torch.stack(kinds)
 
 
 def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> MeasuredImages:
@@ -252,26 +222,16 @@ def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Inte
     if num_workers:
         items = run_workers(measuring, num_workers, shuffle=False)
     lengths = np.zeros(len(dataset), dtype=np.int64)
-    with closing(items):
-        for number, length in enumerate(_logged(items, len(dataset))):
+    with closing(items), progress("images", len(dataset)) as show:
+        for number, length in enumerate(items):
             if isinstance(length, Failure):
                 raise length.error
             lengths[number] = length
+            show(1)
     num_skipped = int((lengths == 0).sum())
     if num_skipped:
         log.warning("%d of %d samples are skipped: they are too long", num_skipped, len(dataset))
     return lengths
-
-
-def _logged(items: Any, num_samples: int) -> Iterator[Any]:
-    """Yield *items* and log the progress."""
-    last_log = time.monotonic()
-    for number, item in enumerate(items):
-        yield item
-        now = time.monotonic()
-        if now - last_log > _LOG_EVERY_SECONDS:
-            log.info("counted the tokens of %d of %d samples", number + 1, num_samples)
-            last_log = now
 
 
 class _Measuring(Dataset[Any]):

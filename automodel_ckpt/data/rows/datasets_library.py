@@ -106,9 +106,6 @@ class TableRows(Rows):
     def class_names(self, field: str) -> list[str] | None:
         return class_names(self.table.features[field])
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return self.read_range(fields, 0, self.num_rows)
-
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         try:
             rows = self.table.select_columns(list(dict.fromkeys(fields)))[start:stop]

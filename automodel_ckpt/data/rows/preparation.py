@@ -191,7 +191,7 @@ def prepare(
     numbers: list[float] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
-    with tokens, ends, labelled, _progress(rows.path, rows.num_rows) as show:
+    with tokens, ends, labelled, progress(rows.path, rows.num_rows) as show:
         for part in _encoded_parts(rows, encode, policy, group_size):
             ends.append(part.ends + tokens.size)
             tokens.append(part.tokens)
@@ -304,7 +304,7 @@ class _Column:
 
 
 @contextmanager
-def _progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
+def progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
     """Show how many rows are done: a bar on a terminal, elsewhere a log line every 30 seconds.
 
     Yields a function that is called with the number of rows of each part that is done.
@@ -330,6 +330,6 @@ def _progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
             return
         shown = now
         rate = done / (now - began)
-        log.info("%s: tokenized %d of %d rows, %.0f rows/s", what, done, num_rows, rate)
+        log.info("%s: %d of %d rows are tokenized, %.0f rows/s", what, done, num_rows, rate)
 
     yield show

@@ -85,10 +85,10 @@ class Rows:
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
         """The values of each field, row by row; None if a row does not have the field."""
-        raise NotImplementedError
+        return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
-        """The values of each field in the rows *start* to *stop*; None if a row does not have the field."""
+        """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
         return [column[start:stop] for column in self.read(fields)]
 
     def place(self, row: int) -> str:
@@ -301,9 +301,6 @@ class RecordRows(Rows):
     @property
     def fields(self) -> Sequence[str]:
         return self._fields
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         columns: list[list[Any]] = [[] for _ in fields]

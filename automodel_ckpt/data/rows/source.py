@@ -216,9 +216,6 @@ class Source(Rows):
     def class_names(self, field: str) -> Sequence[str] | None:
         return self._rows.class_names(field)
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return self._rows.read(fields)
-
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         return self._rows.read_range(fields, start, stop)
 
