@@ -19,12 +19,11 @@ from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
+from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
-from automodel_ckpt.data.batches.mixture_stream import IndexedStream, MixtureStream
 from automodel_ckpt.data.batches.packed_stream import PackedStream
 from automodel_ckpt.data.batches.packing import check_has_length
-from automodel_ckpt.data.mixture import for_each_source
+from automodel_ckpt.data.mixture import IndexedStream, MixtureStream, for_each_source
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.z_loss import ZLoss

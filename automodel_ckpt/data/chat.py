@@ -9,7 +9,13 @@ from typing import Any, Literal, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.messages import REASONING, at_row, is_empty, turns_of
+from automodel_ckpt.data.conversations.messages import (
+    REASONING,
+    Turns,
+    at_row,
+    is_empty,
+    turns_of,
+)
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
 from automodel_ckpt.data.rows.row_stream import RowStream
@@ -38,7 +44,6 @@ def messages(
     drop_earlier_reasoning: bool = False,
     end_with_answer: bool = False,
     skip_unanswered: bool = False,
-    special_tokens_as_text: bool = False,
     truncation: Literal["error", "right", "skip", "history"] = "error",
     **options: Unpack[RowOptions],
 ) -> TokenizedDataset | RowStream:
@@ -61,7 +66,6 @@ def messages(
         learn == "last",
         mask_reasoning,
         max_tokens=seq_length if truncation == "history" else None,
-        special_tokens_as_text=special_tokens_as_text,
     )
     changes = {
         "drop_earlier_reasoning": drop_earlier_reasoning,
@@ -69,7 +73,7 @@ def messages(
         "skip_unanswered": skip_unanswered,
     }
 
-    def turns_after_changes(conversation: Any) -> list[dict[str, Any]]:
+    def turns_after_changes(conversation: Any) -> Turns:
         turns = turns_of(conversation)
         if end_with_answer:
             turns = _until_last_answer(turns)
@@ -115,7 +119,7 @@ def _field_in(rows: Rows, given: str) -> str:
     return given
 
 
-def _until_last_answer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _until_last_answer(turns: Turns) -> Turns:
     end = len(turns)
     while end > 0 and turns[end - 1]["role"] != "assistant":
         end -= 1
@@ -123,8 +127,8 @@ def _until_last_answer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return turns[:end] or turns
 
 
-def _without_earlier_reasoning(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    remaining: list[dict[str, Any]] = []
+def _without_earlier_reasoning(turns: Turns) -> Turns:
+    remaining: Turns = []
     is_earlier = False
     for turn in reversed(turns):
         if turn["role"] != "assistant":
@@ -157,7 +161,7 @@ def conversations(
     if rows.has_field(tools_field):
         tools = rows.values(tools_field)
 
-    def conversation(row: int) -> tuple[list[dict[str, Any]], Any]:
+    def conversation(row: int) -> tuple[Turns, Any]:
         return turns(*(column[row] for column in columns)), tools[row]
 
     return conversations_of(template, rows, conversation)
@@ -166,7 +170,7 @@ def conversations(
 def conversations_of(
     template: ChatTemplate,
     rows: Rows,
-    conversation: Callable[[int], tuple[list[dict[str, Any]], Any]],
+    conversation: Callable[[int], tuple[Turns, Any]],
 ) -> list[TokenizedSample]:
     """Make a sample of each row n of *rows*: ``conversation(n)`` returns its messages, and its tools or None.
 

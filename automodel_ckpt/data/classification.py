@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,18 +19,23 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import (
+    Batch,
+    Integers,
+    Sample,
+    padded,
+)
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_tokenizer
-from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.rows import RowRange, Rows
+from automodel_ckpt.data.rows.rows import RowRange, Rows, names_in
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.fast_encoding import truncation_on_the_right
+from automodel_ckpt.data.samples.encoder import truncation_on_the_right
 from automodel_ckpt.data.samples.label_values import LabelValues, Reading, reading_of
 from automodel_ckpt.data.samples.labels import Labels
-from automodel_ckpt.data.samples.sample_arrays import LengthSummary, SampleArrays
 from automodel_ckpt.data.samples.samples import identity, prepared
+from automodel_ckpt.data.samples.tokenized import LengthSummary, SampleArrays
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -38,9 +44,6 @@ log = logging.getLogger(__name__)
 _FORMAT = 2
 """Part of the cache's keys. Increase it when the samples of the same data change."""
 _ROWS_PER_CALL = 1000
-
-Encoded = dict[str, list[int]]
-"""The ``input_ids`` of a text, and its ``token_type_ids`` if the tokenizer makes them."""
 
 
 class LabeledTexts(SampleArrays):
@@ -61,9 +64,9 @@ class LabeledTexts(SampleArrays):
         self,
         tokens: npt.NDArray[np.int32],
         types: npt.NDArray[np.int32],
-        ends: npt.NDArray[np.int64],
+        ends: Integers,
         targets: npt.NDArray[np.float64],
-        num_cut: npt.NDArray[np.int64],
+        num_cut: Integers,
     ) -> None:
         self.tokens = tokens
         self.types = types
@@ -111,21 +114,13 @@ class LabelCollator:
         self.labels = labels
         self.multiple = pad_to_multiple_of
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
         for sample in samples:
             self._check(sample)
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        length = -(-longest // self.multiple) * self.multiple
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0}
         if "token_type_ids" in samples[0]:
             padding["token_type_ids"] = 0
-        batch = {}
-        for name, filler in padding.items():
-            rows = torch.full((len(samples), length), filler, dtype=torch.int64)
-            for row, sample in zip(rows, samples, strict=True):
-                values = sample.get(name, [1] * len(sample["input_ids"]))
-                row[: len(values)] = torch.tensor(values)
-            batch[name] = rows
+        batch = padded(samples, padding, self.multiple)
         targets = torch.tensor([sample["targets"] for sample in samples], dtype=torch.float32)
         labels = torch.zeros(len(samples), dtype=torch.int64)
         if self.labels.problem == "single_label":
@@ -165,7 +160,7 @@ class TextEncoder:
         text = template_of(self.tokenizer, self.chat_template)
         return ChatTemplate(self.tokenizer, text, {}, False)
 
-    def encode(self, rows: Rows) -> list[Encoded]:
+    def encode(self, rows: Rows) -> list[Sample]:
         """Make ``input_ids`` of each row, and ``token_type_ids`` if the tokenizer makes them, truncated by the policy.
 
         The tokenizer truncates, so that its special tokens remain. With the policy ``error``, long samples are not
@@ -210,7 +205,7 @@ class TextEncoder:
 
     def _tokenized(
         self, columns: Sequence[list[str]], adds_special_tokens: bool, **options: Any
-    ) -> list[Encoded]:
+    ) -> list[Sample]:
         encoded: Any = self.tokenizer(
             *columns,
             add_special_tokens=adds_special_tokens,
@@ -309,8 +304,12 @@ def cached_texts(
 
     *what* is the name of the data in the log.
     """
+
+    def save(directory: Path) -> None:
+        build().save(directory)
+
     whole_key = (_FORMAT, *key)
-    dataset = prepared(name, whole_key, encoder.tokenizer, build, LabeledTexts)
+    dataset = prepared(name, whole_key, encoder.tokenizer, save, LabeledTexts)
     if num_cut := int(dataset.num_cut[0]):
         log.warning(
             "%s: %d of %d samples were truncated to seq_length %d",
@@ -335,7 +334,7 @@ def labeled_texts(
     for number, value in enumerate(values):
         with at_row(rows, number):
             targets.append(read(value))
-    samples: list[Encoded] = []
+    samples: list[Sample] = []
     known: dict[tuple[str, ...], bool] = {}
     for start in range(0, rows.num_rows, _ROWS_PER_CALL):
         stop = min(start + _ROWS_PER_CALL, rows.num_rows)

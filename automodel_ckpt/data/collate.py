@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from automodel_ckpt.data.rows.arguments import require_range
 from automodel_ckpt.errors import RecipeError
 
+Integers = npt.NDArray[np.int64]
+Batch = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+Sample = dict[str, list[int]]
+"""The ``input_ids`` and ``labels`` of a sample, and further lists of their length."""
+AnySample = Mapping[str, Sequence[int]]
+"""A sample as data sets of users return it."""
 IGNORE_INDEX = -100
 """The label of a position without a label, as in transformers and ``torch.nn.functional.cross_entropy``."""
 
@@ -27,36 +37,39 @@ class PadCollator:
     draws_nothing = True
 
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
-        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-            raise RecipeError(
-                "pad_to_multiple_of must be at least 1",
-                where="dataloader.pad_to_multiple_of",
-                value=pad_to_multiple_of,
-                hint="give a positive number, or null for no rounding",
-            )
+        self.multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+        require_range("pad_to_multiple_of", self.multiple, 1, section="dataloader")
         self.pad_token_id = pad_token_id
-        self.multiple = pad_to_multiple_of or 1
 
-    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[AnySample]) -> Batch:
         for sample in samples:
             _check(sample)
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        num_multiples = -(-longest // self.multiple)
-        shape = (len(samples), num_multiples * self.multiple)
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
         if "position_ids" in samples[0]:
             padding["position_ids"] = 0
-        arrays = {}
-        for name, filler in padding.items():
-            arrays[name] = np.full(shape, filler, dtype=np.int64)
-        for row, sample in enumerate(samples):
-            length = len(sample["input_ids"])
-            for name, array in arrays.items():
-                array[row, :length] = 1 if name == "attention_mask" else sample[name]
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return padded(samples, padding, self.multiple)
 
 
-def check_unpadded(sample: Mapping[str, Sequence[int]]) -> None:
+def padded(
+    samples: Sequence[Mapping[str, Any]], padding: Mapping[str, int], multiple: int
+) -> Batch:
+    """Make int64 tensors [samples, length] of the lists that *padding* names, with its values behind them.
+
+    Length is that of the longest ``input_ids``, rounded up to a *multiple*. A list that a sample lacks has ones.
+    """
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    shape = (len(samples), -(-longest // multiple) * multiple)
+    batch = {}
+    for name, filler in padding.items():
+        array = np.full(shape, filler, dtype=np.int64)
+        for row, sample in zip(array, samples, strict=True):
+            values = 1 if name == "attention_mask" else sample.get(name, 1)
+            row[: len(sample["input_ids"])] = values
+        batch[name] = torch.from_numpy(array)
+    return batch
+
+
+def check_unpadded(sample: AnySample) -> None:
     """Raise :class:`RecipeError` if the sample's own attention mask hides some of its tokens."""
     mask = sample.get("attention_mask", [])
     if not all(mask):
@@ -95,7 +108,7 @@ def check_has_tokens(sample: object) -> None:
     require_sample(is_valid, sample, "a sample lacks input_ids or labels", _HINT)
 
 
-def _check(sample: Mapping[str, Sequence[int]]) -> None:
+def _check(sample: AnySample) -> None:
     check_has_tokens(sample)
     check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}

@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations_of
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.messages import CALL, UnusableSample, parsed, turns_of
+from automodel_ckpt.data.conversations.messages import (
+    CALL,
+    Object,
+    Turns,
+    UnusableSample,
+    parsed,
+    turns_of,
+)
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.row_stream import RowStream
@@ -71,7 +78,7 @@ def xlam(
     def encode(rows: Rows) -> list[TokenizedSample]:
         queries, answers, tools = rows.columns(fields)
 
-        def conversation(row: int) -> tuple[list[dict[str, Any]], Any]:
+        def conversation(row: int) -> tuple[Turns, Any]:
             return question_and_calls(queries[row], answers[row]), schemas(tools[row])
 
         return conversations_of(template, rows, conversation)
@@ -88,7 +95,7 @@ def xlam(
     )
 
 
-def question_and_calls(query: Any, answers: Any) -> list[dict[str, Any]]:
+def question_and_calls(query: Any, answers: Any) -> Turns:
     """Make a conversation of a question and the calls that answer it, a list or its JSON text.
 
     Raises :class:`UnusableSample` for a value that is not a list of calls.
@@ -105,7 +112,7 @@ def question_and_calls(query: Any, answers: Any) -> list[dict[str, Any]]:
     return turns_of(turns)
 
 
-def schemas(tools: Any) -> list[dict[str, Any]]:
+def schemas(tools: Any) -> Turns:
     """Convert the functions of a row to JSON schema; functions that are JSON schema already are returned unchanged.
 
     Raises :class:`UnusableSample` for a value that is not a list of functions.
@@ -116,7 +123,7 @@ def schemas(tools: Any) -> list[dict[str, Any]]:
     return [_schema(tool) for tool in given]
 
 
-def _schema(tool: Any) -> dict[str, Any]:
+def _schema(tool: Any) -> Object:
     if isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool:
         return tool
     name = tool.get("name") if isinstance(tool, Mapping) else None
@@ -135,7 +142,7 @@ def _schema(tool: Any) -> dict[str, Any]:
         properties[parameter] = _property(described)
         if _is_required(described):
             required.append(parameter)
-    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    schema: Object = {"type": "object", "properties": properties}
     if required:
         schema["required"] = required
     description = tool.get("description", "")
@@ -143,7 +150,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _property(described: Mapping[str, Any]) -> dict[str, Any]:
+def _property(described: Mapping[str, Any]) -> Object:
     kind = str(described.get("type", "str"))
     # For example "List[int], optional": the name of the outermost type.
     found = re.match(r"\w+", kind.strip())

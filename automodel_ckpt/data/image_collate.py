@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.media.audio_limit import AudioLimit
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+)
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.media.images import pillow
 from automodel_ckpt.data.media.media import (
     AUDIO,
     IMAGE,
@@ -28,9 +29,48 @@ from automodel_ckpt.data.media.media import (
     sampling_rate_of,
     usual_media,
 )
+from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
+
+_END_SECONDS = 0.05
+"""Length of the end of an audio that a probe changes. The last frame of a spectrogram may be unused in any audio."""
+_MARGIN = 1.5
+"""The first probe is this much longer than the audio, so that few probes are needed."""
+
+
+class AudioLimit:
+    """Finds out whether a processor uses the end of an audio. *features_of* converts samples [length] to arrays."""
+
+    def __init__(self, features_of: Callable[[Any], list[Any]], sampling_rate: int) -> None:
+        self.features_of = features_of
+        self._end = int(_END_SECONDS * sampling_rate)
+        self._longest_used = 0
+        self._shortest_cut = sys.maxsize
+
+    def uses(self, num_samples: int) -> bool:
+        """Whether the processor uses all of an audio of *num_samples*."""
+        for probed in (int(num_samples * _MARGIN), num_samples):
+            if self._longest_used < num_samples < self._shortest_cut and self._is_end_used(probed):
+                self._longest_used = probed
+        if num_samples > self._longest_used:
+            self._shortest_cut = min(self._shortest_cut, num_samples)
+        return num_samples <= self._longest_used
+
+    def _is_end_used(self, num_samples: int) -> bool:
+        silence = np.zeros(num_samples, np.float32)
+        noise = silence.copy()
+        end = noise[-self._end :]
+        end[:] = np.random.default_rng(0).uniform(-0.5, 0.5, len(end))
+        try:
+            pairs = zip(self.features_of(silence), self.features_of(noise), strict=True)
+            return any(not np.array_equal(left, right) for left, right in pairs)
+        except Exception as error:  # feature extractors raise many types for what they reject
+            # Not cut: the samples show the error.
+            log.debug("the processor rejects %d samples of audio: %r", num_samples, error)
+            return True
+
 
 _BLANK_PIXELS = 64
 _BLANK_SECONDS = 1
@@ -80,7 +120,7 @@ class ImageTextCollator:
             return 0
         return min(length, sample.seq_length or length)
 
-    def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[ImageText]) -> Batch:
         for sample in samples:
             check_conversation(sample)
         samples = [sample if self._uses_whole_audio(sample) else self.blank for sample in samples]
@@ -104,12 +144,10 @@ class ImageTextCollator:
             # Processed again, because the tensors of the pixels do not show to which sample they belong.
             # The blank sample has no seq_length and is always used, so this happens at most once.
             return self(used)
-        labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
-        for number, flags in enumerate(labeled):
-            is_labeled = torch.tensor(flags, dtype=torch.bool)
-            token_ids = batch["input_ids"][number, : len(flags)]
-            labels[number, : len(flags)][is_labeled] = token_ids[is_labeled]
-        batch["labels"] = labels
+        is_labeled = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        for row, flags in zip(is_labeled, labeled, strict=True):
+            row[: len(flags)] = torch.tensor(flags)
+        batch["labels"] = batch["input_ids"].where(is_labeled, IGNORE_INDEX)
         is_blank = torch.tensor([sample is self.blank for sample in samples])
         if is_blank.any():
             batch[IS_TOKEN] = (batch["attention_mask"] != 0) & ~is_blank[:, None]
@@ -140,36 +178,36 @@ class ImageTextCollator:
         self, image: Any | None, text: str, *, image_is_first: bool = True, audio: Any | None = None
     ) -> ImageText:
         """Make a sample of a *text* of the user, an *audio*, and an image before or after them, without labels."""
-        content = [{"type": "text", "text": text}]
-        rendered = text
+        parts = [{"type": "text", "text": text}]
         if audio is not None:
-            content.insert(0, {"type": AUDIO})
-            rendered = self._placeholders[AUDIO] + text
+            parts.insert(0, {"type": AUDIO})
         if image is not None:
-            content.insert(0 if image_is_first else len(content), {"type": IMAGE})
-            placeholder = self._placeholders.get(IMAGE, "")
-            rendered = placeholder + rendered if image_is_first else rendered + placeholder
+            parts.insert(0 if image_is_first else len(parts), {"type": IMAGE})
+        rendered = "".join(
+            part.get("text") or self._placeholders.get(part["type"], "") for part in parts
+        )
         bound_chat_templates()
         try:
             rendered = self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False
+                [{"role": "user", "content": parts}], tokenize=False
             )
         except Exception:  # a template can raise anything, for example divide by zero
             # The processor has no template, or one that fails: the recipe set another one for the data set.
             log.debug("the processor's template cannot render a question", exc_info=True)
-        audios = [] if audio is None else [audio]
-        return ImageText(rendered, [] if image is None else [image], [], audios=audios)
+        images, audios = ([] if each is None else [each] for each in (image, audio))
+        return ImageText(rendered, images, [], audios=audios)
 
-    def _process(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+    def _process(self, samples: Sequence[ImageText]) -> Batch:
         try:
-            batch = self._call_with(samples)
+            batch = self._call_together(samples)
         except _REJECTIONS as error:
             rejected, reason = self._first_rejected(samples, error)
             raise RecipeError(
                 "the processor rejects a sample",
                 where=rejected,
                 value=f"{type(reason).__name__}: {reason}",
-                hint="correct the conversation, its images or audio, or the chat template",
+                hint="correct the conversation, its images or audio, or the chat template; some processors take no "
+                "samples without audio beside others",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
@@ -179,53 +217,10 @@ class ImageTextCollator:
         """Return the location of the first sample that the processor rejects, and its error; else all, and *error*."""
         for sample in samples:
             try:
-                self._call_with([sample])
+                self._call_together([sample])
             except _REJECTIONS as reason:
                 return sample.where, reason
         return ", ".join(sample.where for sample in samples), error
-
-    def _call_with(self, samples: Sequence[ImageText]) -> Any:
-        """Call the processor with the texts, images and audio of samples."""
-        with_audio = [bool(sample.audios) for sample in samples]
-        try:
-            return self._call_together(samples)
-        except _REJECTIONS:
-            if len(set(with_audio)) < 2:
-                raise
-        # Processors of speech recognition (GLM-ASR, Qwen3-ASR) take texts with one audio each.
-        audio_batch = self._call_together([sample for sample in samples if sample.audios])
-        text_batch = self._call_together([sample for sample in samples if not sample.audios])
-        return self._merged(audio_batch, text_batch, with_audio)
-
-    def _merged(
-        self,
-        audio_batch: Mapping[str, Any],
-        text_batch: Mapping[str, Any],
-        with_audio: Sequence[bool],
-    ) -> dict[str, Any]:
-        """Join two batches that the processor prepared separately, in the order of the samples.
-
-        *audio_batch* has the samples for which *with_audio* is true, *text_batch* the others. Raises
-        :class:`ValueError` if *text_batch* has other tensors than those with a value for each token.
-        """
-        merged = dict(audio_batch)
-        num_audio = len(audio_batch["input_ids"])
-        width = max(each["input_ids"].shape[1] for each in (audio_batch, text_batch))
-        order = sorted(range(len(with_audio)), key=lambda number: not with_audio[number])
-        for name, text_rows in text_batch.items():
-            if not isinstance(text_rows, torch.Tensor):
-                continue
-            if text_rows.shape != text_batch["input_ids"].shape or name not in audio_batch:
-                raise ValueError(f"samples with and without audio cannot be together ({name})")
-            fill = 0
-            if name == "input_ids":
-                fill = self.processor.tokenizer.pad_token_id or 0
-            audio_rows = audio_batch[name]
-            rows = text_rows.new_full((len(order), width), fill)
-            rows[order[:num_audio], : audio_rows.shape[1]] = audio_rows
-            rows[order[num_audio:], : text_rows.shape[1]] = text_rows
-            merged[name] = rows
-        return merged
 
     def _call_together(self, samples: Sequence[ImageText]) -> Any:
         texts = [sample.text for sample in samples]
@@ -243,9 +238,7 @@ class ImageTextCollator:
             "add_special_tokens": self._adds_special_tokens(texts[0]),
         }
         if not audios:
-            # Processors of speech recognition require the argument (Qwen3-ASR), and accept texts alone.
-            none = {"audio": None} if self._requires_audio else {}
-            return self.processor(text=texts, images=images, return_tensors="pt", **none, **of_text)
+            return self.processor(text=texts, images=images, return_tensors="pt", **of_text)
         # Settings of the text must not pad the audio: processors choose how to pad it.
         inputs: dict[str, Any] = {"text": texts, "audio": list(audios)}
         if images is not None:
@@ -256,11 +249,6 @@ class ImageTextCollator:
             text_kwargs=of_text,
             audio_kwargs={"sampling_rate": sampling_rate_of(self.processor)},
         )
-
-    @cached_property
-    def _requires_audio(self) -> bool:
-        parameter = inspect.signature(self.processor.__call__).parameters.get("audio")
-        return parameter is not None and parameter.default is parameter.empty
 
     def _adds_special_tokens(self, text: str) -> bool:
         """Whether the processor has to add special tokens, which is not the case if the template wrote them.
@@ -341,7 +329,7 @@ class ImageTextCollator:
         """Whether the processor uses a whole audio."""
 
         def features_of(samples: Any) -> list[Any]:
-            batch = self._call_with([self.unlabeled(None, ".", audio=samples)])
+            batch = self._call_together([self.unlabeled(None, ".", audio=samples)])
             return [value.numpy() for value in batch.values() if isinstance(value, torch.Tensor)]
 
         return AudioLimit(features_of, sampling_rate_of(self.processor))
@@ -374,11 +362,9 @@ class ImageTextCollator:
         if limit is None or len(tokens) <= limit:
             return True
         if sample.truncation == "error":
-            media = counted(len(sample.images), "image")
-            if sample.audios:
-                media = " and ".join(
-                    [media] * bool(sample.images) + [counted(len(sample.audios), "audio")]
-                )
+            media = (
+                f"{counted(len(sample.images), 'image')} and {counted(len(sample.audios), 'audio')}"
+            )
             raise RecipeError(
                 "a sample is longer than seq_length",
                 where=sample.where,
@@ -391,8 +377,7 @@ class ImageTextCollator:
             return True
         why = f"it has {len(tokens)} tokens, seq_length is {limit}"
         if sample.truncation == "right":
-            cut = "cut an audio" if sample.audios else "cut an image"
-            effect = cut if cuts_image else "remove all labels"
+            effect = "cut an image or an audio" if cuts_image else "remove all labels"
             why = f"truncating its {len(tokens)} tokens to {limit} would {effect}"
         self._skip(sample, why)
         return False
@@ -403,20 +388,16 @@ class ImageTextCollator:
         self.num_left_out += 1
         log.warning("%s is skipped (%d so far): %s", sample.where, self.num_left_out, why)
 
-    def _truncated(
-        self, batch: dict[str, torch.Tensor], samples: Sequence[ImageText], lengths: list[int]
-    ) -> dict[str, torch.Tensor]:
+    def _truncated(self, batch: Batch, samples: Sequence[ImageText], lengths: list[int]) -> Batch:
         """Truncate every sample of a batch to its seq_length, and remove the padding that is not needed any more."""
-        ends = []
-        for sample, length in zip(samples, lengths, strict=True):
-            ends.append(min(length, sample.seq_length or length))
+        limits = [sample.seq_length for sample in samples]
+        ends = [min(length, limit or length) for length, limit in zip(lengths, limits, strict=True)]
         if ends == lengths:
             return batch
         positions = torch.arange(batch["labels"].shape[1])
         beyond = positions[None] >= torch.tensor(ends)[:, None]
         padding = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
-        num_multiples = -(-max(ends) // self.multiple)
-        width = num_multiples * self.multiple
+        width = -(-max(ends) // self.multiple) * self.multiple
         truncated = {}
         for name, value in batch.items():
             # Integer tensors [batch, length] have a value per token; others, such as pixels, stay unchanged.

@@ -10,7 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
-from automodel_ckpt.data.collate import IGNORE_INDEX, has_keys, require_sample
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+    Sample,
+    has_keys,
+    require_sample,
+)
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
 from automodel_ckpt.data.preference import PreferenceDataset
@@ -171,7 +177,7 @@ class JudgedDataset(TokenizedDataset):
     draws_nothing = True
 
     @staticmethod
-    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+    def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
         return _judged(samples[0], number == 1, limit)
 
 
@@ -222,7 +228,7 @@ class KTOCollator:
     def __init__(self, collate_fn: Collate) -> None:
         self.collate_fn = collate_fn
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         for sample in samples:
             _require_judgment(sample)
         before, rows = samples[:-1], list(samples[1:])
@@ -236,7 +242,7 @@ class KTOCollator:
         return batch
 
 
-def _mismatched(sample: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[int]]:
+def _mismatched(sample: Mapping[str, Any], other: Mapping[str, Any]) -> Sample:
     """Join the prompt of *sample* with the completion of *other*, which begins with its first label."""
     num_prompt = _num_prompt_tokens(sample)
     prompt = sample["input_ids"][:num_prompt]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import numpy as np
 
 from automodel_ckpt.data.batches.sampler import derive_seed
+from automodel_ckpt.data.collate import Sample
+from automodel_ckpt.data.rows.arguments import require_range
 from automodel_ckpt.errors import RecipeError
 
 _MIN_LENGTH = 2
@@ -41,7 +42,7 @@ class RandomTokens:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> Sample:
         # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
@@ -78,25 +79,15 @@ def random_tokens(
             value=vocab_size,
             hint="give the number of tokens",
         )
-    _require("num_samples", num_samples, 1, math.inf)
-    _require("seq_length", seq_length, _MIN_LENGTH, math.inf)
-    _require("first_token", first_token, 0, vocab_size - 1)
-    _require("std_length", std_length, 0, math.inf)
-    _require("seed", seed, 0, math.inf)
+    require_range("num_samples", num_samples, 1)
+    require_range("seq_length", seq_length, _MIN_LENGTH)
+    require_range("first_token", first_token, 0, vocab_size - 1)
+    require_range("std_length", std_length, 0)
+    require_range("seed", seed, 0)
     if mean_length is None:
         mean_length = seq_length
-    _require("mean_length", mean_length, 1, seq_length)
+    require_range("mean_length", mean_length, 1, seq_length)
     if end_token is not None:
-        _require("end_token", end_token, 0, math.inf)
+        require_range("end_token", end_token, 0)
     lengths = (float(mean_length), float(std_length), seq_length)
     return RandomTokens(num_samples, lengths, (first_token, vocab_size), end_token, seed)
-
-
-def _require(name: str, value: float, least: float, most: float) -> None:
-    """Raise :class:`RecipeError` unless *value*, the data set's argument *name*, is from *least* to *most*."""
-    if least <= value <= most and math.isfinite(value):
-        return
-    bounds = f"{least} or more" if most == math.inf else f"from {least} to {most}"
-    raise RecipeError(
-        f"{name} is out of range", where=f"dataset.{name}", value=value, hint=f"give {bounds}"
-    )

@@ -10,7 +10,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
-from automodel_ckpt.data.collate import has_keys, require_sample
+from automodel_ckpt.data.collate import (
+    Batch,
+    Sample,
+    has_keys,
+    require_sample,
+)
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.pairs.preference_rows import (
     CHOSEN,
@@ -104,7 +109,7 @@ class PreferenceDataset(TokenizedDataset):
     noun: ClassVar[str] = "pair"
 
     @staticmethod
-    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+    def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
         pair: dict[str, Any] = dict(zip((CHOSEN, REJECTED), samples, strict=True))
         if not math.isnan(number):
             pair[MARGIN] = number
@@ -125,7 +130,7 @@ class PreferenceCollator:
     def __init__(self, collate_fn: Collate) -> None:
         self.collate_fn = collate_fn
 
-    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> Batch:
         rows = []
         names: dict[str, None] = {}
         for pair in pairs:

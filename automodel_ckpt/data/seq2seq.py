@@ -6,21 +6,32 @@ with labels. Data sets, mixtures and streams treat it like every other sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
-from automodel_ckpt.data.rows.arguments import RowOptions, require_choice, require_tokenizer
-from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    AnySample,
+    Batch,
+    PadCollator,
+    Sample,
+    has_keys,
+    require_sample,
+)
+from automodel_ckpt.data.rows.arguments import (
+    RowOptions,
+    require_choice,
+    require_range,
+    require_tokenizer,
+)
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
+from automodel_ckpt.data.rows.rows import Rows, names_in
+from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import UNLIMITED, Truncation
@@ -75,13 +86,8 @@ def _target_limit(seq_length: int | None, target_length: int | None) -> int:
     limit = seq_length if target_length is None else target_length
     if limit is None:
         return UNLIMITED
-    if limit < 2:
-        raise RecipeError(
-            "target_length is too small",
-            where="dataset.target_length",
-            value=limit,
-            hint="give at least 2 (a token and the end token)",
-        )
+    # A token and the end token.
+    require_range("target_length", limit, 2)
     return limit
 
 
@@ -231,7 +237,7 @@ class SourceTargetDataset(TokenizedDataset):
     draws_nothing = True
 
     @staticmethod
-    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+    def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
         # Divided where the labels begin.
         [sample] = samples
         tokens = sample["input_ids"]
@@ -256,7 +262,7 @@ class SourceTargetCollator:
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
         self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
 
-    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[AnySample]) -> Batch:
         sources, targets = [], []
         for sample in samples:
             _check(sample)
@@ -274,7 +280,7 @@ class SourceTargetCollator:
         }
 
 
-def _check(sample: Mapping[str, Sequence[int]]) -> None:
+def _check(sample: AnySample) -> None:
     require_sample(
         has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
         sample,

@@ -8,9 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.pairs.pair_encoder import chat_pairs, pair_template
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.fields import names_in
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample

@@ -12,9 +12,8 @@ from typing import Any, Literal, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
-from automodel_ckpt.data.rows.fields import names_in
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample

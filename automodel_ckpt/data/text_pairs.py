@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, Unpack
@@ -18,17 +18,23 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    AnySample,
+    Batch,
+    PadCollator,
+    has_keys,
+    require_sample,
+)
 from automodel_ckpt.data.pairs.joint_pairs import (
     EmbeddingEncoder,
     JointEncoder,
     TemplateEncoder,
     no_text,
 )
-from automodel_ckpt.data.rows.arguments import RowOptions, require_tokenizer
-from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.rows.arguments import RowOptions, require_range, require_tokenizer
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
@@ -64,13 +70,8 @@ def text_pairs(
     *seq_length* tokens is truncated as the tokenizer does it, with its special tokens, and the number of rows with such
     texts is logged. ``error`` rejects such rows with their location.
     """
-    if max_negatives is not None and max_negatives < 0:
-        raise RecipeError(
-            "max_negatives must be at least 0",
-            where="dataset.max_negatives",
-            value=max_negatives,
-            hint="omit it to use all negatives, or set 0 to use none",
-        )
+    if max_negatives is not None:
+        require_range("max_negatives", max_negatives, 0)
     encoder = encoder_of(tokenizer, seq_length, truncation, pair_template)
     pairs = PairReader(
         encoder,
@@ -207,7 +208,7 @@ class PairCollator:
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
         self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
 
-    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[AnySample]) -> Batch:
         by_sample = [_texts_of(sample) for sample in samples]
         pairs = chain.from_iterable(texts[:2] for texts in by_sample)
         negatives = chain.from_iterable(texts[2:] for texts in by_sample)
@@ -220,7 +221,7 @@ class PairCollator:
         return batch
 
 
-def _texts_of(sample: Mapping[str, Sequence[int]]) -> list[list[int]]:
+def _texts_of(sample: AnySample) -> list[list[int]]:
     """The tokens of each text of a sample."""
     starts: list[int] = []
     if has_keys(sample, "input_ids", "labels"):

@@ -6,24 +6,25 @@ import glob
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.rows.arguments import at_most, require_choice
+from automodel_ckpt.data.collate import Integers
+from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.megatron_tokens import MegatronIndex, read_index
-from automodel_ckpt.data.samples.nanogpt_tokens import raw_tokens, read_header
 from automodel_ckpt.data.samples.token_arrays import (
     TokenArray,
     TokenSpans,
     documents_of,
     identity_of,
+    raw_tokens,
+    read_header,
     windows_of,
 )
 from automodel_ckpt.errors import RecipeError
@@ -58,19 +59,19 @@ def megatron(
     labels included. For several files with weights, use :func:`~automodel_ckpt.data.mixture.mixture`. Raises
     :class:`RecipeError` for invalid files.
     """
-    prefixes = _paths(path, (".idx",))
     shares = _shares(split)
     arrays, starts = [], []
-    for prefix in prefixes:
+    for prefix in _paths(path, is_index=True):
         index = read_index(prefix)
         first, last = _part_of(index, shares, part)
         arrays.append(index.tokens(first, last))
         if documents:
             starts.append(index.document_starts(first, last))
-    vocab_size = _vocab_size(vocab_size, tokenizer)
     if documents:
-        return _documents(arrays, starts, path, seq_length, truncation, vocab_size, max_samples)
-    return _windows(arrays, path, seq_length, vocab_size, None, max_samples)
+        found = _documents(arrays, starts, path, seq_length, truncation, max_samples)
+    else:
+        found = _windows(arrays, path, seq_length, None, max_samples)
+    return _checked(found, vocab_size, tokenizer)
 
 
 def nanogpt(
@@ -98,27 +99,37 @@ def nanogpt(
     Raises :class:`RecipeError` for invalid files.
     """
     num_bytes = {"uint16": 2, "uint32": 4}[dtype]
-    read: Callable[[Path], TokenArray] = read_header
-    if not header:
-
-        def read(file: Path) -> TokenArray:
-            return raw_tokens(file, num_bytes)
-
-    arrays = [read(file) for file in _paths(path, ())]
-    vocab_size = _vocab_size(vocab_size, tokenizer)
+    files = _paths(path, is_index=False)
+    arrays = [read_header(file) if header else raw_tokens(file, num_bytes) for file in files]
     if documents:
         starts = _starts(arrays, bos_token, eos_token)
-        return _documents(arrays, starts, path, seq_length, truncation, vocab_size, max_samples)
-    return _windows(arrays, path, seq_length, vocab_size, bos_token, max_samples)
+        found = _documents(arrays, starts, path, seq_length, truncation, max_samples)
+    else:
+        found = _windows(arrays, path, seq_length, bos_token, max_samples)
+    return _checked(found, vocab_size, tokenizer)
 
 
-def _vocab_size(given: int | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    return len(tokenizer) if given is None and tokenizer is not None else given
+def _checked(
+    spans: TokenSpans, vocab_size: int | None, tokenizer: PreTrainedTokenizerBase | None
+) -> TokenSpans:
+    """Set the limit of the tokens. Raises :class:`RecipeError` if there is no sample."""
+    if not len(spans):
+        num_tokens = sum(array.count for array in spans.arrays)
+        raise RecipeError(
+            "the files have no sample of seq_length tokens, and no document of two",
+            where="dataset.path",
+            value=f"{counted(num_tokens, 'token')} in {counted(len(spans.arrays), 'file')}",
+            hint="give a smaller seq_length or other files; with split, check the share of this part",
+        )
+    spans.vocab_size = vocab_size
+    if vocab_size is None and tokenizer is not None:
+        spans.vocab_size = len(tokenizer)
+    return spans
 
 
 def _starts(
     arrays: Sequence[TokenArray], bos_token: int | None, eos_token: int | None
-) -> list[npt.NDArray[np.int64]]:
+) -> list[Integers]:
     """Find the first tokens of the documents of each array by the token that begins or ends them."""
     if (bos_token is None) == (eos_token is None):
         raise RecipeError(
@@ -135,25 +146,17 @@ def _starts(
 
 def _documents(
     arrays: Sequence[TokenArray],
-    starts: Sequence[npt.NDArray[np.int64]],
+    starts: Sequence[Integers],
     path: str | list[str],
     seq_length: int | None,
     truncation: str,
-    vocab_size: int | None,
     max_samples: int | None,
 ) -> TokenSpans:
     require_choice("truncation", truncation, ("error", "right"))
     limit = None if max_samples is None else at_most(max_samples, max_samples)
-    found = documents_of(arrays, starts, vocab_size=vocab_size, max_samples=limit)
+    found = documents_of(arrays, starts, max_samples=limit)
     num_tokens = sum(array.count for array in arrays)
-    if not len(found):
-        raise RecipeError(
-            "the files have no document of two tokens or more",
-            where="dataset.path",
-            value=f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}",
-            hint="give other files; with split, check the share of this part",
-        )
-    longest = int(found.lengths.max())
+    longest = int(found.lengths.max(initial=0))
     num_long = 0 if seq_length is None else int((found.lengths > seq_length).sum())
     if num_long and truncation == "error":
         raise RecipeError(
@@ -178,27 +181,15 @@ def _windows(
     arrays: Sequence[TokenArray],
     path: str | list[str],
     seq_length: int | None,
-    vocab_size: int | None,
     start_token: int | None,
     max_samples: int | None,
 ) -> TokenSpans:
-    if seq_length is None or seq_length < 2:
-        hint = "give at least 2 (a token and the one it predicts)"
-        raise RecipeError(
-            "seq_length is too small", where="dataset.seq_length", value=seq_length, hint=hint
-        )
+    # A token and the one it predicts.
+    require_range("seq_length", 0 if seq_length is None else seq_length, 2)
+    assert seq_length is not None
     limit = None if max_samples is None else at_most(max_samples, max_samples)
-    windows = windows_of(
-        arrays, seq_length, vocab_size=vocab_size, start_token=start_token, max_samples=limit
-    )
+    windows = windows_of(arrays, seq_length, start_token=start_token, max_samples=limit)
     num_tokens = sum(array.count for array in arrays)
-    if not len(windows):
-        raise RecipeError(
-            "the files have no sample of seq_length tokens",
-            where="dataset.path",
-            value=f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}, seq_length {seq_length}",
-            hint="give a smaller seq_length or other files; with split, check the share of this part",
-        )
     log.info(
         "%s: %s of %s, from %s in %s",
         path,
@@ -210,17 +201,21 @@ def _windows(
     return windows
 
 
-def _paths(path: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that *path* selects; with *suffixes*, their names without ``.bin`` and these suffixes."""
+def _paths(path: str | Sequence[str], *, is_index: bool) -> list[Path]:
+    """List the files that *path* selects; of Megatron's with *is_index*, the names without ``.bin`` and ``.idx``."""
     given = [path] if isinstance(path, str) else list(path)
     found: dict[Path, None] = {}
     for each in given:
         text = os.path.expanduser(each)
         matches = [text]
         if is_pattern(text):
-            matches = _matches(text, suffixes)
-        for match in matches:
-            found[_without_suffix(Path(match), suffixes)] = None
+            matches = sorted(glob.glob(text))
+            if is_index:
+                all_matches = matches + glob.glob(f"{text}.idx")
+                matches = sorted(match for match in all_matches if match.endswith(".idx"))
+        for match in map(Path, matches):
+            is_named = is_index and match.suffix in (".idx", ".bin")
+            found[match.with_suffix("") if is_named else match] = None
     if not found:
         raise RecipeError(
             "no file of tokens is found",
@@ -229,22 +224,6 @@ def _paths(path: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
             hint=f"give an existing file; relative paths start at {Path.cwd()}",
         )
     return list(found)
-
-
-def _matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """List the files that match a pattern, or with *suffixes* the pattern with one of them, by name."""
-    if not suffixes:
-        return sorted(glob.glob(pattern))
-    matches = glob.glob(pattern)
-    for suffix in suffixes:
-        matches += glob.glob(pattern + suffix)
-    return sorted(match for match in matches if match.endswith(suffixes))
-
-
-def _without_suffix(path: Path, suffixes: tuple[str, ...]) -> Path:
-    if suffixes and path.suffix in (*suffixes, ".bin"):
-        return path.with_suffix("")
-    return path
 
 
 def _shares(split: str) -> list[float]:

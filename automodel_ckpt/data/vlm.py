@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from automodel_ckpt.data.conversations.content_parts import parts_of
 from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
-from automodel_ckpt.data.media.image_answers import AnswerColumns
+from automodel_ckpt.data.media.columns import AnswerColumns, TranscriptColumns, usable_rows
 from automodel_ckpt.data.media.image_conversations import (
     ImageConversations,
     ImageOptions,
     RowContent,
 )
 from automodel_ckpt.data.media.media import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
-from automodel_ckpt.data.media.transcripts import TranscriptColumns, usable_rows
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError

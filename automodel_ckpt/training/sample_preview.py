@@ -15,9 +15,8 @@ from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.classification import LabeledTexts
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.media.image_packing import PackedImages
-from automodel_ckpt.data.samples.sample_arrays import LengthSummary
 from automodel_ckpt.data.samples.teacher_targets import TargetedDataset
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, note_lines
+from automodel_ckpt.data.samples.tokenized import LengthSummary, TokenizedDataset, note_lines
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training.recipe import Recipe

@@ -13,7 +13,7 @@ from transformers import LlavaProcessor
 
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.media.image_conversations import ImageChatTemplate, ImageText, image_text
-from automodel_ckpt.data.media.images import pillow
+from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer

@@ -14,7 +14,7 @@ from automodel_ckpt.data.media.image_conversations import (
     ImageText,
     image_text,
 )
-from automodel_ckpt.data.media.images import pillow
+from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.errors import RecipeError
 

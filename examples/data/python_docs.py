@@ -16,10 +16,11 @@ import importlib
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import tokenizers
@@ -28,11 +29,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.samples.encoder import Encoder, blocks
-from automodel_ckpt.data.samples.samples import identity, prepared
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.samples.encoder import Encoder
+from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.token_arrays import TokenSpans
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
@@ -94,21 +97,62 @@ def language_modeling(
     The documents are concatenated, each followed by the end-of-sequence token. The last block may be shorter. Some
     paragraphs occur in several topics, so the validation split contains some text of the training split.
     """
-    truncation = Truncation("right", seq_length)
-
-    def build() -> TokenizedDataset:
-        topics = _load_topics()
-        names = of_split(sorted(topics), split)
-        documents = Encoder(tokenizer).documents([topics[name] for name in names])
-        return TokenizedDataset.of(blocks(documents, seq_length))
-
     require_choice("split", split, ("train", "validation"))
-    key = (_topics_digest(), truncation.seq_length, split)
-    dataset = prepared(
-        "python_docs-language_modeling", key, tokenizer, build, TokenizedDataset
-    ).first(max_samples)
-    dataset.report_lengths(f"language_modeling ({split})")
-    return dataset
+    encoder = Encoder(tokenizer)
+
+    def blocks() -> list[_Item]:
+        topics = _load_topics()
+        stream: list[int] = []
+        for document in encoder.documents(
+            [topics[name] for name in of_split(sorted(topics), split)]
+        ):
+            stream += document.tokens
+        # A single token at the end has nothing to predict.
+        starts = range(0, len(stream) - 1, seq_length)
+        return [(stream[start : start + seq_length], f"token {start}") for start in starts]
+
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        return [TokenizedSample(ids, [True] * len(ids)) for ids in rows.values(_ITEM)]
+
+    return samples_of_rows(
+        _MadeRows(f"language_modeling ({split})", blocks),
+        _topics_digest(),
+        tokenizer,
+        encode,
+        Truncation("right", seq_length),
+        key=("python_docs-language_modeling", split),
+        max_samples=max_samples,
+    )
+
+
+_Item = tuple[Any, str]
+_ITEM = "item"
+
+
+class _MadeRows(Rows):
+    """A table of one field whose values, with their locations, *make* returns when a row is needed."""
+
+    def __init__(self, path: str, make: Callable[[], list[_Item]]) -> None:
+        self.path = path
+        self._make = make
+
+    @cached_property
+    def _items(self) -> list[_Item]:
+        return self._make()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._items)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return [_ITEM]
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [[value for value, _ in self._items]]
+
+    def place(self, row: int) -> str:
+        return self._items[row][1]
 
 
 def docstring_pairs(
@@ -123,19 +167,30 @@ def docstring_pairs(
     *truncation* ``right`` truncates samples of more than *seq_length* tokens, and skips those whose prompt alone has
     that many; the numbers are logged. ``error`` raises :class:`RecipeError` for such samples.
     """
-    policy = Truncation(truncation, seq_length)
-
-    def build() -> TokenizedDataset:
-        pairs = library_pairs(split)
-        prompts = [pair.prompt for pair in pairs]
-        docstrings = [pair.docstring for pair in pairs]
-        samples = Encoder(tokenizer).pairs(prompts, docstrings)
-        return policy.apply_to_all(samples, lambda number: pairs[number].where)
-
     require_choice("split", split, ("train", "validation"))
-    key = (library_digest(), seq_length, split, truncation)
-    dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build, TokenizedDataset)
-    return dataset.reported(f"docstring_pairs ({split})", seq_length, max_samples)
+
+    def pairs() -> list[_Item]:
+        return [((pair.prompt, pair.docstring), pair.where) for pair in library_pairs(split)]
+
+    return samples_of_rows(
+        _MadeRows(f"docstring_pairs ({split})", pairs),
+        library_digest(),
+        tokenizer,
+        _pair_encoder(tokenizer),
+        Truncation(truncation, seq_length),
+        key=("python_docs-docstring_pairs", split),
+        max_samples=max_samples,
+    )
+
+
+def _pair_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    encoder = Encoder(tokenizer)
+
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        prompts, completions = zip(*rows.values(_ITEM), strict=True)
+        return encoder.pairs(prompts, completions)
+
+    return encode
 
 
 def preferences(
@@ -152,31 +207,37 @@ def preferences(
     on the text alone; with *keep_ends*, its first and its last word keep their places, so that the pairs are harder to
     distinguish. Paragraphs of fewer than 6 different words are not used.
     """
-    policy = Truncation(truncation, seq_length)
-
+    require_choice("split", split, ("train", "validation"))
     from automodel_ckpt.data.preference import PreferenceDataset
 
-    def build() -> PreferenceDataset:
-        pairs = [pair for pair in library_pairs(split) if _has_words(pair)]
-        prompts = [pair.prompt for pair in pairs]
-        paragraphs = [_paragraph(pair) for pair in pairs]
-        shuffled = [_shuffled(paragraph, keep_ends=keep_ends) for paragraph in paragraphs]
-        encoder = Encoder(tokenizer)
-        chosen = encoder.pairs(prompts, paragraphs)
-        rejected = encoder.pairs(prompts, shuffled)
-        # A pair is two consecutive samples.
-        samples = list(chain.from_iterable(zip(chosen, rejected, strict=True)))
-        found = policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
-        return cast("PreferenceDataset", found)
+    encoder = Encoder(tokenizer)
 
-    require_choice("split", split, ("train", "validation"))
-    key = (library_digest(), seq_length, split, truncation, keep_ends)
-    prepared_pairs = prepared(
-        "python_docs-preferences", key, tokenizer, build, kind=PreferenceDataset
+    def pairs() -> list[_Item]:
+        items = []
+        for pair in library_pairs(split):
+            if _has_words(pair):
+                paragraph = _paragraph(pair)
+                shuffled = _shuffled(paragraph, keep_ends=keep_ends)
+                items.append(((pair.prompt, paragraph, shuffled), pair.where))
+        return items
+
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        prompts, paragraphs, shuffled = zip(*rows.values(_ITEM), strict=True)
+        chosen, rejected = encoder.pairs(prompts, paragraphs), encoder.pairs(prompts, shuffled)
+        # A pair is two consecutive samples.
+        return list(chain.from_iterable(zip(chosen, rejected, strict=True)))
+
+    found = samples_of_rows(
+        _MadeRows(f"preferences ({split})", pairs),
+        library_digest(),
+        tokenizer,
+        encode,
+        Truncation(truncation, seq_length),
+        key=("python_docs-preferences", split, keep_ends),
+        max_samples=max_samples,
+        kind=PreferenceDataset,
     )
-    dataset = prepared_pairs.reported(f"preferences ({split})", seq_length, max_samples)
-    dataset.identity = identity(("python_docs-preferences", *key), tokenizer)
-    return dataset
+    return cast("PreferenceDataset", found)
 
 
 def judged_docstrings(
@@ -299,21 +360,7 @@ def description_pairs(
     the template, from the sections of these names.
     """
 
-    def build() -> TokenizedDataset:
-        pairs = library_pairs(split)
-        signatures = [pair.prompt.rstrip() for pair in pairs]
-        texts = []
-        for number, pair in enumerate(pairs):
-            description = pair.docstring.split("\n\n", 1)[0]
-            found = _with_following(signatures, number, num_negatives)
-            documents = [document_prompt + signature for signature in found]
-            texts.append([query_prompt + description, *documents])
-        from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
-
-        encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
-        samples = encoder.samples(texts, lambda number: pairs[number].where)
-        policy = TextTruncation("right", seq_length)
-        return policy.apply_to_all(samples, lambda number: pairs[number].where)
+    from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
 
     require_choice("split", split, ("train", "validation"))
     if num_negatives < 0:
@@ -323,14 +370,31 @@ def description_pairs(
             value=num_negatives,
             hint="0 makes pairs without negative documents",
         )
-    key: tuple[object, ...] = (library_digest(), seq_length, split, query_prompt, document_prompt)
-    # Keys of earlier versions have no template and no negatives.
-    if pair_template is not None:
-        key = (*key, pair_template)
-    if num_negatives:
-        key = (*key, "negatives", num_negatives)
-    dataset = prepared("python_docs-description_pairs", key, tokenizer, build, TokenizedDataset)
-    return dataset.reported(f"description_pairs ({split})", seq_length, max_samples)
+    encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
+
+    def texts() -> list[_Item]:
+        pairs = library_pairs(split)
+        signatures = [pair.prompt.rstrip() for pair in pairs]
+        items = []
+        for number, pair in enumerate(pairs):
+            description = pair.docstring.split("\n\n", 1)[0]
+            found = _with_following(signatures, number, num_negatives)
+            documents = [document_prompt + signature for signature in found]
+            items.append(([query_prompt + description, *documents], pair.where))
+        return items
+
+    return samples_of_rows(
+        _MadeRows(f"description_pairs ({split})", texts),
+        library_digest(),
+        tokenizer,
+        lambda rows: encoder.samples(rows.values(_ITEM), rows.place),
+        TextTruncation("right", seq_length),
+        key=(
+            "python_docs-description_pairs",
+            *(split, query_prompt, document_prompt, pair_template, num_negatives),
+        ),
+        max_samples=max_samples,
+    )
 
 
 def _with_following(signatures: Sequence[str], number: int, num_others: int) -> list[str]:

@@ -129,8 +129,8 @@ def test_what_a_template_leaves_out_or_does_not_know_is_counted(
     assert any(word in message for word in (key, repr(value), "text", "tool"))
 
 
-def test_special_tokens_in_the_text_of_users_are_counted_or_encoded_as_text(
-    model: Path, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+def test_special_tokens_in_the_text_of_users_are_counted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     typed = {"role": "user", "content": "What does </s> mean?"}
     rows = talk(typed, {"role": "assistant", "content": "The end"})
@@ -139,12 +139,6 @@ def test_special_tokens_in_the_text_of_users_are_counted_or_encoded_as_text(
         caplog.clear()
         assert shown(model, tmp_path, rows, template=template) == 0
         assert expected in caplog.text
-        caplog.clear()
-        words = ("--dataset.special_tokens_as_text", "true")
-        assert shown(model, tmp_path, rows, *words, template=template) == 0
-        text = capsys.readouterr().out
-        assert "What does </s> mean?" in text
-        assert ">>>The end" in text
 
 
 MARKED = (

@@ -253,6 +253,3 @@ def test_what_a_user_should_know_about_conversations_is_shown(
         "messages with the key 'score', which is not read",
     ):
         assert f"warning    1 sample has {note}" in printed.out
-    as_text = ["--dataset.special_tokens_as_text"]
-    assert main(["--show-samples", "1", recipe, *words, *as_text]) == EXIT_DONE
-    assert "special tokens" not in capsys.readouterr().out

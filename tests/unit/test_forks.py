@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from automodel_ckpt.cli.launch import recipe_import
 from automodel_ckpt.data.batches import workers
-from automodel_ckpt.data.rows import row_workers
+from automodel_ckpt.data.rows import preparation as row_workers
 
 FORKS = Path(row_workers.__file__).parents[2] / "base" / "forks.py"
 

@@ -99,7 +99,6 @@ mask_reasoning | render the reasoning of answers (reasoning_content, reasoning o
 drop_earlier_reasoning | render only the reasoning of the last answer
 end_with_answer | remove messages after the last answer
 skip_unanswered | skip conversations without an answer, which are errors otherwise
-special_tokens_as_text | encode special tokens in the text of messages as text, not as control tokens
 messages_field | field with the list of messages
 tools_field | field with the tools that the template shows to the model
 seed | seed of the random samples

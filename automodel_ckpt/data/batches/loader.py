@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.micro_batches import (
-    Batch,
     Collate,
     Request,
     SampleReader,
@@ -27,6 +26,7 @@ from automodel_ckpt.data.batches.sampler import (
     permutation,
     rank_part,
 )
+from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:

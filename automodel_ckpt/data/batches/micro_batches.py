@@ -20,10 +20,8 @@ from torch.utils.data import Dataset
 from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.data.batches.sampler import derive_seed
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch
 from automodel_ckpt.errors import AutomodelError, RecipeError
-
-Batch = dict[str, torch.Tensor]
 
 Collate = Callable[[list[Any]], Batch]
 

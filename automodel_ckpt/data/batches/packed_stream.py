@@ -8,11 +8,9 @@ number of ranks or workers. With several sources, the next row comes from the so
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, islice
@@ -20,13 +18,15 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, State
-from automodel_ckpt.data.batches.document_rows import Row, RowRules
-from automodel_ckpt.data.batches.micro_batches import Batch, Collate, Failure, collate
+from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, Row, RowRules, State
+from automodel_ckpt.data.batches.micro_batches import Collate, Failure, collate
 from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation, rank_part
 from automodel_ckpt.data.batches.stream_batches import StreamBatch, StreamPosition
 from automodel_ckpt.data.batches.workers import run_workers
-from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.data.collate import Batch
+from automodel_ckpt.data.mixture import check_same_sources, joint_identity
+from automodel_ckpt.data.samples.encoder import one_thread
+from automodel_ckpt.errors import AutomodelError
 
 MOST_LANES = 256
 """Lanes of a stream. Each keeps a block of documents in memory and a file open."""
@@ -55,13 +55,7 @@ class PackedStream(IterableDataset[Row]):
     @property
     def identity(self) -> str | None:
         """A digest that changes with the rows, as far as is known without reading them; None if unknown."""
-        parts = [repr(self.rules)]
-        for name, source in self.sources.items():
-            known = getattr(source, "identity", None)
-            if known is None:
-                return None
-            parts.append(f"{name} {known} {self.shares[name]}")
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+        return joint_identity([repr(self.rules)], self.sources, self.shares)
 
     def __iter__(self) -> Iterator[Row]:
         start = StreamPosition(0, 0, 0, self.state_dict())
@@ -80,15 +74,6 @@ class PackedStream(IterableDataset[Row]):
     def load_state_dict(self, state: State) -> None:
         """Accept a state. :meth:`read` gets it with the position."""
 
-    def _check_sources(self, state: State) -> None:
-        if state["counts"].keys() != self.sources.keys():
-            raise RecipeError(
-                "the mixture has other sources than the checkpoint",
-                where="dataset.sources",
-                value=f"{', '.join(self.sources)}; checkpoint: {', '.join(state['counts'])}",
-                hint="use the same sources, or start another run with init_from",
-            )
-
     def merged(self, states: Sequence[State]) -> State:
         """Join the states of all ranks, each of which has those of its lanes."""
         lanes: dict[str, dict[int, State]] = {}
@@ -105,14 +90,15 @@ class PackedStream(IterableDataset[Row]):
         The rows are made by *num_workers* processes, or by this one for 0. Raises :class:`AutomodelError` for a
         document that cannot be read.
         """
-        self._check_sources(position.source_state)
+        check_same_sources(position.source_state["counts"], self.sources)
         count = max(num_workers, 1)
         reader = _Reader(self, position, sizes, count)
         start, size = position.consumed, sizes.global_batch_size
         if position.source_state == position.start_state:
             # Without a state to restore, the batches before the position are made and dropped.
             start = 0
-        with _single_threaded(num_workers):
+        # Threads of the tokenizers library do not survive a fork.
+        with one_thread() if num_workers else nullcontext():
             items = run_workers(reader, count) if num_workers else iter(reader)
             with closing(items):
                 while True:
@@ -127,22 +113,6 @@ class PackedStream(IterableDataset[Row]):
                         batches = _micro_batches(rows, start, sizes, collate_fn)
                         yield StreamBatch(start, size, batches, False, self.merged(states))
                     start += size
-
-
-@contextmanager
-def _single_threaded(num_workers: int) -> Iterator[None]:
-    """Start workers whose tokenizers have no threads, which do not survive a fork, and share the cores."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    if num_workers:
-        os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if num_workers and before is None:
-            os.environ.pop(name, None)
-        elif num_workers and before is not None:
-            os.environ[name] = before
 
 
 def _micro_batches(

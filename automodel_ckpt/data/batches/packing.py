@@ -7,7 +7,7 @@ In both, ``position_ids`` restart at 0 with each sample. transformers' attention
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, check_has_tokens, check_unpadded
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+    Integers,
+    Sample,
+    Tensors,
+    check_has_tokens,
+    check_unpadded,
+)
 from automodel_ckpt.errors import RecipeError
 
-_Lengths = npt.NDArray[np.int64]
 IS_TOKEN = "is_token"  # noqa: S105
 """Key of a mask [B, T] that shows which positions of a row have a token that counts.
 
@@ -28,7 +35,7 @@ images. It is no argument of models.
 _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
-def best_fit_decreasing(lengths: Sequence[int] | _Lengths, size: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: Sequence[int] | Integers, size: int) -> list[list[int]]:
     """Assign items to packs of at most *size*, and return the indices of the items in each pack.
 
     The items are taken from the longest to the shortest (equal ones in order), and each is put into the fullest pack
@@ -122,8 +129,8 @@ class PackedDataset:
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+    def __getitem__(self, index: int) -> Sample:
+        pack: Sample = {"input_ids": [], "labels": [], "position_ids": []}
         for number in self.packs[index]:
             sample = self.dataset[number]
             check_unpadded(sample)
@@ -150,7 +157,7 @@ def check_has_length(dataset: Any) -> None:
         )
 
 
-def lengths_of(dataset: Any) -> _Lengths:
+def lengths_of(dataset: Any) -> Integers:
     """The number of tokens of each sample of a map-style *dataset*.
 
     Raises :class:`RecipeError` for other data sets, and for samples without tokens or labels.
@@ -184,7 +191,7 @@ class RowLayout:
     marks_tokens: bool = False
     unpadded_length: int | None = None
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: Tensors) -> Batch:
         """Arrange *batch*, int64 tensors of shape [samples, length]: padded samples or packs.
 
         Returns tensors of shape [rows, row length]. A batch without padding is only returned without its mask, and a
@@ -204,13 +211,13 @@ class RowLayout:
         rows, length = self._cheapest(lengths, width)
         if rows is None:
             return dict(batch)
-        return _laid_out(batch, rows, length, self.marks_tokens)
+        return laid_out(batch, rows, length, self.marks_tokens)
 
     def _stays(self, width: int) -> bool:
         """Whether samples of *width* tokens without padding keep a row each, although *one_row* is asked for."""
         return width % self.multiple == 0 and self.unpadded_length in (None, width)
 
-    def _without_mask(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _without_mask(self, batch: Tensors) -> Batch:
         rows = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         mask = batch["attention_mask"]
         if self.marks_tokens and not bool(mask.all()):
@@ -243,7 +250,7 @@ class RowLayout:
         return -(-length // self.multiple) * self.multiple
 
 
-def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
+def longest_sample(batch: Tensors) -> int:
     """Return the length of the longest sample of a micro-batch, including padding if it has one sample per row."""
     positions = batch.get("position_ids")
     if positions is None:
@@ -251,9 +258,7 @@ def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
     return int(positions.max()) + 1
 
 
-def tokens_of_rows(
-    mask: npt.NDArray[np.bool_], rows: list[list[int]], length: int
-) -> npt.NDArray[np.int64]:
+def tokens_of_rows(mask: npt.NDArray[np.bool_], rows: list[list[int]], length: int) -> Integers:
     """Find which token of a padded batch comes to which position of rows that several samples share.
 
     *mask* [samples, L] is true for tokens; *rows* lists the samples of each row. Returns for each position of the rows,
@@ -269,17 +274,16 @@ def tokens_of_rows(
     return taken
 
 
-def gathered(source: npt.NDArray[Any], taken: npt.NDArray[np.int64], filler: int) -> torch.Tensor:
+def gathered(source: npt.NDArray[Any], taken: Integers, filler: int) -> torch.Tensor:
     """Arrange the values of *source* [samples, L] by *taken* of :func:`tokens_of_rows`; *filler* where it has none."""
     values = source.reshape(-1)[taken]
     return torch.from_numpy(np.where(taken < 0, np.array(filler, dtype=source.dtype), values))
 
 
-def _laid_out(
-    batch: Mapping[str, torch.Tensor], rows: list[list[int]], length: int, marks_tokens: bool
-) -> dict[str, torch.Tensor]:
+def laid_out(batch: Tensors, rows: list[list[int]], length: int, marks_tokens: bool) -> Batch:
     """Arrange the samples of a padded *batch* in *rows* of *length* positions; *rows* lists the samples of each row.
 
+    The tensors with a value for each token become [rows, length], without ``attention_mask``; others stay as they are.
     Positions without a token become samples of one token without a label, so nothing attends to them.
     """
     mask = batch["attention_mask"].numpy() != 0
@@ -287,14 +291,19 @@ def _laid_out(
     positions = mask.cumsum(1) - 1
     if "position_ids" in batch:
         positions = batch["position_ids"].numpy()
-    # The first token of a sample has no label, because the token before it belongs to another sample.
-    labels = np.where(positions == 0, IGNORE_INDEX, batch["labels"].numpy())
-    laid_out = {
-        "input_ids": gathered(batch["input_ids"].numpy(), taken, 0),
-        "labels": gathered(labels, taken, IGNORE_INDEX),
-        "position_ids": gathered(positions, taken, 0),
-    }
+    arranged = {"position_ids": gathered(positions, taken, 0)}
+    for name, tensor in batch.items():
+        if name in ("attention_mask", "position_ids"):
+            continue
+        arranged[name] = tensor
+        if name == "labels":
+            # The first token of a sample has no label, because the token before it belongs to another sample.
+            labels = np.where(positions == 0, IGNORE_INDEX, tensor.numpy())
+            arranged[name] = gathered(labels, taken, IGNORE_INDEX)
+        elif tensor.shape == mask.shape and not tensor.is_floating_point():
+            arranged[name] = gathered(tensor.numpy(), taken, 0)
     is_empty = taken < 0
     if marks_tokens and bool(is_empty.any()):
-        laid_out[IS_TOKEN] = torch.from_numpy(~is_empty)
-    return laid_out
+        # The mask of a batch leaves out further positions.
+        arranged.setdefault(IS_TOKEN, torch.from_numpy(~is_empty))
+    return arranged

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+    Tensors,
+)
 
 _SPAN = 16
 """The largest width of a grid divided by the smallest."""
@@ -70,11 +74,11 @@ class WidenedRows:
     of rows that several samples share, which are longer, and the sample's length need not be one of them.
     """
 
-    layout: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None
+    layout: Callable[[Tensors], Batch] | None
     widths: RowWidths
     unpadded_length: int | None = None
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: Tensors) -> Batch:
         """Arrange *batch*; rows with other tensors than tokens, labels, masks and positions are not padded."""
         rows = dict(batch) if self.layout is None else self.layout(batch)
         is_text = {"input_ids", "labels"} <= rows.keys() <= _WIDENED
@@ -89,7 +93,7 @@ class WidenedRows:
         return _padded(rows, num_added)
 
 
-def _padded(rows: Mapping[str, torch.Tensor], num_added: int) -> dict[str, torch.Tensor]:
+def _padded(rows: Tensors, num_added: int) -> Batch:
     """Append *num_added* positions to each of *rows*, tensors [rows, T]."""
     labels = rows["labels"]
     padded = dict(rows)

@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset
 
 from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.data.batches.micro_batches import (
-    Batch,
     Collate,
     Failure,
     collate,
@@ -24,6 +23,7 @@ from automodel_ckpt.data.batches.micro_batches import (
 )
 from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, rank_part
 from automodel_ckpt.data.batches.workers import run_workers
+from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span, common_length
 from automodel_ckpt.data.conversations.messages import (
     REASONING,
+    Turns,
     UnusableSample,
     calls_of,
     is_trained_on,
@@ -33,7 +34,7 @@ class AnswerPrefixes(NamedTuple):
 
 
 def answer_prefixes(
-    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+    renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str
 ) -> AnswerPrefixes:
     """Locate the assistant's text of turn *number* in *whole*, the text of the whole conversation.
 
@@ -59,7 +60,7 @@ def _raise_unknown_header() -> AnswerPrefixes:
 
 
 def _located(
-    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+    renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str
 ) -> AnswerPrefixes | None:
     """Locate the assistant's text of turn *number* by what changes in the text with another content of the turn.
 
@@ -90,7 +91,7 @@ def _located(
 
 
 def _by_prefixes(
-    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+    renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str
 ) -> AnswerPrefixes:
     """Render the conversation up to the start of the assistant's text in turn *number*, and up to its end.
 
@@ -114,9 +115,7 @@ def _by_prefixes(
     return AnswerPrefixes(before, after)
 
 
-def _without_header_of_tool(
-    renderer: ChatRenderer, text: str, turns: list[dict[str, Any]], tools: Any
-) -> str:
+def _without_header_of_tool(renderer: ChatRenderer, text: str, turns: Turns, tools: Any) -> str:
     """Remove the header of a tool's result, or its beginning, from the end of *text*.
 
     *text* is the rendered *turns*, whose last turn calls the tool.
@@ -131,7 +130,7 @@ def _without_header_of_tool(
     return text
 
 
-def _header_of_tool(renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any) -> str:
+def _header_of_tool(renderer: ChatRenderer, turns: Turns, tools: Any) -> str:
     """Find the header that the template writes before each result of the tool that the last of *turns* calls."""
     called = calls_of(turns[-1])[0]
     calls = turns[-1].get("tool_calls") or [{}]
@@ -178,9 +177,7 @@ def _require_prefix(text: str, whole: str, num_messages: int) -> None:
     )
 
 
-def marked_answers(
-    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any
-) -> tuple[str, list[Span]]:
+def marked_answers(renderer: ChatRenderer, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
     """Render a conversation. Returns the text and the spans inside the markers of the turns that have labels.
 
     Raises :class:`UnusableSample` if a turn has weight 0 and the template marks it differently when more turns follow.
@@ -213,9 +210,7 @@ def _starts(spans: Sequence[Span]) -> list[int]:
     return [start for start, _ in spans]
 
 
-def reasoning_spans(
-    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, whole: str
-) -> Iterator[Span]:
+def reasoning_spans(renderer: ChatRenderer, turns: Turns, tools: Any, whole: str) -> Iterator[Span]:
     """Yield the span of each reasoning in the rendered conversation *whole*, with the tags around it.
 
     Raises :class:`UnusableSample` if the template writes a reasoning in several places.
@@ -231,7 +226,7 @@ def reasoning_spans(
 
 def _reasoning_span(
     renderer: ChatRenderer,
-    turns: list[dict[str, Any]],
+    turns: Turns,
     tools: Any,
     whole: str,
     number: int,
@@ -263,8 +258,6 @@ def _reasoning_span(
     return start, end
 
 
-def _replaced(
-    turns: list[dict[str, Any]], number: int, key: str, value: str
-) -> list[dict[str, Any]]:
+def _replaced(turns: Turns, number: int, key: str, value: str) -> Turns:
     """Copy *turns* with *value* under *key* of message *number*."""
     return [*turns[:number], turns[number] | {key: value}, *turns[number + 1 :]]

@@ -15,8 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
-from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered
-from automodel_ckpt.data.samples.fast_encoding import encode_one
+from automodel_ckpt.data.conversations.messages import (
+    Object,
+    Turns,
+    UnusableSample,
+    as_rendered,
+)
+from automodel_ckpt.data.samples.encoder import encode_one
 from automodel_ckpt.errors import RecipeError
 
 Span = tuple[int, int]
@@ -25,9 +30,6 @@ MARK = "__shown__"
 """A text that no conversation contains. Its presence in the output shows that the template wrote it."""
 _WATCHED = "{% macro strftime_now(form) %}" + MARK + "{% endmacro %}"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Noncharacters of Unicode around a text that must not become a control token."""
-_AS_TEXT = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
 _LIKE_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[A-Za-z_/]{2,40}\]")
 _QUESTION = [{"role": "user", "content": "probe"}]
 
@@ -42,11 +44,9 @@ class ChatRenderer:
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
-    variables: dict[str, Any]
-    encodes_as_text: bool = False
-    """Whether special tokens in the text of messages are encoded as text."""
+    variables: Object
 
-    def text(self, turns: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+    def text(self, turns: Turns, tools: Any = None, **options: Any) -> str:
         """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
         apply: Any = self.tokenizer.apply_chat_template
         rendered = [as_rendered(turn) for turn in turns]
@@ -61,7 +61,7 @@ class ChatRenderer:
             )
         return str(text)
 
-    def can_render(self, turns: list[dict[str, Any]]) -> bool:
+    def can_render(self, turns: Turns) -> bool:
         """Whether the template renders a conversation without an error."""
         try:
             self.text(turns)
@@ -69,7 +69,7 @@ class ChatRenderer:
             return False
         return True
 
-    def text_with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    def text_with_marks(self, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
         """Render a conversation. Returns the text and all spans inside the template's generation markers."""
         render: Any = render_jinja_template
         rendered = [as_rendered(turn) for turn in turns]
@@ -87,39 +87,19 @@ class ChatRenderer:
     def encode(self, text: str) -> list[int]:
         """Tokenize a rendered text."""
         # The template has written the special tokens: the tokenizer must not add them again.
-        if not self.encodes_as_text:
-            return encode_one(self.tokenizer, text)
-        return self.encode_with_offsets(text, with_offsets=False)[0]
+        return encode_one(self.tokenizer, text)
 
-    def encode_with_offsets(
-        self, text: str, *, with_offsets: bool = True
-    ) -> tuple[list[int], list[Span]]:
-        """Tokenize a rendered text. Returns the tokens and their characters, if *with_offsets*.
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
+        """Tokenize a rendered text. Returns the tokens and their characters.
 
-        What is between :data:`BEGIN` and :data:`END` is encoded as text. Raises NotImplementedError if the tokenizer
-        does not know the characters of its tokens.
+        Raises NotImplementedError if the tokenizer does not know the characters of its tokens.
         """
-        pieces = _AS_TEXT.split(text) if self.encodes_as_text else [text]
-        tokens: list[int] = []
-        spans: list[Span] = []
-        position = 0
-        for number, piece in enumerate(pieces):
-            is_text = number % 2 == 1
-            position += is_text  # the mark before it
-            encode: Any = self.tokenizer
-            options = {"split_special_tokens": True} if is_text else {}
-            encoded = encode(
-                piece.replace(BEGIN, "").replace(END, "") if self.encodes_as_text else piece,
-                add_special_tokens=False,
-                return_offsets_mapping=with_offsets,
-                verbose=False,
-                **options,
-            )
-            tokens += encoded["input_ids"]
-            for start, end in encoded["offset_mapping"] if with_offsets else ():
-                spans.append((position + start, position + end))
-            position += len(piece) + is_text
-        return tokens, spans
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return list(encoded["input_ids"]), [
+            (start, end) for start, end in encoded["offset_mapping"]
+        ]
 
     @cached_property
     def control_tokens(self) -> frozenset[str]:
@@ -136,7 +116,7 @@ class ChatRenderer:
         return re.compile("|".join([*map(re.escape, longest_first), _LIKE_TOKEN.pattern]))
 
     @property
-    def special_tokens(self) -> dict[str, Any]:
+    def special_tokens(self) -> Object:
         """The special tokens by name, which templates read as variables."""
         return dict(self.tokenizer.special_tokens_map)
 
@@ -222,7 +202,7 @@ def _reporting_errors() -> Iterator[None]:
         ) from error
 
 
-def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+def _calling(arguments: str | Object) -> Turns:
     """Make a conversation with a tool call, to test how a template writes it."""
     call = {
         "id": "probe0000",

@@ -27,9 +27,10 @@ from automodel_ckpt.data.conversations.conversation_notes import (
     leaves_out_end,
     notes_of,
     warn_once,
-    with_control_tokens_marked,
 )
 from automodel_ckpt.data.conversations.messages import (
+    Object,
+    Turns,
     UnusableSample,
     calls_of,
     is_trained_on,
@@ -50,11 +51,10 @@ class ChatTemplate:
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
-    variables: dict[str, Any]
+    variables: Object
     last_only: bool
     mask_reasoning: bool = False
     max_tokens: int | None = None
-    special_tokens_as_text: bool = False
 
     @property
     def method(self) -> str:
@@ -78,8 +78,6 @@ class ChatTemplate:
             key += ("mask_reasoning",)
         if self.max_tokens is not None:
             key += ("max_tokens", self.max_tokens)
-        if self.special_tokens_as_text:
-            key += ("special_tokens_as_text",)
         if self._for_tools is not None:
             key += ("tools", self._for_tools.template)
         return key
@@ -97,11 +95,9 @@ class ChatTemplate:
     @cached_property
     def renderer(self) -> ChatRenderer:
         """The template with the tokenizer and the variables that it gets."""
-        return ChatRenderer(
-            self.tokenizer, self.template, self.variables, self.special_tokens_as_text
-        )
+        return ChatRenderer(self.tokenizer, self.template, self.variables)
 
-    def text(self, conversation: list[dict[str, Any]]) -> str:
+    def text(self, conversation: Turns) -> str:
         """Render a conversation, a list of messages from :func:`turns_of`, as text with its special tokens.
 
         Raises :class:`UnusableSample` if the template cannot render it.
@@ -112,7 +108,7 @@ class ChatTemplate:
             warn_once(note)
         return text
 
-    def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+    def sample(self, conversation: Turns, tools: Any) -> TokenizedSample:
         """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
 
         Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
@@ -121,8 +117,6 @@ class ChatTemplate:
             return self._for_tools.sample(conversation, tools)
         turns, offered = self.prepared(conversation, tools)
         turns = self._fitting(turns, offered)
-        if self.special_tokens_as_text:
-            turns = [with_control_tokens_marked(self.renderer, turn) for turn in turns]
         locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
         sample = locate(turns, offered)
         labelled = sample.labelled
@@ -135,9 +129,7 @@ class ChatTemplate:
             raise _no_labels(turns)
         return sample._replace(labelled=labelled)
 
-    def prepared(
-        self, conversation: list[dict[str, Any]], tools: Any
-    ) -> tuple[list[dict[str, Any]], Any]:
+    def prepared(self, conversation: Turns, tools: Any) -> tuple[Turns, Any]:
         """Return a conversation, a list of messages from :func:`turns_of`, and its tools as the template takes them.
 
         Raises :class:`UnusableSample` if the template would omit the tools or a call of one.
@@ -147,7 +139,7 @@ class ChatTemplate:
         self._check_calls_rendered(turns, offered)
         return turns, offered
 
-    def _fitting(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+    def _fitting(self, turns: Turns, tools: Any) -> Turns:
         """Remove the oldest exchanges until the rest has at most *max_tokens* tokens, or one exchange remains.
 
         An exchange begins with a message of the user. System messages at the beginning remain.
@@ -168,12 +160,12 @@ class ChatTemplate:
                 break
         return remaining
 
-    def _num_tokens(self, turns: list[dict[str, Any]], tools: Any) -> int:
+    def _num_tokens(self, turns: Turns, tools: Any) -> int:
         return len(self.renderer.encode(self.renderer.text(turns, tools)))
 
     def _without_reasoning(
         self,
-        turns: list[dict[str, Any]],
+        turns: Turns,
         tools: Any,
         tokens: Sequence[int],
         labelled: Sequence[bool],
@@ -188,7 +180,7 @@ class ChatTemplate:
             remaining[first:last] = [False] * (last - first)
         return remaining
 
-    def _with_text_contents(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_text_contents(self, turns: Turns) -> Turns:
         """Replace lists of parts by their text, if the template supports only text.
 
         Raises :class:`UnusableSample` for a part that the template would leave out.
@@ -200,7 +192,7 @@ class ChatTemplate:
             converted.append(turn)
         return converted
 
-    def _content_of(self, turn: dict[str, Any]) -> Any:
+    def _content_of(self, turn: Object) -> Any:
         """The content of a message, a list of parts, as the template supports it."""
         if not self.renderer.takes_parts:
             return _text_of(turn["content"])
@@ -210,7 +202,7 @@ class ChatTemplate:
         check_types(parts, ("text",), self.template)
         return parts
 
-    def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_arguments(self, turns: Turns) -> Turns:
         """Parse the arguments of calls that are JSON text, if the template requires objects."""
         arguments = [call.get("arguments") for turn in turns for call in calls_of(turn)]
         has_text = any(isinstance(each, str) for each in arguments)
@@ -233,7 +225,7 @@ class ChatTemplate:
             )
         return offered
 
-    def _check_calls_rendered(self, turns: list[dict[str, Any]], tools: Any) -> None:
+    def _check_calls_rendered(self, turns: Turns, tools: Any) -> None:
         """Raise :class:`UnusableSample` if the template omits a tool call.
 
         Otherwise, the model would be trained to answer nothing in place of a call.
@@ -252,7 +244,7 @@ class ChatTemplate:
                 "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
             )
 
-    def _by_markers(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+    def _by_markers(self, turns: Turns, tools: Any) -> TokenizedSample:
         """Tokenize a conversation. The generation markers of the template determine the labels."""
         # Not transformers' mask of assistant tokens: a character without a token throws it off.
         text, labeled_spans = marked_answers(self.renderer, turns, tools)
@@ -269,7 +261,7 @@ class ChatTemplate:
             notes += leaves_out_end(self.renderer, text[labeled_spans[-1][1] :])
         return TokenizedSample(tokens, _within(spans, labeled_spans), notes=tuple(notes))
 
-    def _by_prefixes(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+    def _by_prefixes(self, turns: Turns, tools: Any) -> TokenizedSample:
         """Tokenize a conversation. Rendering it up to each assistant turn determines the labels."""
         encode = self.renderer.encode
         whole = self.renderer.text(turns, tools)
@@ -289,13 +281,13 @@ class ChatTemplate:
                 notes.append(REWRITTEN)
         return TokenizedSample(tokens, labelled, notes=tuple(notes))
 
-    def labeled_turns(self, turns: list[dict[str, Any]]) -> list[int]:
+    def labeled_turns(self, turns: Turns) -> list[int]:
         """Return the numbers of the messages that get labels."""
         numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
         return numbers[-1:] if self.last_only else numbers
 
 
-def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
+def _no_labels(turns: Turns) -> UnusableSample:
     hint = "remove it, or use the role assistant for the messages to train on"
     if any(turn["role"] == "assistant" for turn in turns):
         hint = "remove it: all of its assistant messages have weight 0"
@@ -305,11 +297,11 @@ def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
     return UnusableSample("this conversation has no assistant token to train on", roles, hint)
 
 
-def _with_marked_name(call: dict[str, Any]) -> dict[str, Any]:
+def _with_marked_name(call: Object) -> Object:
     return call | {"name": f"{call.get('name')}{MARK}"}
 
 
-def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments_read(call: Object) -> Object:
     """Parse the arguments of a call if they are JSON text; other calls are returned unchanged."""
     try:
         return call | {"arguments": json.loads(call["arguments"])}

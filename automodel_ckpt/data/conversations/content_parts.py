@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from automodel_ckpt.data.conversations.messages import UnusableSample
+from automodel_ckpt.data.conversations.messages import (
+    Object,
+    Turns,
+    UnusableSample,
+)
 
 _TEXTS = ("text", "input_text", "output_text")
 _IMAGES = ("image", "image_url", "input_image")
@@ -26,7 +30,7 @@ CHECKED_ROLES = ("system", "developer", "user", "assistant")
 _HINT = 'use parts such as {"type": "text", "text": "..."} and {"type": "image", "image": "..."}'
 
 
-def parts_of(content: Any) -> list[dict[str, Any]]:
+def parts_of(content: Any) -> Turns:
     """Convert a message's content to parts whose type is ``text``, ``image``, ``audio``, or one that is left as it is.
 
     A text part has a text. The image of an image part, if it has one, is in its only other key, ``image``; that of an
@@ -40,13 +44,13 @@ def parts_of(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": str(content)}]
 
 
-def with_normal_media(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_normal_media(content: Turns) -> Turns:
     """Convert the parts of a tool's result that are images or audio as :func:`parts_of` does; no others."""
     media = (*_IMAGES, *_AUDIOS)
     return [_part(entry) if entry.get("type") in media else entry for entry in content]
 
 
-def check_types(parts: list[dict[str, Any]], known: tuple[str, ...], template: str) -> None:
+def check_types(parts: Turns, known: tuple[str, ...], template: str) -> None:
     """Raise :class:`UnusableSample` for a part of a type that is not *known* and that *template* does not name.
 
     The template would leave it out, and the model would be trained on a conversation without it.
@@ -64,7 +68,7 @@ def check_types(parts: list[dict[str, Any]], known: tuple[str, ...], template: s
         )
 
 
-def _part(entry: Any) -> dict[str, Any]:
+def _part(entry: Any) -> Object:
     if isinstance(entry, str):
         return {"type": "text", "text": entry}
     if not isinstance(entry, dict):
@@ -83,7 +87,7 @@ def _part(entry: Any) -> dict[str, Any]:
     return part
 
 
-def _type_by_keys(part: dict[str, Any]) -> str | None:
+def _type_by_keys(part: Object) -> str | None:
     """The type of a part that does not name it: that of its keys, if they belong to one type."""
     if any(part.get(key) for key in _AUDIOS) and not part.get("text"):
         return "audio"
@@ -95,7 +99,7 @@ def _type_by_keys(part: dict[str, Any]) -> str | None:
     return None
 
 
-def _text_part(part: dict[str, Any]) -> dict[str, Any]:
+def _text_part(part: Object) -> Object:
     text = part.get("text")
     if isinstance(text, int | float) and not isinstance(text, bool):
         text = str(text)
@@ -108,7 +112,7 @@ def _text_part(part: dict[str, Any]) -> dict[str, Any]:
     return {**others, "type": "text", "text": text}
 
 
-def _image_part(part: dict[str, Any]) -> dict[str, Any]:
+def _image_part(part: Object) -> Object:
     if part.get("text"):
         raise _unusable("an image part of a message has a text", part)
     for key in _IMAGE_SETTINGS:
@@ -125,7 +129,7 @@ def _image_part(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image"}
 
 
-def _audio_part(part: dict[str, Any]) -> dict[str, Any]:
+def _audio_part(part: Object) -> Object:
     if part.get("text"):
         raise _unusable("an audio part of a message has a text", part)
     for key in _AUDIO_KEYS:

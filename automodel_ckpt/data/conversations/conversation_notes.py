@@ -6,11 +6,17 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain
 
-from automodel_ckpt.data.conversations.chat_renderer import BEGIN, END, ChatRenderer
-from automodel_ckpt.data.conversations.messages import KEYS, REASONING, ROLES
+from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
+from automodel_ckpt.data.conversations.messages import (
+    KEYS,
+    REASONING,
+    ROLES,
+    Object,
+    Turns,
+)
 from automodel_ckpt.errors import printable
 
 log = logging.getLogger(__name__)
@@ -21,8 +27,8 @@ REWRITTEN = (
 )
 _LOST = "text or reasoning that the chat template does not write"
 _CONTROL = (
-    "special tokens in the text of messages, which become control tokens (with special_tokens_as_text: true, "
-    "automodel_ckpt.data.chat.messages encodes them as text)"
+    "special tokens in the text of messages, which become control tokens: remove them from the data, or divide them by "
+    "a space"
 )
 _NO_END = (
     "no label on the end of the assistant's turn, because the template's generation markers leave it out: the model "
@@ -31,7 +37,7 @@ _NO_END = (
 _THINK = re.compile(r"</?think>")
 
 
-def notes_of(renderer: ChatRenderer, turns: list[dict[str, Any]], whole: str) -> Iterator[str]:
+def notes_of(renderer: ChatRenderer, turns: Turns, whole: str) -> Iterator[str]:
     """Yield what is notable about *turns*, which the template writes as the text *whole*."""
     for turn in turns:
         if turn["role"] not in ROLES and repr(turn["role"])[1:-1] not in renderer.template:
@@ -44,7 +50,7 @@ def notes_of(renderer: ChatRenderer, turns: list[dict[str, Any]], whole: str) ->
                 yield f"messages with the key {key!r}, which is not read"
     if any(_lost(turns, whole)):
         yield _LOST
-    if not renderer.encodes_as_text and any(_control_tokens(renderer, turn) for turn in turns):
+    if any(_has_control_token(renderer, turn) for turn in turns):
         yield _CONTROL
 
 
@@ -61,19 +67,7 @@ def leaves_out_end(renderer: ChatRenderer, rest: str) -> Iterator[str]:
         yield _NO_END
 
 
-def with_control_tokens_marked(renderer: ChatRenderer, turn: dict[str, Any]) -> dict[str, Any]:
-    """Copy a message with :data:`BEGIN` and :data:`END` around the special tokens in its text."""
-
-    def marked(text: str) -> str:
-        text = text.replace(BEGIN, "").replace(END, "")
-        for token in _control_tokens_in(renderer, turn, text):
-            text = text.replace(token, BEGIN + token + END)
-        return text
-
-    return _with_texts(turn, marked)
-
-
-def _lost(turns: list[dict[str, Any]], whole: str) -> Iterator[bool]:
+def _lost(turns: Turns, whole: str) -> Iterator[bool]:
     position = 0
     for turn in turns:
         for text in _texts(turn):
@@ -86,45 +80,23 @@ def _lost(turns: list[dict[str, Any]], whole: str) -> Iterator[bool]:
                     yield json.dumps(piece, ensure_ascii=False)[1:-1] not in whole
 
 
-def _control_tokens(renderer: ChatRenderer, turn: dict[str, Any]) -> bool:
-    return any(_control_tokens_in(renderer, turn, text) for text in _texts(turn))
-
-
-def _control_tokens_in(renderer: ChatRenderer, turn: dict[str, Any], text: str) -> frozenset[str]:
-    """Return the special tokens in a text of a message.
+def _has_control_token(renderer: ChatRenderer, turn: Object) -> bool:
+    """Whether the text of a message has a special token.
 
     An assistant's text may have those that its model writes, such as thinking or calls, but not its end.
     """
     if turn["role"] == "assistant":
-        end = renderer.special_tokens.get("eos_token")
-        return frozenset([end] if end and end in text else [])
-    return renderer.control_tokens.intersection(renderer.token_pattern.findall(text))
+        end = str(renderer.special_tokens.get("eos_token") or "")
+        return end != "" and any(end in text for text in _texts(turn))
+    found = chain.from_iterable(map(renderer.token_pattern.findall, _texts(turn)))
+    return not renderer.control_tokens.isdisjoint(found)
 
 
-def _texts(turn: dict[str, Any]) -> list[str]:
-    texts: list[str] = []
-
-    def collect(text: str) -> str:
-        texts.append(text)
-        return text
-
-    _with_texts(turn, collect)
-    return texts
-
-
-def _with_texts(turn: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Copy a message with *change* applied to its content, the texts of its parts, and its reasoning."""
-    changed = dict(turn)
+def _texts(turn: Object) -> Iterator[str]:
+    """Yield the content of a message, the texts of its parts, and its reasoning."""
     for key in ("content", *REASONING):
         value = turn.get(key)
-        if isinstance(value, str):
-            changed[key] = change(value)
-        elif isinstance(value, list):
-            changed[key] = [_with_text(part, change) for part in value]
-    return changed
-
-
-def _with_text(part: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return part | {"text": change(part["text"])}
-    return change(part) if isinstance(part, str) else part
+        for part in value if isinstance(value, list) else [value]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text

@@ -16,6 +16,10 @@ from automodel_ckpt.errors import RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.data.rows.rows import Rows
 
+Object = dict[str, Any]
+"""A JSON object: a message, a part of one, or a call."""
+Turns = list[Object]
+"""The messages of a conversation."""
 _WEIGHT = "weight"
 CALL = "tool_call"
 RESULT = "tool_response"
@@ -126,7 +130,7 @@ def _add_call(
     converted.append({"role": "assistant", "content": "", **others, "tool_calls": [call]})
 
 
-def _function(content: Any) -> dict[str, Any]:
+def _function(content: Any) -> Object:
     if isinstance(content, str):
         try:
             content = json.loads(content)
@@ -142,7 +146,7 @@ def _invalid_call(what: str, value: Any) -> UnusableSample:
     return UnusableSample(what, repr(value)[:80], _CALL_HINT)
 
 
-def _result(turn: Mapping[str, Any], open_calls: list[str]) -> dict[str, Any]:
+def _result(turn: Mapping[str, Any], open_calls: list[str]) -> Object:
     result = {**turn, "role": "tool"}
     # Templates write the result as text. A message with the role tool may have a list of parts.
     is_text = isinstance(turn.get("content"), str)
@@ -163,7 +167,7 @@ def at_row(rows: Rows, row: int) -> Iterator[None]:
         raise RecipeError(error.what, where=where, value=error.value, hint=error.hint) from error
 
 
-def turns_of(conversation: Any) -> list[dict[str, Any]]:
+def turns_of(conversation: Any) -> Turns:
     """Return the messages of a conversation, or of its JSON text. Raises :class:`UnusableSample` if it is not one."""
     given = parsed(conversation)
     turns = []
@@ -183,7 +187,7 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
     return turns
 
 
-def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
+def prompt_and_completion(prompt: Any, completion: Any) -> Turns:
     """Join two lists of messages to one conversation with labels only on the assistant messages of *completion*.
 
     Raises :class:`UnusableSample` if one of them is not a list, or if one answer is divided between them.
@@ -236,7 +240,7 @@ def is_empty(turn: Mapping[str, Any]) -> bool:
     return is_trained_on(turn) and not others and isinstance(content, str) and not content.strip()
 
 
-def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
+def as_rendered(turn: Mapping[str, Any]) -> Object:
     """Copy a message for the chat template, without its weight."""
     return {key: value for key, value in turn.items() if key != _WEIGHT}
 
@@ -251,7 +255,7 @@ def parsed(value: Any) -> Any:
         raise UnusableSample("this is not JSON", value[:80], "correct this sample") from error
 
 
-def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+def calls_of(turn: Mapping[str, Any]) -> Turns:
     """List the functions, with name and arguments, that a message calls, in any of the formats for calls."""
     calls = [turn.get("function_call"), *(turn.get("tool_calls") or [])]
     functions = []
@@ -261,9 +265,7 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     return functions
 
 
-def with_functions(
-    turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def with_functions(turn: Object, change: Callable[[Object], Object]) -> Object:
     """Copy a message, with each function call replaced by *change*."""
     changed = dict(turn)
     if isinstance(turn.get("function_call"), dict):
@@ -273,7 +275,7 @@ def with_functions(
     return changed
 
 
-def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def _changed(call: Any, change: Callable[[Object], Object]) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -308,7 +310,7 @@ def _usual(turn: Any) -> Any:
     return _weighted(turn)
 
 
-def _weighted(turn: dict[str, Any]) -> dict[str, Any]:
+def _weighted(turn: Object) -> Object:
     """Replace the keys of other programs that exclude a message from training by a weight."""
     unclear = next((key for key in _UNCLEAR if key in turn), None)
     if unclear is not None:
@@ -336,7 +338,7 @@ def _weighted(turn: dict[str, Any]) -> dict[str, Any]:
     return turn
 
 
-def _require_content(turn: dict[str, Any]) -> None:
+def _require_content(turn: Object) -> None:
     # Templates write nothing for such a message, or the word None, which the model would be trained on.
     if turn.keys().isdisjoint((*CONTENTS, "tool_call_id")):
         raise UnusableSample(
@@ -352,7 +354,7 @@ def _require_content(turn: dict[str, Any]) -> None:
         )
 
 
-def _require_weight(turn: dict[str, Any]) -> None:
+def _require_weight(turn: Object) -> None:
     weight = turn.get(_WEIGHT, 0)
     if weight not in (0, 1):
         raise UnusableSample(

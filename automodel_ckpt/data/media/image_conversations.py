@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,19 @@ from automodel_ckpt.data.conversations.content_parts import (
     with_normal_media,
 )
 from automodel_ckpt.data.conversations.conversation_notes import notes_of, warn_once
-from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered, at_row, turns_of
+from automodel_ckpt.data.conversations.messages import (
+    Object,
+    Turns,
+    UnusableSample,
+    as_rendered,
+    at_row,
+    turns_of,
+)
 from automodel_ckpt.data.conversations.template_choice import (
     CHOICES,
     read_template,
     select_template,
 )
-from automodel_ckpt.data.media.audio_files import Samples, open_audio
-from automodel_ckpt.data.media.images import open_image, pillow
 from automodel_ckpt.data.media.media import (
     AUDIO,
     IMAGE,
@@ -43,6 +49,7 @@ from automodel_ckpt.data.media.media import (
     placeholders_of,
     sampling_rate_of,
 )
+from automodel_ckpt.data.media.media_files import Samples, open_audio, open_image, pillow
 from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError
@@ -257,7 +264,7 @@ class ProcessorRenderer(ChatRenderer):
     """Renders conversations with a processor's chat template: :attr:`tokenizer` is the processor."""
 
     @property
-    def special_tokens(self) -> dict[str, Any]:
+    def special_tokens(self) -> Object:
         """The special tokens by name, which templates read as variables."""
         processor: Any = self.tokenizer
         return dict(processor.tokenizer.special_tokens_map)
@@ -295,9 +302,7 @@ class ImageChatTemplate(ChatTemplate):
             found.add(token)
         return found
 
-    def render(
-        self, turns: list[dict[str, Any]], tools: Any = None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, turns: Turns, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation and the *tools* that are offered in it, a list or its JSON text.
 
         Returns the text and the (start, end) characters of the assistant's text in it.
@@ -325,9 +330,7 @@ class ImageChatTemplate(ChatTemplate):
             return not self.renderer.can_render([{"role": "user", "content": "probe"}])
         return re.search(r"['\"]type['\"]", text) is None
 
-    def _located(
-        self, turns: list[dict[str, Any]], tools: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _located(self, turns: Turns, tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation and locate the assistant's text that gets labels."""
         if self.renderer.has_markers:
             text, spans = marked_answers(self.renderer, turns, tools)
@@ -341,7 +344,7 @@ class ImageChatTemplate(ChatTemplate):
             spans.append((len(found.before), len(found.after)))
         return whole, spans
 
-    def _as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
+    def _as_text(self, turn: Object) -> Object:
         """Copy a message with its content as text, for a template that supports only text."""
         placeholders = placeholders_of(self.tokenizer)
         texts = []
@@ -401,14 +404,14 @@ def _template(processor: Any, given: str | None) -> str:
     return select_template(own, given)
 
 
-def _with_marks(turns: list[dict[str, Any]], marker: str | None, kind: str) -> list[dict[str, Any]]:
+def _with_marks(turns: Turns, marker: str | None, kind: str) -> Turns:
     """Replace each *marker* in the users' text by an empty entry of a *kind*; LLaVA's data mark images this way."""
     if not marker:
         return turns
     return [_split_at(turn, marker, kind) for turn in turns]
 
 
-def _split_at(turn: dict[str, Any], marker: str, kind: str) -> dict[str, Any]:
+def _split_at(turn: Object, marker: str, kind: str) -> Object:
     parts = []
     for part in turn["content"]:
         text = str(part.get("text", ""))
@@ -423,43 +426,34 @@ def _split_at(turn: dict[str, Any], marker: str, kind: str) -> dict[str, Any]:
     return {**turn, "content": parts}
 
 
-def _assigned(
-    turns: list[dict[str, Any]], given: list[Any], kind: str
-) -> tuple[list[dict[str, Any]], list[Any]]:
+def _assigned(turns: Turns, given: list[Any], kind: str) -> tuple[Turns, list[Any]]:
     """Assign values to the entries of a *kind*. Returns turns with empty entries, and the values in their order.
 
     Raises :class:`UnusableSample` if the number of *given* values does not match the empty entries.
     """
     turns = [dict(turn) for turn in turns]
-    entries = []
-    for turn in turns:
-        entries += [part for part in turn["content"] if part.get("type") == kind]
-    if given and not entries:
-        entries = [{"type": kind} for _ in given]
-        of_user = [turn for turn in turns if turn["role"] == "user"]
-        first = of_user[0] if of_user else turns[0]
-        first["content"] = [*entries, *first["content"]]
-    inline = [entry.get(kind) for entry in entries]
+    parts = chain.from_iterable(turn["content"] for turn in turns)
+    inline = [part.get(kind) for part in parts if part.get("type") == kind]
+    if given and not inline:
+        inline = [None] * len(given)
+        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        first["content"] = [*({"type": kind} for _ in given), *first["content"]]
     num_empty = sum(value is None for value in inline)
     if num_empty != len(given):
-        num_entries = "1 entry" if num_empty == 1 else f"{num_empty} entries"
         raise UnusableSample(
             f"the number of {kind}s does not match the number of {kind} entries",
-            f"{num_entries} for {counted(len(given), kind)}",
+            f"{counted(num_empty, 'entry', 'entries')} for {counted(len(given), kind)}",
             f'provide one {kind} for each entry {{"type": "{kind}"}}, or remove these entries',
         )
+    for turn in turns:
+        turn["content"] = [
+            {"type": kind} if part.get("type") == kind else part for part in turn["content"]
+        ]
     rest = iter(given)
-    values = [next(rest) if value is None else value for value in inline]
-    bare = [{**turn, "content": _without_inline(turn["content"], kind)} for turn in turns]
-    return bare, values
+    return turns, [next(rest) if value is None else value for value in inline]
 
 
-def _without_inline(parts: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Copy the *parts* of a content, with empty entries of a *kind*."""
-    return [{"type": kind} if part.get("type") == kind else part for part in parts]
-
-
-def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
+def _check_placeholders(turns: Turns, placeholders: set[str]) -> None:
     """Raise :class:`UnusableSample` if a text contains a placeholder, which the processor would replace."""
     for placeholder in sorted(placeholders):
         for turn in turns:
@@ -474,7 +468,7 @@ def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> 
                 )
 
 
-def _with_parts(turn: dict[str, Any]) -> dict[str, Any]:
+def _with_parts(turn: Object) -> Object:
     """Copy a message with its content as a list of parts."""
     content = turn.get("content")
     is_checked = turn["role"] in CHECKED_ROLES

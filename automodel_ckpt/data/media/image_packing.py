@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from torch.utils.data import Dataset
@@ -28,18 +26,23 @@ from torch.utils.data import Dataset
 from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.data.batches.micro_batches import Failure
 from automodel_ckpt.data.batches.packing import (
-    IS_TOKEN,
     PackedDataset,
     check_has_length,
     gathered,
+    laid_out,
     tokens_of_rows,
 )
 from automodel_ckpt.data.batches.workers import run_workers
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    Batch,
+    Integers,
+    Tensors,
+)
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.files import digest
+from automodel_ckpt.data.rows.preparation import progress
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,6 @@ PACK_IDS = "pack_ids"
 """Key of a tensor [samples] with the number of the row that each sample of a micro-batch belongs to."""
 _FORMAT = 2
 """Part of the cache's keys. Increase it when the measured lengths of the same data change."""
-_LOG_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ImagePack:
 class MeasuredImages:
     """A data set of :class:`ImageText` whose numbers of tokens are known, without the samples that are skipped."""
 
-    def __init__(self, dataset: Any, lengths: npt.NDArray[np.int64]) -> None:
+    def __init__(self, dataset: Any, lengths: Integers) -> None:
         """*lengths* are those of all samples of *dataset*, 0 for samples that are skipped."""
         self.dataset = dataset
         self.numbers = np.flatnonzero(lengths)
@@ -108,7 +110,7 @@ class PackCollator:
     def __init__(self, collate: ImageTextCollator) -> None:
         self.collate = collate
 
-    def __call__(self, packs: Sequence[ImagePack]) -> dict[str, torch.Tensor]:
+    def __call__(self, packs: Sequence[ImagePack]) -> Batch:
         samples: list[ImageText] = []
         lengths: list[int] = []
         pack_ids: list[int] = []
@@ -137,7 +139,7 @@ def _changed(sample: ImageText, measured: int, length: int) -> RecipeError:
     )
 
 
-PositionsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+PositionsOf = Callable[[Tensors], torch.Tensor]
 """Computes the rotary positions [3, samples, L] of a padded batch, in models where they depend on the images."""
 
 
@@ -155,7 +157,7 @@ class ImageRowLayout:
     multiple: int = 1
     marks_tokens: bool = False
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: Tensors) -> Batch:
         """Arrange a *batch* of :class:`PackCollator`; others are returned unchanged.
 
         The tensors with a value for each token become [rows, length], without ``attention_mask``. Those of images stay
@@ -163,30 +165,16 @@ class ImageRowLayout:
         """
         if PACK_IDS not in batch:
             return dict(batch)
-        mask = batch["attention_mask"].numpy() != 0
+        lengths = batch["attention_mask"].count_nonzero(1)
         rows = self._rows(batch[PACK_IDS].tolist())
-        lengths = mask.sum(1)
         longest = max(int(lengths[row].sum()) for row in rows)
         width = -(-longest // self.multiple) * self.multiple
-        taken = tokens_of_rows(mask, rows, width)
-        positions = mask.cumsum(1) - 1
-        arranged = {"position_ids": self._positions(batch, positions, taken)}
-        for name, tensor in batch.items():
-            if name in (PACK_IDS, "attention_mask"):
-                continue
-            source = tensor.numpy()
-            if name == "labels":
-                # The first token has no label, because the token before it belongs to another sample.
-                source = np.where(positions == 0, IGNORE_INDEX, source)
-                arranged[name] = gathered(source, taken, IGNORE_INDEX)
-            elif tensor.shape == mask.shape and not tensor.is_floating_point():
-                arranged[name] = gathered(source, taken, 0)
-            else:
-                arranged[name] = tensor
-        is_empty = taken < 0
-        if self.marks_tokens and bool(is_empty.any()):
-            # The mask of a batch leaves out further positions.
-            arranged.setdefault(IS_TOKEN, torch.from_numpy(~is_empty))
+        rest = {name: tensor for name, tensor in batch.items() if name != PACK_IDS}
+        arranged = laid_out(rest, rows, width, self.marks_tokens)
+        if self.positions_of is not None:
+            taken = tokens_of_rows(batch["attention_mask"].numpy() != 0, rows, width)
+            rotary = [gathered(each.numpy(), taken, 0) for each in self.positions_of(batch)]
+            arranged["position_ids"] = torch.stack([arranged["position_ids"], *rotary])
         return arranged
 
     def _rows(self, pack_ids: list[int]) -> list[list[int]]:
@@ -197,20 +185,6 @@ class ImageRowLayout:
         for sample, pack in enumerate(pack_ids):
             rows[pack].append(sample)
         return rows
-
-    def _positions(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        positions: npt.NDArray[np.int64],
-        taken: npt.NDArray[np.int64],
-    ) -> torch.Tensor:
-        of_text = gathered(positions, taken, 0)
-        if self.positions_of is None:
-            return of_text
-        kinds = [of_text]
-        for rotary in self.positions_of(batch):
-            kinds.append(gathered(rotary.numpy(), taken, 0))
-        return torch.stack(kinds)
 
 
 def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> MeasuredImages:
@@ -238,7 +212,7 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
     return MeasuredImages(dataset, lengths)
 
 
-def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> npt.NDArray[np.int64]:
+def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Integers:
     num_samples = counted(len(dataset), "sample")
     log.info("counting the tokens of %s with images, to pack them", num_samples)
     measuring = _Measuring(dataset, collate)
@@ -248,26 +222,16 @@ def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> npt.
     if num_workers:
         items = run_workers(measuring, num_workers, shuffle=False)
     lengths = np.zeros(len(dataset), dtype=np.int64)
-    with closing(items):
-        for number, length in enumerate(_logged(items, len(dataset))):
+    with closing(items), progress("images", len(dataset)) as show:
+        for number, length in enumerate(items):
             if isinstance(length, Failure):
                 raise length.error
             lengths[number] = length
+            show(1)
     num_skipped = int((lengths == 0).sum())
     if num_skipped:
         log.warning("%d of %d samples are skipped: they are too long", num_skipped, len(dataset))
     return lengths
-
-
-def _logged(items: Any, num_samples: int) -> Iterator[Any]:
-    """Yield *items* and log the progress."""
-    last_log = time.monotonic()
-    for number, item in enumerate(items):
-        yield item
-        now = time.monotonic()
-        if now - last_log > _LOG_EVERY_SECONDS:
-            log.info("counted the tokens of %d of %d samples", number + 1, num_samples)
-            last_log = now
 
 
 class _Measuring(Dataset[Any]):

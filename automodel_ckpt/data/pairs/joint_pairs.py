@@ -8,21 +8,28 @@ first token of each document if the tokenizer distinguishes the two texts (``tok
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator, has_keys, require_sample
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    AnySample,
+    Batch,
+    PadCollator,
+    Sample,
+    has_keys,
+    require_sample,
+)
 from automodel_ckpt.data.rows.arguments import require_choice
-from automodel_ckpt.data.rows.fields import FieldTemplate
-from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
+from automodel_ckpt.data.rows.rows import FieldTemplate
+from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -184,8 +191,7 @@ def no_text(what: str, where: str) -> RecipeError:
 
 
 def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
-    """Warn of the queries in *dataset* that have one document, whose loss is 0, and of those of which another document
-    has the tokens of the right one, so that no score can be right. Their numbers are in the log.
+    """Warn of the queries in *dataset* that have one document, whose loss is 0. Their number is in the log.
 
     Raises :class:`RecipeError` if all have one. *where* names the data set. One of another class is not checked.
     """
@@ -205,44 +211,6 @@ def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
         log.warning(
             "%d of %d queries have no negative document: their loss is 0", num_alone, len(dataset)
         )
-    num_equal = _num_with_equal_documents(dataset, num_texts, has_types=has_types)
-    if num_equal:
-        log.warning(
-            "%d of %d queries have a negative document with the same tokens as their right one: "
-            "both get the same score, which counts as wrong; remove these negatives",
-            num_equal,
-            len(dataset),
-        )
-
-
-def _num_with_equal_documents(
-    dataset: TokenizedDataset, num_texts: npt.NDArray[np.int64], *, has_types: bool
-) -> int:
-    """Count the queries in *dataset* of which a later text has the tokens of the first one.
-
-    *num_texts* [queries] are the numbers of tokens without a label: one for each text, or two with *has_types*.
-    """
-    step = 2 if has_types else 1
-    num_tokens = dataset.ends[-1]
-    starts = np.flatnonzero(~dataset.labelled[:num_tokens])[::step]
-    ends = np.append(starts[1:], num_tokens)
-    num_rows = num_texts // step
-    if int(num_rows.sum()) != len(starts):
-        return 0  # not the samples of JointEncoder, which the collator rejects
-    firsts = np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-    # Only texts of the same length and the same sum of tokens are compared one by one.
-    sums = np.add.reduceat(dataset.tokens[:num_tokens], starts, dtype=np.int64)
-    lengths = ends - starts
-    candidates = (lengths == lengths[firsts]) & (sums == sums[firsts])
-    candidates[firsts] = False
-    equal = set()
-    for row in np.flatnonzero(candidates).tolist():
-        first = int(firsts[row])
-        text = dataset.tokens[starts[row] : ends[row]]
-        right = dataset.tokens[starts[first] : ends[first]]
-        if np.array_equal(text, right):
-            equal.add(first)
-    return len(equal)
 
 
 class ScoreCollator:
@@ -262,8 +230,8 @@ class ScoreCollator:
         self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
         self._has_types = has_types
 
-    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        rows: list[dict[str, list[int]]] = []
+    def __call__(self, samples: Sequence[AnySample]) -> Batch:
+        rows: list[Sample] = []
         second: list[int] = []
         counts = []
         for sample in samples:
@@ -284,7 +252,7 @@ class ScoreCollator:
         batch["num_documents"] = torch.tensor(counts)
         return batch
 
-    def _starts_of(self, sample: Mapping[str, Sequence[int]]) -> list[int]:
+    def _starts_of(self, sample: AnySample) -> list[int]:
         """The positions of the first tokens of texts. Raises :class:`RecipeError` for another kind of sample."""
         labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
         starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]

@@ -6,17 +6,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations, conversations_of
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.messages import prompt_and_completion, turns_of
+from automodel_ckpt.data.conversations.messages import (
+    Object,
+    Turns,
+    prompt_and_completion,
+    turns_of,
+)
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import require_tokenizer
-from automodel_ckpt.data.rows.fields import names_in
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
@@ -39,7 +43,7 @@ class PairEncoder:
     system_field: str | None
     as_chat: AsChat
     chat_template: str | None
-    template_kwargs: dict[str, Any]
+    template_kwargs: Object
     learn: Literal["completion", "all"]
 
     def __post_init__(self) -> None:
@@ -156,7 +160,7 @@ def pair_template(
     tokenizer: PreTrainedTokenizerBase,
     as_chat: AsChat,
     chat_template: str | None,
-    template_kwargs: dict[str, Any] | None = None,
+    template_kwargs: Object | None = None,
 ) -> ChatTemplate | None:
     """Return the template that renders prompts and completions; None if they are concatenated as text.
 
@@ -193,7 +197,7 @@ def chat_pairs(
     location for a row that the template cannot render.
     """
 
-    def conversation(row: int) -> tuple[list[dict[str, Any]], None]:
+    def conversation(row: int) -> tuple[Turns, None]:
         turns = [
             {"role": "user", "content": prompts[row]},
             {"role": "assistant", "content": completions[row]},

@@ -13,8 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
-from automodel_ckpt.data.rows.fields import is_template, names_in
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import Rows, is_template, names_in
 from automodel_ckpt.data.samples.labels import finite_number
 from automodel_ckpt.data.samples.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError

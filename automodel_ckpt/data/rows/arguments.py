@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -30,15 +31,20 @@ def at_most(max_samples: int | None, num_samples: int) -> int:
     """Return the smaller of both numbers; None is no limit. Raises :class:`RecipeError` if *max_samples* is below 1."""
     if max_samples is None:
         return num_samples
-    if max_samples < 1:
-        what = "max_samples must be at least 1"
-        raise RecipeError(
-            what,
-            where="dataset.max_samples",
-            value=max_samples,
-            hint="omit it to use all samples",
-        )
+    require_range("max_samples", max_samples, 1)
     return min(num_samples, max_samples)
+
+
+def require_range(
+    name: str, value: float, least: float, most: float = math.inf, *, section: str = "dataset"
+) -> None:
+    """Raise :class:`RecipeError` unless *value*, the argument *name*, is from *least* to *most*."""
+    if least <= value <= most and math.isfinite(value):
+        return
+    bounds = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+    raise RecipeError(
+        f"{name} is out of range", where=f"{section}.{name}", value=value, hint=f"give {bounds}"
+    )
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

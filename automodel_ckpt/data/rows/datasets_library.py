@@ -1,4 +1,4 @@
-"""The library ``datasets``: which of its options a directory sets, media that are not decoded, and its streams."""
+"""The library ``datasets``: which of its options a directory sets, and its tables and streams, with media as bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.data.conversations.messages import without_nulls
+from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.records import Lane
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.rows.source import Source
 
 
 def has_reading_options(config: Any, kinds: set[str]) -> bool:
@@ -81,17 +87,76 @@ def quiet(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+class TableRows(Rows):
+    """The rows of *table*, a data set of ``datasets``, and their location; *source* names them."""
+
+    def __init__(self, source: Source, table: Any) -> None:
+        self.source = source
+        self.path = source.path
+        self.table = table
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.table.num_rows)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(self.table.column_names)
+
+    def class_names(self, field: str) -> list[str] | None:
+        return class_names(self.table.features[field])
+
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        try:
+            rows = self.table.select_columns(list(dict.fromkeys(fields)))[start:stop]
+        except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
+            raise self.source.unreadable(error) from error
+        return [[without_nulls(value) for value in rows[field]] for field in fields]
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of one row. Images and audio are ``{"bytes", "path"}``, not decoded."""
+        try:
+            fields: dict[str, Any] = self.table[number]
+            return {name: without_nulls(value) for name, value in fields.items()}
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                "a row cannot be read",
+                where=self.place(number),
+                value=f"{type(error).__name__}: {error}",
+                hint="correct or remove this sample",
+            ) from error
+
+    def place(self, row: int) -> str:
+        split = "" if self.source.split == "train" else f" {self.source.split}"
+        return f"{self.path}{split}, row {row}"
+
+
 class TableStream:
-    """The rows of an iterable data set of ``datasets``, as pairs of content and None: their location is unknown."""
+    """The rows of an iterable data set of ``datasets``, as pairs of content and None: their location is unknown.
+
+    With a *lane* (number, count), it has every *count*-th row, beginning with row *number*. All rows are read.
+    """
 
     fields: Sequence[str] = ()
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, source: Source, rows: Any, lane: tuple[int, int] = (0, 1)) -> None:
+        self.source = source
         self.rows = rows
+        self._lane = lane
+        self._row = 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
-        for row in self.rows:
-            yield without_nulls(row), None
+        lane = Lane(*self._lane, row=self._row)
+        try:
+            for row in self.rows:
+                is_taken = lane.takes_next()
+                self._row = lane.row
+                if is_taken:
+                    yield without_nulls(row), None
+        except (*UNREADABLE, ValueError, RuntimeError) as error:
+            if not self.source.is_file:
+                raise
+            raise self.source.unreadable(error) from error
 
     def class_names(self, field: str) -> list[str] | None:
         """The names that the data gives to the numbers of a field (ClassLabel); None without such."""
@@ -99,34 +164,11 @@ class TableStream:
 
     def take(self, limit: int) -> TableStream:
         """The first *limit* rows."""
-        return TableStream(self.rows.take(limit))
+        return TableStream(self.source, self.rows.take(limit))
 
-    def lane(self, number: int, count: int) -> TableLane:
-        """Every *count*-th row, beginning with row *number*. All rows are read."""
-        return TableLane(copy.deepcopy(self.rows), number, count)
-
-    def state_dict(self) -> Any:
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.rows.load_state_dict(state)
-
-
-class TableLane(TableStream):
-    """Every *count*-th row of an iterable data set of ``datasets``, beginning with row *number*."""
-
-    def __init__(self, rows: Any, number: int, count: int) -> None:
-        super().__init__(rows)
-        self._lane = (number, count)
-        self._row = 0
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
-        lane = Lane(*self._lane, row=self._row)
-        for content, place in super().__iter__():
-            is_taken = lane.takes_next()
-            self._row = lane.row
-            if is_taken:
-                yield content, place
+    def lane(self, number: int, count: int) -> TableStream:
+        """Every *count*-th row, beginning with row *number*."""
+        return TableStream(self.source, copy.deepcopy(self.rows), (number, count))
 
     def state_dict(self) -> Any:
         return {"rows": self.rows.state_dict(), "row": self._row}

@@ -20,7 +20,8 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,63 +30,12 @@ from automodel_ckpt.errors import RecipeError, os_problem
 _SKIPPED_BYTES = 1 << 20
 
 
-def open_zstd(path: Path) -> IO[bytes]:
-    """Open a file for reading its decompressed bytes.
-
-    Seeking backward decompresses from the beginning again, as in Python's other compressed files. Raises OSError;
-    without an errno if the file is damaged or truncated.
-    """
-    return io.BufferedReader(_ZstdFile(path))
-
-
-# Python has no module for Zstandard before 3.14.
-class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of *path*. Supports absolute positions of :meth:`seek` only."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stream = _decompressed(path)
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        num_bytes = int(self._stream.readinto(buffer))
-        self._position += num_bytes
-        return num_bytes
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_SET:
-            raise io.UnsupportedOperation("only positions from the beginning")
-        if offset < self._position:
-            self._stream.close()
-            self._stream = _decompressed(self._path)
-            self._position = 0
-        while self._position < offset:
-            skipped = len(self._stream.read(min(_SKIPPED_BYTES, offset - self._position)))
-            if not skipped:
-                break
-            self._position += skipped
-        return self._position
-
-    def close(self) -> None:
-        if not self.closed:
-            self._stream.close()
-        super().close()
-
-
-def _decompressed(path: Path) -> Any:
-    # Imported here because it takes a fraction of a second, and other files do not need it.
+def _open_zstd(path: Path) -> IO[bytes]:
+    """Open a file for reading its decompressed bytes, from the beginning only. An OSError of damage has no errno."""
+    # Python has no module for Zstandard before 3.14. Imported here because it takes a fraction of a second.
     import pyarrow  # type: ignore[import-untyped]
 
-    return pyarrow.input_stream(str(path), compression="zstd")
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
 LOADERS = {
@@ -104,7 +54,7 @@ _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": open_zstd,
+    ".zst": _open_zstd,
 }
 _BESIDE_DATA = {
     "config.json",
@@ -182,13 +132,33 @@ def kind_of(path: Path) -> str:
     return ".jsonl" if kind == ".ndjson" else kind
 
 
-def open_data(path: Path) -> IO[bytes]:
-    """Open a file for reading bytes. It is decompressed according to its suffix."""
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading bytes, decompressed according to its suffix.
+
+    Raises :class:`RecipeError` if a compressed file is damaged, also for reading it in the block.
+    """
     decompress = _COMPRESSED.get(path.suffix.lower())
-    if decompress is None:
-        return path.open("rb")
-    decompressed: IO[bytes] = decompress(path)
-    return decompressed
+    try:
+        with path.open("rb") if decompress is None else decompress(path) as file:
+            yield file
+    except UNREADABLE as error:
+        # An OSError with a number is one of the system.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        hint = "download or compress it again, and check that its suffix matches its compression"
+        raise RecipeError(
+            "a compressed file is damaged", where=str(path), value=error, hint=hint
+        ) from error
+
+
+def advance(file: IO[bytes], position: int, offset: int) -> None:
+    """Read on from *position* to *offset*; in a compressed file, this decompresses what is between."""
+    if file.seekable():
+        file.seek(offset)
+        return
+    while position < offset and (skipped := file.read(min(_SKIPPED_BYTES, offset - position))):
+        position += len(skipped)
 
 
 def is_about_data(path: Path) -> bool:
@@ -240,16 +210,3 @@ def require_readable(path: Path) -> Path:
             [os_problem(error, "a data file cannot be read", hint=hint)]
         ) from error
     return path
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether reading failed because a compressed file is damaged, and not because of a system error."""
-    if isinstance(error, OSError):
-        return error.errno is None
-    return isinstance(error, UNREADABLE)
-
-
-def damaged(path: Path, error: Exception) -> RecipeError:
-    """Make the error for a compressed file that cannot be decompressed."""
-    hint = "download or compress it again, and check that its suffix matches its compression"
-    return RecipeError("a compressed file is damaged", where=str(path), value=error, hint=hint)

@@ -1,34 +1,147 @@
-"""Tokenize all rows of a table in parts, on all cores, into flat arrays: in files, or in memory without a directory."""
+"""Tokenize all rows of a table in parts, on all cores, into flat arrays in the files of a directory."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
+import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from automodel_ckpt.data.rows.row_workers import in_order, usable_cores
+from automodel_ckpt.base.forks import freeze_in_forked_processes
+from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
-from automodel_ckpt.data.samples.tokenized import (
-    TokenizedDataset,
-    TokenizedSample,
-    known_numbers,
-    save_notes,
-    save_numbers,
-)
+from automodel_ckpt.data.samples.encoder import one_thread
+from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_Range = tuple[int, int]
+_PR_SET_PDEATHSIG = 1
+_MOST_WORKERS = 32
+_AHEAD = 2
+"""Ranges per worker that are computed or waiting. It bounds the memory for results that are not used yet."""
+
+_function: Callable[[int, int], object] | None = None
+"""The function of the workers that are forked next."""
+
+
+def usable_cores() -> int:
+    """Return how many workers a process may start."""
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+
+
+def in_order(
+    function: Callable[[int, int], _Result], ranges: Sequence[_Range], num_workers: int
+) -> Iterator[_Result]:
+    """Yield ``function(start, stop)`` for each range, in order, computed by *num_workers* processes.
+
+    With one worker, or if worker processes cannot be started or die, this process computes the rest. Raises what
+    *function* raises for the first range that fails.
+    """
+    if num_workers < 2:
+        yield from itertools.starmap(function, ranges)
+        return
+    waiting = deque(ranges)
+    submitted: deque[tuple[_Range, Future[object] | None]] = deque()
+    with _workers(function, num_workers) as workers:
+        while waiting or submitted:
+            while waiting and len(submitted) < num_workers * _AHEAD:
+                bounds = waiting.popleft()
+                submitted.append((bounds, _submit(workers, bounds)))
+            bounds, future = submitted.popleft()
+            result = _result_of(future)
+            if result is None:
+                yield function(*bounds)
+            else:
+                yield cast("_Result", result)
+
+
+def _submit(workers: ProcessPoolExecutor, bounds: _Range) -> Future[object] | None:
+    """Pass a range to a worker; None if workers cannot be started, or have died."""
+    try:
+        return workers.submit(_compute, *bounds)
+    except (BrokenProcessPool, OSError, AssertionError):
+        # AssertionError: multiprocessing lets a daemonic process have no children.
+        return None
+
+
+def _result_of(future: Future[object] | None) -> object | None:
+    """Wait for the result of a range; None if the function raised or the worker died."""
+    if future is None:
+        return None
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        log.debug("a worker process died; this process tokenizes the rest")
+        return None
+
+
+def _compute(start: int, stop: int) -> object | None:
+    """Compute the function in a worker. Returns None if it raises: some exceptions cannot be pickled."""
+    assert _function is not None
+    with contextlib.suppress(Exception):
+        return _function(start, stop)
+    return None
+
+
+@contextlib.contextmanager
+def _workers(
+    function: Callable[[int, int], object], num_workers: int
+) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that compute *function*. They end with the block, or with this process."""
+    global _function
+    _function = function
+    freeze_in_forked_processes()
+    context = multiprocessing.get_context("fork")
+    workers = ProcessPoolExecutor(num_workers, context, _begin_worker, (os.getpid(),))
+    try:
+        # Threads of the tokenizers library do not survive a fork.
+        with one_thread(), warnings.catch_warnings():
+            # Python 3.12 warns of a fork in a process with threads, such as torch's, which the workers do not use.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            # The first task forks all workers.
+            with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
+                workers.submit(os.getpid)
+        yield workers
+    finally:
+        # Also after Ctrl-C: what the workers compute now takes less than a second.
+        workers.shutdown(wait=True, cancel_futures=True)
+        _function = None
+
+
+def _begin_worker(parent: int) -> None:
+    """Leave signals to the parent, and end with it."""
+    # Ctrl-C and a scheduler's signals reach all processes. The parent handles them, and ends the workers.
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The kernel sends it when the thread that forked this process ends (prctl(2)).
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
 
 Encode = Callable[[Rows], list[TokenizedSample]]
 """A function that makes a sample of each row of a table, or for each row the samples of a group."""
@@ -48,11 +161,11 @@ class Part(NamedTuple):
 
     num_rows: int
     tokens: npt.NDArray[np.int32]
-    ends: npt.NDArray[np.int64]
+    ends: Integers
     labelled: npt.NDArray[np.bool_]
-    counts: npt.NDArray[np.int64]
-    used: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    counts: Integers
+    used: Integers
+    lengths: Integers
     numbers: list[float]
     notes: Counter[str]
 
@@ -61,28 +174,25 @@ def prepare(
     rows: Rows,
     encode: Encode,
     policy: Truncation,
-    directory: Path | None = None,
-    *,
+    directory: Path,
+    group_size: int,
     report: Callable[[], None] = lambda: None,
-    kind: type[TokenizedDataset] = TokenizedDataset,
-) -> TokenizedDataset | None:
-    """Make a data set of class *kind* of all *rows*, whose samples *encode* makes and *policy* truncates.
+) -> None:
+    """Write the data set of all *rows*, whose samples *encode* makes and *policy* truncates, into *directory*.
 
-    With a *directory*, the data set is written there as :meth:`TokenizedDataset.save` would write it, and None is
-    returned. *report* is called after the last row was tokenized. Raises :class:`RecipeError` for the first row that
-    *encode* does not accept, and then for all samples that are too long.
+    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. *report* is called
+    after the last row was tokenized. Raises :class:`RecipeError` for the first row that *encode* does not accept, and
+    then for all samples that are too long.
     """
-    num_rows = rows.num_rows
-    parts = _encoded_parts(rows, encode, policy, kind.group_size, is_shared=directory is not None)
-    tokens = _Column("tokens", np.dtype(np.int32), directory)
-    ends = _Column("ends", np.dtype(np.int64), directory)
-    labelled = _Column("labelled", np.dtype(np.bool_), directory)
+    tokens = _Column(directory / "tokens.npy", np.int32)
+    ends = _Column(directory / "ends.npy", np.int64)
+    labelled = _Column(directory / "labelled.npy", np.bool_)
     used, lengths = [], []
     numbers: list[float] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
-    with tokens, ends, labelled, _progress(rows.path, num_rows) as show:
-        for part in parts:
+    with tokens, ends, labelled, progress(rows.path, rows.num_rows) as show:
+        for part in _encoded_parts(rows, encode, policy, group_size):
             ends.append(part.ends + tokens.size)
             tokens.append(part.tokens)
             labelled.append(part.labelled)
@@ -94,24 +204,17 @@ def prepare(
             show(part.num_rows)
     report()
     policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
-    if directory is not None:
-        np.save(directory / "counts.npy", counts)
-        save_numbers(directory, known_numbers(numbers))
-        save_notes(directory, notes)
-        return None
-    known = known_numbers(numbers)
-    dataset = kind(tokens.array(), ends.array(), labelled.array(), counts, known)
-    dataset.notes = notes
-    return dataset
+    np.save(directory / "counts.npy", counts)
+    if not np.isnan(numbers).all():
+        np.save(directory / NUMBERS, np.array(numbers))
+    if notes:
+        (directory / NOTES).write_text(json.dumps(notes), encoding="utf-8")
 
 
 def _encoded_parts(
-    rows: Rows, encode: Encode, policy: Truncation, group_size: int, *, is_shared: bool
+    rows: Rows, encode: Encode, policy: Truncation, group_size: int
 ) -> Iterator[Part]:
-    """Yield the samples of all *rows* in parts.
-
-    *is_shared*: the other ranks of the node wait for the result; otherwise each of them prepares the rows, too.
-    """
+    """Yield the samples of all *rows* in parts."""
     num_rows = rows.num_rows
     known: dict[tuple[str, ...], bool] = {}
     encode_range = partial(_encode_range, rows, encode, policy, group_size, known)
@@ -124,8 +227,7 @@ def _encoded_parts(
         ranges.append((start, min(start + ROWS_PER_PART, num_rows)))
     num_workers = 1
     if num_rows >= FEWEST_ROWS_FOR_WORKERS:
-        num_ranks = 1 if is_shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        num_workers = min(usable_cores(num_ranks), len(ranges))
+        num_workers = min(usable_cores(), len(ranges))
     yield from in_order(encode_range, ranges, num_workers)
 
 
@@ -155,11 +257,7 @@ def _encode_range(
             if longest > policy.seq_length:
                 continue
         remaining += truncation.apply_to_group(group, partial(rows.place, number))
-    counts = (
-        truncation.num_cut,
-        truncation.num_left_out,
-        truncation.num_empty,
-    )
+    counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
     sizes = [len(sample.tokens) for sample in remaining]
     return Part(
         num_rows=stop - start,
@@ -177,47 +275,36 @@ def _encode_range(
 
 
 class _Column:
-    """A flat array that grows: in the file *name*.npy of a directory, or in memory."""
+    """A flat array in a ``.npy`` file that grows."""
 
-    def __init__(self, name: str, dtype: np.dtype[Any], directory: Path | None) -> None:
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self.size = 0
-        self._dtype = dtype
-        self._parts: list[npt.NDArray[Any]] = []
-        self._file: IO[bytes] | None = None
-        if directory is not None:
-            self._file = (directory / f"{name}.npy").open("wb")
-            self._write_header(self._file)
+        self._dtype = np.dtype(dtype)
+        self._file = path.open("wb")
+        self._write_header()
 
     def __enter__(self) -> _Column:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with self._file as file:
-                file.seek(0)
-                self._write_header(file)
+        with self._file as file:
+            file.seek(0)
+            self._write_header()
 
     def append(self, values: npt.NDArray[Any]) -> None:
         """Add *values* at the end."""
         self.size += len(values)
-        if self._file is None:
-            self._parts.append(values)
-        else:
-            self._file.write(values.astype(self._dtype, copy=False).tobytes())
+        self._file.write(values.astype(self._dtype, copy=False).tobytes())
 
-    def array(self) -> npt.NDArray[Any]:
-        """The whole array, if it is in memory."""
-        return np.concatenate(self._parts)
-
-    def _write_header(self, file: IO[bytes]) -> None:
+    def _write_header(self) -> None:
         # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
         form = np.lib.format.dtype_to_descr(self._dtype)
         header = {"descr": form, "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(file, header)
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 @contextmanager
-def _progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
+def progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
     """Show how many rows are done: a bar on a terminal, elsewhere a log line every 30 seconds.
 
     Yields a function that is called with the number of rows of each part that is done.
@@ -243,6 +330,6 @@ def _progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
             return
         shown = now
         rate = done / (now - began)
-        log.info("%s: tokenized %d of %d rows, %.0f rows/s", what, done, num_rows, rate)
+        log.info("%s: %d of %d rows are tokenized, %.0f rows/s", what, done, num_rows, rate)
 
     yield show

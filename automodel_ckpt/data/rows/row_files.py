@@ -7,14 +7,26 @@ text; an empty value is None.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from automodel_ckpt.data.rows.files import damaged, is_damage, kind_of, open_data
-from automodel_ckpt.data.rows.json_records import json_record, read_json, read_json_lines
-from automodel_ckpt.data.rows.records import BEGINNING, Lane, Lines, Mark, Record, decoded
-from automodel_ckpt.data.rows.table_records import column_names, read_table, separator_of
+from automodel_ckpt.data.rows.files import advance, kind_of, opened
+from automodel_ckpt.data.rows.records import (
+    BEGINNING,
+    Lane,
+    Lines,
+    Mark,
+    Record,
+    column_names,
+    decoded,
+    json_record,
+    read_json,
+    read_json_lines,
+    read_table,
+    separator_of,
+)
 from automodel_ckpt.errors import RecipeError
 
 KINDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".txt"})
@@ -34,13 +46,8 @@ def read_lane(path: Path, start: Mark, lane: Lane) -> Iterator[Record]:
             if lane.takes_next():
                 yield record
         return
-    try:
-        with open_data(path) as file:
-            yield from _read_lane(path, file, start, lane, read_lines)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
+    with opened(path) as file:
+        yield from _read_lane(path, file, start, lane, read_lines)
 
 
 def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
@@ -49,27 +56,16 @@ def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
     Raises :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or
     fewer values than the header, and for a damaged compressed file.
     """
-    read = _READERS[kind_of(path)]
-    try:
-        with open_data(path) as file:
-            yield from read(path, file, start or BEGINNING)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
+    with opened(path) as file:
+        yield from _READERS[kind_of(path)](path, file, start or BEGINNING)
 
 
 def header(path: Path) -> list[str] | None:
     """Return the column names of a CSV or TSV file; None for other formats, and for an empty file."""
     if kind_of(path) not in (".csv", ".tsv"):
         return None
-    try:
-        with open_data(path) as file:
-            return column_names(Lines(path, file, BEGINNING), separator_of(path))
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise damaged(path, error) from error
+    with opened(path) as file:
+        return column_names(Lines(path, file), separator_of(path))
 
 
 def check_tables(paths: Sequence[Path]) -> None:
@@ -105,7 +101,7 @@ def _read_lane(
 ) -> Iterator[Record]:
     """Yield the records of the lines that belong to *lane*. *read_line* makes a record of a line and its end."""
     skips_blank_lines = read_line is json_record
-    file.seek(start.offset)
+    advance(file, 0, start.offset)
     offset, number = start
     for raw in file:
         offset += len(raw)
@@ -142,3 +138,67 @@ _READERS_OF_LINES: dict[str, Callable[[Path, str, Mark], Record | None]] = {
     ".jsonl": json_record,
     ".txt": _text_record,
 }
+
+
+class RecordStream:
+    """Iterates over the rows of several files, as pairs of content and location. Rows are read when they are used.
+
+    The state is the position after the last row, so a resume does not read the rows before it. :attr:`fields` are those
+    of the first 1000 rows.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        check_tables(files)
+        self._files = list(files)
+        self._limit: int | None = None
+        self._lane = (0, 1)
+        self._state: dict[str, int] = _state_at(0, BEGINNING, 0)
+        fields: dict[str, None] = {}
+        for file in files:
+            fields.update(dict.fromkeys(header(file) or ()))
+        self.is_empty = True
+        for number, (content, _) in enumerate(self):
+            self.is_empty = False
+            fields.update(dict.fromkeys(content))
+            if number == FIRST_ROWS:
+                break
+        self.fields = list(fields)
+        # Reading the first rows has moved the state.
+        self._state = _state_at(0, BEGINNING, 0)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], str]]:
+        state = self._state
+        lane = Lane(*self._lane, row=state["row"])
+        start = Mark(state["offset"], state["num_lines"])
+        for number in range(state["file"], len(self._files)):
+            for record in read_lane(self._files[number], start, lane):
+                if self._limit is not None and lane.row > self._limit:
+                    return
+                # Set before the yield: a state that is saved during it is the state after this row.
+                self._state = _state_at(number, record.end, lane.row)
+                yield record.content, f"{self._files[number]}:{record.line}"
+            start = BEGINNING
+
+    def take(self, limit: int) -> RecordStream:
+        """Return a stream of the first *limit* rows."""
+        # A shallow copy is enough, because a state is replaced and never changed in place.
+        stream = copy.copy(self)
+        stream._limit = limit
+        return stream
+
+    def lane(self, number: int, count: int) -> RecordStream:
+        """Return a stream of every *count*-th row, beginning with row *number*, from the beginning."""
+        stream = copy.copy(self)
+        stream._lane = (number, count)
+        stream._state = _state_at(0, BEGINNING, 0)
+        return stream
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._state = dict(state)
+
+
+def _state_at(file: int, mark: Mark, row: int) -> dict[str, int]:
+    return {"file": file, "offset": mark.offset, "num_lines": mark.num_lines, "row": row}

@@ -12,11 +12,12 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.batches.sampler import derive_seed, permutation
-from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.rows.arguments import at_most
-from automodel_ckpt.data.rows.files import UNREADABLE
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Sample,
+)
+from automodel_ckpt.data.rows.arguments import at_most, require_range
 from automodel_ckpt.data.rows.preparation import Encode
-from automodel_ckpt.data.rows.record_stream import RecordStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample, warn_of_notes
@@ -60,14 +61,7 @@ class RowStream(IterableDataset[Row]):
         block: int,
         kind: type[TokenizedDataset] = TokenizedDataset,
     ) -> None:
-        if block < 1:
-            hint = "set 1 to disable shuffling, or a larger number"
-            raise RecipeError(
-                "shuffle_block must be at least 1",
-                where="dataset.shuffle_block",
-                value=block,
-                hint=hint,
-            )
+        require_range("shuffle_block", block, 1)
         self.rows = rows
         self.encode = encode
         self.policy = policy
@@ -89,7 +83,7 @@ class RowStream(IterableDataset[Row]):
         # Copied, because the source may change the dictionary that it loads.
         self.rows.load_state_dict(copy.deepcopy(self._block_start))
         rows = iter(self.rows)
-        while block := self._read_block(rows):
+        while block := list(islice(rows, self._block_size)):
             order = self._order_of(len(block)).tolist()
             next_block_start = copy.deepcopy(self.rows.state_dict())
             while self._given < len(block):
@@ -103,14 +97,6 @@ class RowStream(IterableDataset[Row]):
             self._block_start = next_block_start
             self._block_size = self.block
         self._rewind()
-
-    def _read_block(self, rows: Iterator[_Placed]) -> list[_Placed]:
-        try:
-            return list(islice(rows, self._block_size))
-        except (*UNREADABLE, ValueError, RuntimeError) as error:
-            if not self.source.is_file:
-                raise
-            raise self.source.unreadable(error) from error
 
     def prepare(self, row: Row) -> Any:
         """Tokenize a row, truncated to seq_length, and make an item of it as *kind* does.
@@ -170,14 +156,18 @@ class RowStream(IterableDataset[Row]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["rows"].keys() != self._start.keys():
+            raise RecipeError(
+                "the state of a stream is that of another kind of files",
+                where="dataset.path",
+                value=self.source.path,
+                hint="resume with the data of the checkpoint, or start another run with init_from",
+            )
         self._block_start = state["rows"]
         self._first = state["first"]
         self._given = state["given"]
         # The interrupted block keeps its size, also if the recipe's shuffle_block has changed.
         self._block_size = state["block"]
-        if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
-            # Saved by a version that read these files with the library datasets: its state has another format.
-            self._block_start = self.rows.state_after(self._first)
 
     def _rewind(self) -> None:
         self._block_start = self._start
@@ -191,7 +181,7 @@ class RowStream(IterableDataset[Row]):
         return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
 
 
-def with_labels(sample: TokenizedSample) -> dict[str, list[int]]:
+def with_labels(sample: TokenizedSample) -> Sample:
     """Make ``{"input_ids": list[int], "labels": list[int]}`` of a sample."""
     labels = []
     for token, is_labeled in zip(sample.tokens, sample.labelled, strict=True):

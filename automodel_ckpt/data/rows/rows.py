@@ -6,15 +6,64 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.data.rows.fields import FieldTemplate, is_template, names_in
+from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
+
+from automodel_ckpt.base.bounded_templates import BoundedEnvironment
 from automodel_ckpt.data.rows.row_files import check_tables, header, read_records
 from automodel_ckpt.errors import RecipeError
+
+
+def is_template(field: str) -> bool:
+    """Whether *field* is a template, and not the name of a field."""
+    return "{{" in field or "{%" in field
+
+
+def names_in(field: str) -> list[str]:
+    """List the fields that *field* reads. Raises :class:`RecipeError` for an invalid template."""
+    if is_template(field):
+        return FieldTemplate(field).names
+    return [field]
+
+
+class FieldTemplate:
+    """A template of the fields of a row. A field that is missing or null is written as empty text."""
+
+    def __init__(self, text: str) -> None:
+        environment = BoundedEnvironment(keep_trailing_newline=True, finalize=_empty_for_null)
+        try:
+            undeclared = find_undeclared_variables(environment.parse(text))
+            self._template = environment.from_string(text)
+        # Jinja compiles to Python, whose compiler raises the last three for a template that is nested too deeply.
+        except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+            raise RecipeError(
+                "a field template is not valid Jinja",
+                where="dataset",
+                value=f"{str(error)[:200]} in {text[:80]!r}",
+                hint="write fields as {{ name }} and optional parts as {% if name %}...{% endif %}",
+            ) from error
+        self.names = sorted(undeclared - environment.globals.keys())
+
+    def write(self, row: Mapping[str, Any], where: Callable[[], str]) -> str:
+        """Write the text of a row. Raises :class:`RecipeError` with the location ``where()`` if the template fails."""
+        try:
+            return self._template.render(row)
+        except Exception as error:  # a template can raise anything, for example divide by zero
+            value = f"{type(error).__name__}: {error}"
+            hint = "correct this sample, or the template"
+            raise RecipeError(
+                "a field template fails on a sample", where=where(), value=value, hint=hint
+            ) from error
+
+
+def _empty_for_null(value: Any) -> Any:
+    return "" if value is None else value
+
 
 _FIRST_ROWS = 100
 
@@ -36,10 +85,10 @@ class Rows:
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
         """The values of each field, row by row; None if a row does not have the field."""
-        raise NotImplementedError
+        return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
-        """The values of each field in the rows *start* to *stop*; None if a row does not have the field."""
+        """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
         return [column[start:stop] for column in self.read(fields)]
 
     def place(self, row: int) -> str:
@@ -216,20 +265,21 @@ class RowRange(Rows):
         return self._known[key]
 
 
-class RecordTable:
-    """The rows of several files in memory, as JSON text that is parsed when a row is used.
+class RecordRows(Rows):
+    """The rows of several *files* in memory, as JSON text that is parsed when a row is used.
 
-    *fields* are all fields that occur in a row.
+    *numbers* are the rows of the files that the table has, in its order; all of them unless they are assigned.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, path: str, files: Sequence[Path]) -> None:
         check_tables(files)
         fields: dict[str, None] = {}
         # Three buffers and not a list of objects: forked workers share them, because no reference count changes.
         texts = bytearray()
         ends = array("q", [0])
         lines = array("q")
-        file_ends: list[int] = []
+        self.file_ends = [0]
+        """The number of rows up to the end of each file, after that before the first one."""
         for file in files:
             fields.update(dict.fromkeys(header(file) or ()))
             for record in read_records(file):
@@ -237,78 +287,42 @@ class RecordTable:
                 texts += record.to_json().encode()
                 ends.append(len(texts))
                 lines.append(record.line)
-            file_ends.append(len(lines))
-        self.fields = list(fields)
-        self._files = list(files)
-        self._file_ends = file_ends
-        self._texts = texts
-        self._ends = ends
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def row(self, number: int) -> dict[str, Any]:
-        """Return the fields of a row."""
-        text = self._texts[self._ends[number] : self._ends[number + 1]]
-        # A row without fields may be written as null.
-        return json.loads(text.decode()) or {}
-
-    def place(self, number: int) -> str:
-        """Return the file and line of a row."""
-        file = self._files[bisect_right(self._file_ends, number)]
-        return f"{file}:{self._lines[number]}"
-
-
-class RecordRows(Rows):
-    """The rows *start* to *stop* of several tables, concatenated."""
-
-    def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
+            self.file_ends.append(len(lines))
         self.path = path
-        self.parts = list(parts)
-        lengths = [stop - start for _, start, stop in parts]
-        self._ends = list(accumulate(lengths))
+        self.numbers: Sequence[int] = range(len(lines))
+        self._fields = list(fields)
+        self._files = list(files)
+        self._texts, self._ends, self._lines = texts, ends, lines
 
     @property
     def num_rows(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self.numbers)
 
     @property
     def fields(self) -> Sequence[str]:
-        names: dict[str, None] = {}
-        for table, _, _ in self.parts:
-            names.update(dict.fromkeys(table.fields))
-        return list(names)
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return self.read_range(fields, 0, self.num_rows)
+        return self._fields
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         columns: list[list[Any]] = [[] for _ in fields]
-        for (table, first, last), end in zip(self.parts, self._ends, strict=True):
-            # Row number n of the data is row n - before of this part.
-            before = end - (last - first)
-            for number in range(max(start, before), min(stop, end)):
-                row = table.row(first + number - before)
-                for field, column in zip(fields, columns, strict=True):
-                    column.append(row.get(field))
+        for number in self.numbers[start:stop]:
+            row = self._content(number)
+            for field, column in zip(fields, columns, strict=True):
+                column.append(row.get(field))
         return columns
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row; None for fields that only other rows have."""
-        table, inner = self._find(number)
-        return dict.fromkeys(self.fields) | table.row(inner)
+        return dict.fromkeys(self.fields) | self._content(self.numbers[number])
 
     def place(self, row: int) -> str:
-        table, inner = self._find(row)
-        return table.place(inner)
+        number = self.numbers[row]
+        file = self._files[bisect_right(self.file_ends, number) - 1]
+        return f"{file}:{self._lines[number]}"
 
-    def _find(self, number: int) -> tuple[RecordTable, int]:
-        # bisect_right skips empty parts, which end where the part before them ends.
-        part = bisect_right(self._ends, number)
-        before = self._ends[part - 1] if part else 0
-        table, start, _ = self.parts[part]
-        return table, start + number - before
+    def _content(self, number: int) -> dict[str, Any]:
+        text = self._texts[self._ends[number] : self._ends[number + 1]]
+        # A row without fields may be written as null.
+        return json.loads(text.decode()) or {}
 
 
 _NAME_FIELDS = (

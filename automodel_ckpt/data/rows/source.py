@@ -10,6 +10,7 @@ import glob
 import logging
 import os
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
-from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import (
     LOADERS,
     UNREADABLE,
@@ -31,13 +31,12 @@ from automodel_ckpt.data.rows.files import (
     kind_of,
     saved_table,
 )
-from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.row_files import KINDS
-from automodel_ckpt.data.rows.rows import RecordRows, RecordTable, Rows, empty_data
+from automodel_ckpt.data.rows.row_files import KINDS, RecordStream
+from automodel_ckpt.data.rows.rows import RecordRows, Rows, empty_data
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.data.rows.datasets_library import TableStream
+    from automodel_ckpt.data.rows.datasets_library import TableRows, TableStream
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class Source(Rows):
             return f"{of_files} {self.split}"
         prefix = f"{self.path} {self.name} {self.split}"
         if self._record_files is None:
-            return f"{prefix} {self._table._fingerprint}"
+            return f"{prefix} {self._table.table._fingerprint}"
         digests = []
         for name in self._splits():
             digests += [digest(file) for file in self._record_files[name]]
@@ -179,14 +178,21 @@ class Source(Rows):
             if stream.is_empty:
                 raise empty_data(self.path)
             return stream
+        import datasets  # type: ignore[import-untyped]
+
         from automodel_ckpt.data.rows.datasets_library import TableStream
 
-        return TableStream(self._stream_of_datasets())
+        with self._reading():
+            given = self._of_files() if self.is_file else self._of_name()
+            rows = datasets.load_dataset(**given, split=self.split, streaming=True)
+        if not self.is_file:
+            self._report_others(rows.info.builder_name)
+        return TableStream(self, rows)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Hide the output of ``datasets``, and raise its errors as :class:`RecipeError`."""
-        import datasets  # type: ignore[import-untyped]
+        import datasets
         from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
 
         from automodel_ckpt.data.rows.datasets_library import quiet
@@ -199,70 +205,27 @@ class Source(Rows):
             is_damaged = self.is_file and isinstance(error, damage)
             raise (self.unreadable if is_damaged else self._cannot_read)(error) from error
 
-    def _stream_of_datasets(self) -> Any:
-        import datasets
-
-        with self._reading():
-            given = self._of_files() if self.is_file else self._of_name()
-            rows = datasets.load_dataset(**given, split=self.split, streaming=True)
-        if not self.is_file:
-            self._report_others(rows.info.builder_name)
-        return rows
-
     @property
     def num_rows(self) -> int:
-        if self._records:
-            return self._records.num_rows
-        return int(self._table.num_rows)
+        return self._rows.num_rows
 
     @property
     def fields(self) -> Sequence[str]:
-        if self._records:
-            return self._records.fields
-        return list(self._table.column_names)
+        return self._rows.fields
 
     def class_names(self, field: str) -> Sequence[str] | None:
-        from automodel_ckpt.data.rows.datasets_library import class_names
-
-        return None if self._records else class_names(self._table.features[field])
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        if self._records:
-            return self._records.read(fields)
-        return self.read_range(fields, 0, self.num_rows)
+        return self._rows.class_names(field)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
-        if self._records:
-            return self._records.read_range(fields, start, stop)
-        try:
-            rows = self._table.select_columns(list(dict.fromkeys(fields)))[start:stop]
-        except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
-            raise self.unreadable(error) from error
-        return [[without_nulls(value) for value in rows[field]] for field in fields]
+        return self._rows.read_range(fields, start, stop)
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row. Images and audio of tables are ``{"bytes", "path"}``, not decoded.
-
-        Raises :class:`RecipeError` if a row cannot be read.
-        """
-        if self._records:
-            return self._records.row(number)
-        try:
-            fields: dict[str, Any] = self._table[number]
-            return {name: without_nulls(value) for name, value in fields.items()}
-        except (OSError, ValueError) as error:
-            value = f"{type(error).__name__}: {error}"
-            hint = "correct or remove this sample"
-            raise RecipeError(
-                "a row cannot be read", where=self.place(number), value=value, hint=hint
-            ) from error
+        """The fields of one row. Raises :class:`RecipeError` if it cannot be read."""
+        return self._rows.row(number)
 
     def place(self, row: int) -> str:
         """The location of a row: file and line, or for tables without lines the number of the row from 0."""
-        if self._records:
-            return self._records.place(row)
-        split = "" if self.split == "train" else f" {self.split}"
-        return f"{self.path}{split}, row {row}"
+        return self._rows.place(row)
 
     @cached_property
     def _record_files(self) -> dict[str, list[Path]] | None:
@@ -294,23 +257,31 @@ class Source(Rows):
         return splits
 
     @cached_property
-    def _records(self) -> RecordRows | None:
-        """The rows if :mod:`.row_files` reads them; None if ``datasets`` does."""
+    def _rows(self) -> RecordRows | TableRows:
+        """The rows, read by :mod:`.row_files` or by ``datasets``."""
         if self._record_files is None:
-            return None
-        tables = {name: RecordTable(self._record_files[name]) for name in self._splits()}
-        if self.split in tables:
-            table = tables[self.split]
-            return RecordRows(self.path, [(table, 0, len(table))])
+            return self._table
+        splits = {name: self._record_files[name] for name in self._splits()}
+        rows = RecordRows(self.path, [file for files in splits.values() for file in files])
+        if self.split in splits:
+            return rows
         import datasets
 
-        sizes = {name: len(table) for name, table in tables.items()}
+        # The rows of the files of a split follow each other.
+        firsts, sizes, num_files = {}, {}, 0
+        for name, files in splits.items():
+            firsts[name] = rows.file_ends[num_files]
+            num_files += len(files)
+            sizes[name] = rows.file_ends[num_files] - firsts[name]
         try:
             parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
         except (ValueError, AssertionError) as error:
             raise self._cannot_read(error) from error
-        bounds = [(tables[part.splitname], part.from_, part.to) for part in parts]
-        return RecordRows(self.path, bounds)
+        rows.numbers = array("q")
+        for part in parts:
+            first = firsts[part.splitname]
+            rows.numbers.extend(range(first + part.from_, first + part.to))
+        return rows
 
     def _split_names(self) -> list[str]:
         """The names of splits in :attr:`split`, known or not."""
@@ -384,11 +355,11 @@ class Source(Rows):
         return [file for file in files if kind_of(file) in LOADERS and not is_about_data(file)]
 
     @cached_property
-    def _table(self) -> Any:
+    def _table(self) -> TableRows:
         # Imported here because it takes half a second, and cached samples do not need it.
         import datasets
 
-        from automodel_ckpt.data.rows.datasets_library import with_encoded_media
+        from automodel_ckpt.data.rows.datasets_library import TableRows, with_encoded_media
 
         # The cache of datasets would keep a copy of files, but the samples are cached already.
         with self._reading(), TemporaryDirectory() as scratch:
@@ -399,7 +370,7 @@ class Source(Rows):
             table = datasets.load_dataset(**given, split=self.split)
             if not self.is_file:
                 self._report_others(table.info.builder_name)
-            return with_encoded_media(table, datasets)
+            return TableRows(self, with_encoded_media(table, datasets))
 
     def _of_files(self) -> dict[str, Any]:
         """The arguments of ``load_dataset`` for the files."""

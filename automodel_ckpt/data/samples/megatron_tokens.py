@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.samples.token_arrays import TokenArray, damaged_tokens, file_size
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -35,8 +36,8 @@ class MegatronIndex:
     path: Path
     dtype: np.dtype[Any]
     lengths: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    pointers: Integers
+    documents: Integers
 
     @property
     def num_documents(self) -> int:
@@ -49,7 +50,7 @@ class MegatronIndex:
         count = (end - start) // self.dtype.itemsize
         return TokenArray(self.path.with_suffix(".bin"), self.dtype, start, count)
 
-    def document_starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
+    def document_starts(self, first: int, last: int) -> Integers:
         """Return the first token of each of the documents *first* to *last* - 1, counted from the first of them."""
         sequences = np.asarray(self.documents[first:last])
         # Empty documents at the end begin after the last sequence, and have no token.

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar, Unpack
 
 import tokenizers
@@ -17,8 +18,7 @@ from automodel_ckpt.data.rows.preparation import Encode, prepare
 from automodel_ckpt.data.rows.row_stream import RowStream, row_stream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.sample_arrays import SampleArrays
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.data.samples.tokenized import SampleArrays, TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
@@ -102,12 +102,12 @@ def samples_of_rows(
         if fields is not None:
             _report_unused(rows, fields)
 
-    def build(directory: Path | None) -> TokenizedDataset | None:
-        return prepare(rows, encode, policy, directory, report=report, kind=kind)
+    def build(directory: Path) -> None:
+        prepare(rows, encode, policy, directory, kind.group_size, report)
 
     # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (fingerprint, *key, policy.seq_length, policy.policy)
-    dataset = _prepared(str(key[0]), whole_key, tokenizer, build, kind)
+    dataset = prepared(str(key[0]), whole_key, tokenizer, build, kind)
     dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
     dataset.template = template
     dataset.limit = policy.limit
@@ -125,36 +125,19 @@ def prepared(
     name: str,
     key: tuple[object, ...],
     tokenizer: PreTrainedTokenizerBase,
-    build: Callable[[], Samples],
+    build: Callable[[Path], None],
     kind: type[Samples],
 ) -> Samples:
-    """Return the data set of *build*, of class *kind*, for *key* and *tokenizer*: from the cache if it is there.
+    """Load the data set, of class *kind*, that *build* writes into a directory, for *key* and *tokenizer*.
 
-    A slow tokenizer has no digest of its content, so the cache is not used for it.
+    It is cached. A slow tokenizer has no digest of its content, so the cache is not used for it.
     """
-
-    def build_in(directory: Path | None) -> Samples:
-        dataset = build()
-        if directory is not None:
-            dataset.save(directory)
-        return dataset
-
-    return _prepared(name, key, tokenizer, build_in, kind)
-
-
-def _prepared(
-    name: str,
-    key: tuple[object, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    build: Callable[[Path | None], Samples | None],
-    kind: type[Samples],
-) -> Samples:
-    """Return the data set of *build*: written into a directory of the cache, or returned by ``build(None)``."""
     fingerprint = _fingerprint(tokenizer)
     if fingerprint is None:
-        dataset = build(None)
-        assert dataset is not None
-        return dataset
+        with TemporaryDirectory() as directory:
+            build(Path(directory))
+            # Mapped files keep their content after their removal.
+            return kind.load(Path(directory))
 
     def save(directory: Path) -> None:
         log.info(_PREPARING, name)

@@ -19,6 +19,7 @@ import uuid
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -27,9 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
+from automodel_ckpt.base.durable_io import fsync_directory, replace_file
 from automodel_ckpt.data.batches.micro_batches import read_sample
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Batch,
+    Tensors,
+)
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -37,7 +42,9 @@ log = logging.getLogger("automodel_ckpt")
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _LOCK = "lock"
-_BLOCK = 2**20
+_INDEX = "index"
+_ARRAYS = {"tokens": "<i4", "log_probs": "<f4", "rest": "<f4"}
+"""The arrays of :class:`SampleTargets`, each of which is a file -> its type."""
 _LARGEST_MANIFEST = 2**24
 """Bytes. A manifest has a few hundred bytes for each rank that wrote a part."""
 TOKENS, LOG_PROBS, REST = "teacher_tokens", "teacher_log_probs", "teacher_rest"
@@ -84,15 +91,14 @@ def data_digest(dataset: Any) -> str:
     Raises :class:`AutomodelError` with the location of a sample that cannot be read.
     """
     size = len(dataset)
-    digest = hashlib.blake2b(digest_size=12)
     known = getattr(dataset, "identity", None)
     if isinstance(known, str):
         # The size of packs is not part of the identity.
-        digest.update(f"{known} {size} {getattr(dataset, 'size', None)}".encode())
-        return digest.hexdigest()
-    for index in range(size):
-        digest.update(checksum(read_sample(dataset, index)).to_bytes(4, "little"))
-    return digest.hexdigest()
+        content = f"{known} {size} {getattr(dataset, 'size', None)}".encode()
+    else:
+        checksums = [checksum(read_sample(dataset, index)) for index in range(size)]
+        content = np.array(checksums, "<u4").tobytes()
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
 # ---------------------------------------------------------------- writing
@@ -103,55 +109,42 @@ class PartWriter:
 
     def __init__(self, directory: Path, number: int) -> None:
         """*number* is that of the part: the samples of a part follow those of the part before."""
-        self._directory, self._number = directory, number
         self._files: dict[str, IO[bytes]] = {}
-        for name in ("tokens", "log_probs", "rest"):
-            self._files[name] = (directory / self._name(name)).open("wb")
+        for name in (*_ARRAYS, _INDEX):
+            self._files[name] = _path_of(directory, number, name).open("wb")
         self._sizes: list[int] = []
         self._checksums: list[int] = []
         self._num_tokens = 0
 
-    def _name(self, kind: str) -> str:
-        return f"{self._number:05d}.{kind}"
-
     def add(self, targets: SampleTargets) -> None:
         """Append the *targets* of the next sample."""
-        self._append("tokens", targets.tokens, "<i4")
-        self._append("log_probs", targets.log_probs, "<f4")
-        self._append("rest", targets.rest, "<f4")
+        for name, dtype in _ARRAYS.items():
+            self._files[name].write(getattr(targets, name).astype(dtype).tobytes())
         self._sizes.append(len(targets.rest))
         self._checksums.append(targets.checksum)
         self._num_tokens = targets.tokens.shape[1]
 
-    def _append(self, name: str, values: npt.NDArray[Any], dtype: str) -> None:
-        content = values.astype(dtype).tobytes()
-        self._files[name].write(content)
-
     def close(self) -> dict[str, Any]:
         """Flush the files to disk, and return the entry of this part for the manifest."""
         index = np.array([self._sizes, self._checksums], dtype="<i8")
-        index_path = self._directory / self._name("index")
-        index_path.write_bytes(index.tobytes())
-        fsync_file(index_path)
-        names = [index_path.name]
-        for name, file in self._files.items():
+        self._files[_INDEX].write(index.tobytes())
+        files = {}
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-            names.append(self._name(name))
-        files = {}
-        for name in names:
-            path = self._directory / name
-            files[name] = {"bytes": path.stat().st_size, "blake2b": _digest_of(path)}
+            path = Path(file.name)
+            files[path.name] = {"bytes": path.stat().st_size, "blake2b": _digest_of(path)}
         return {"samples": len(self._sizes), "k": self._num_tokens, "files": files}
 
 
+def _path_of(directory: Path, number: int, kind: str) -> Path:
+    return directory / f"{number:05d}.{kind}"
+
+
 def _digest_of(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
 class Publication:
@@ -262,11 +255,9 @@ class TargetCache:
         number = bisect_right(self._ends, index)
         entry = self.parts[number]
         start = self._ends[number] - int(entry["samples"])
-        part = self._opened.get(number)
-        if part is None:
-            part = _Part(self.directory, number, int(entry["k"]))
-            self._opened[number] = part
-        return part.of(index - start)
+        if number not in self._opened:
+            self._opened[number] = _Part(self.directory, number, int(entry["k"]))
+        return self._opened[number].of(index - start)
 
 
 def _require_sizes(directory: Path, part: Mapping[str, Any]) -> None:
@@ -280,32 +271,22 @@ class _Part:
     """The mapped files of one part."""
 
     def __init__(self, directory: Path, number: int, k: int) -> None:
-        def path_of(kind: str) -> Path:
-            return directory / f"{number:05d}.{kind}"
-
-        index = np.fromfile(path_of("index"), dtype="<i8")
+        index = np.fromfile(_path_of(directory, number, _INDEX), dtype="<i8")
         sizes, self._checksums = index.reshape(2, -1)
         self._ends = sizes.cumsum()
-        self._tokens = _mapped(path_of("tokens"), "<i4", k)
-        self._log_probs = _mapped(path_of("log_probs"), "<f4", k)
-        self._rest = _mapped(path_of("rest"), "<f4", 1)[:, 0]
+        self._arrays: list[npt.NDArray[Any]] = []
+        for name, dtype in _ARRAYS.items():
+            path = _path_of(directory, number, name)
+            # An empty file cannot be mapped.
+            is_empty = path.stat().st_size == 0
+            values = np.empty(0, dtype) if is_empty else np.memmap(path, dtype, mode="r")
+            self._arrays.append(values if name == "rest" else values.reshape(int(sizes.sum()), k))
 
     def of(self, index: int) -> SampleTargets:
         end = int(self._ends[index])
         start = int(self._ends[index - 1]) if index else 0
-        return SampleTargets(
-            self._tokens[start:end],
-            self._log_probs[start:end],
-            self._rest[start:end],
-            int(self._checksums[index]),
-        )
-
-
-def _mapped(path: Path, dtype: str, width: int) -> npt.NDArray[Any]:
-    # An empty file cannot be mapped.
-    if path.stat().st_size == 0:
-        return np.empty((0, width), dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r").reshape(-1, width)
+        tokens, log_probs, rest = (array[start:end] for array in self._arrays)
+        return SampleTargets(tokens, log_probs, rest, int(self._checksums[index]))
 
 
 # ---------------------------------------------------------------- samples
@@ -360,25 +341,24 @@ class TargetCollator:
         self.collate_fn = collate_fn
         self.draws_nothing = getattr(collate_fn, "draws_nothing", False) is True
 
-    def __call__(self, samples: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[Any]) -> Batch:
         """Return the micro-batch of *samples*, with the keys TOKENS, LOG_PROBS and REST if the samples have targets.
 
         Raises :class:`RecipeError` if the collator makes another number of labels than the teacher saw.
         """
         plain = [each.sample if isinstance(each, Targeted) else each for each in samples]
         targets = [each.targets for each in samples if isinstance(each, Targeted)]
-        batch: dict[str, torch.Tensor] = dict(self.collate_fn(plain))
+        batch: Batch = dict(self.collate_fn(plain))
         if targets:
-            tokens = np.concatenate([each.tokens for each in targets])
-            require_labels(batch, len(tokens))
-            batch[TOKENS] = torch.from_numpy(tokens.astype(np.int64))
-            log_probs = np.concatenate([each.log_probs for each in targets])
-            batch[LOG_PROBS] = torch.from_numpy(log_probs)
-            batch[REST] = torch.from_numpy(np.concatenate([each.rest for each in targets]))
+            tokens, log_probs, rest, _ = zip(*targets, strict=True)
+            batch[TOKENS] = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
+            batch[LOG_PROBS] = torch.from_numpy(np.concatenate(log_probs))
+            batch[REST] = torch.from_numpy(np.concatenate(rest))
+            require_labels(batch, len(batch[TOKENS]))
         return batch
 
 
-def require_labels(micro_batch: Mapping[str, torch.Tensor], expected: int) -> None:
+def require_labels(micro_batch: Tensors, expected: int) -> None:
     """Raise :class:`RecipeError` unless the rows of *micro_batch* have so many predicted labels."""
     found = int(torch.count_nonzero(micro_batch["labels"][:, 1:] != IGNORE_INDEX))
     if found == expected:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from automodel_ckpt.data.collate import Integers, Sample
 from automodel_ckpt.errors import RecipeError, os_problem
 
 _DIGESTED_BYTES = 1 << 16
@@ -49,7 +50,7 @@ class TokenArray:
         # A worker process maps the file itself; otherwise the array would be copied to it.
         return self.__dict__ | {"_mapped": None}
 
-    def positions_of(self, token: int) -> npt.NDArray[np.int64]:
+    def positions_of(self, token: int) -> Integers:
         """The positions of *token*, ascending. Reads the whole file once."""
         found = []
         for start in range(0, self.count, _SCANNED_TOKENS):
@@ -58,7 +59,7 @@ class TokenArray:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-Starts = range | npt.NDArray[np.int64]
+Starts = range | Integers
 """The first tokens of the samples of an array."""
 
 
@@ -67,7 +68,7 @@ class TokenSpans:
 
     *starts* are the first tokens of the samples of each array, *lengths* their numbers of tokens. *identity* is a
     digest of the data. Raises :class:`RecipeError` when a sample is read that has a negative token, or one of
-    *vocab_size* or more.
+    :attr:`vocab_size` or more.
     """
 
     draws_nothing = True
@@ -76,22 +77,20 @@ class TokenSpans:
         self,
         arrays: Sequence[TokenArray],
         starts: Sequence[Starts],
-        lengths: npt.NDArray[np.int64],
-        *,
+        lengths: Integers,
         identity: str,
-        vocab_size: int | None,
     ) -> None:
         self.arrays = list(arrays)
         self.lengths = lengths
         self.identity = identity
-        self.vocab_size = vocab_size
+        self.vocab_size: int | None = None
         self._starts = list(starts)
         self._ends = list(accumulate(map(len, starts)))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> Sample:
         # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -107,7 +106,6 @@ def windows_of(
     arrays: Sequence[TokenArray],
     seq_length: int,
     *,
-    vocab_size: int | None,
     start_token: int | None = None,
     max_samples: int | None = None,
 ) -> TokenSpans:
@@ -126,14 +124,13 @@ def windows_of(
     # A view of one number: there may be billions of windows.
     lengths = np.broadcast_to(np.int64(seq_length), sum(map(len, starts)))[:max_samples]
     identity = identity_of(arrays, seq_length, start_token)
-    return TokenSpans(arrays, starts, lengths, identity=identity, vocab_size=vocab_size)
+    return TokenSpans(arrays, starts, lengths, identity)
 
 
 def documents_of(
     arrays: Sequence[TokenArray],
-    starts: Sequence[npt.NDArray[np.int64]],
+    starts: Sequence[Integers],
     *,
-    vocab_size: int | None,
     max_samples: int | None = None,
 ) -> TokenSpans:
     """Divide arrays into documents, of which those of fewer than two tokens are left out.
@@ -149,12 +146,10 @@ def documents_of(
         firsts.append(first)
         lengths.append(length)
     whole = np.concatenate(lengths)[:max_samples]
-    return TokenSpans(arrays, firsts, whole, identity="", vocab_size=vocab_size)
+    return TokenSpans(arrays, firsts, whole, "")
 
 
-def _check_tokens(
-    array: TokenArray, start: int, tokens: npt.NDArray[np.int64], vocab_size: int | None
-) -> None:
+def _check_tokens(array: TokenArray, start: int, tokens: Integers, vocab_size: int | None) -> None:
     """Raise :class:`RecipeError` for *tokens*, those of *array* from *start* on, that are negative or too high."""
     highest, lowest = int(tokens.max()), int(tokens.min())
     is_above = vocab_size is not None and highest >= vocab_size
@@ -170,9 +165,7 @@ def _check_tokens(
     )
 
 
-def _bounds(
-    array: TokenArray, starts: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _bounds(array: TokenArray, starts: Integers) -> tuple[Integers, Integers]:
     """Return the first token and the length of each document of at least two tokens."""
     first = np.unique(np.concatenate(([0], starts[starts < array.count])))
     lengths = np.diff(first, append=array.count)
@@ -180,7 +173,7 @@ def _bounds(
     return first[is_document], lengths[is_document]
 
 
-def _aligned_starts(array: TokenArray, seq_length: int, start_token: int) -> npt.NDArray[np.int64]:
+def _aligned_starts(array: TokenArray, seq_length: int, start_token: int) -> Integers:
     """Return the starts of windows that begin at *start_token* and do not overlap, except for one token."""
     positions = array.positions_of(start_token)
     positions = positions[positions <= array.count - seq_length]
@@ -227,3 +220,58 @@ def file_size(path: Path) -> int:
 def damaged_tokens(path: Path, what: str, value: object, hint: str) -> RecipeError:
     """Make the error for a file of tokens whose content is invalid."""
     return RecipeError(what, where=str(path), value=value, hint=hint)
+
+
+_MAGIC = 20240520
+_MAGIC_WITH_SIZE = 278895051
+_HEADER_BYTES = 1024
+_TYPES = {2: "<u2", 4: "<u4"}
+
+
+def read_header(path: Path) -> TokenArray:
+    """Return the tokens of a file with a header. Raises :class:`RecipeError` if the header or the size is wrong."""
+    size = file_size(path)
+    with open(path, "rb") as file:
+        head = file.read(_HEADER_BYTES)
+    numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4").tolist()
+    if len(head) < _HEADER_BYTES or numbers[0] not in (_MAGIC, _MAGIC_WITH_SIZE):
+        raise damaged_tokens(
+            path,
+            "this file of tokens has no header",
+            f"it begins with {head[:8]!r}",
+            "for raw tokens, as nanoGPT's prepare.py writes them, set dataset.header false",
+        )
+    magic, version, count, num_bytes = numbers[:4]
+    if version != 1:
+        hint = "only version 1 is supported"
+        raise damaged_tokens(path, "the header has an unknown version", version, hint)
+    if magic == _MAGIC:
+        num_bytes = 2
+    if num_bytes not in _TYPES:
+        hint = "a token has 2 or 4 bytes"
+        raise damaged_tokens(path, "the header has an invalid size of tokens", num_bytes, hint)
+    fits = size - _HEADER_BYTES == count * num_bytes
+    if not fits or count < 0:
+        raise damaged_tokens(
+            path,
+            "the size of the file does not fit its header",
+            f"{size} bytes, header with {count} tokens of {num_bytes} bytes",
+            "copy or download the file again",
+        )
+    return TokenArray(path, np.dtype(_TYPES[num_bytes]), _HEADER_BYTES, count)
+
+
+def raw_tokens(path: Path, num_bytes: int) -> TokenArray:
+    """Return the tokens of a file without a header: unsigned integers of *num_bytes*, 2 or 4.
+
+    Raises :class:`RecipeError` if the size of the file is not a multiple.
+    """
+    size = file_size(path)
+    if size % num_bytes:
+        raise damaged_tokens(
+            path,
+            "the size of the file is not a multiple of the size of a token",
+            f"{size} bytes, {num_bytes} per token",
+            "copy the file again, or set dataset.dtype",
+        )
+    return TokenArray(path, np.dtype(_TYPES[num_bytes]), 0, size // num_bytes)

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -15,15 +15,118 @@ import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Integers,
+    Sample,
+)
 from automodel_ckpt.data.rows.arguments import at_most
-from automodel_ckpt.data.samples.sample_arrays import LengthSummary, SampleArrays
 from automodel_ckpt.errors import RecipeError, printable
 
 log = logging.getLogger(__name__)
 
-_NUMBERS = "numbers.npy"
-_NOTES = "notes.json"
+
+class SampleArrays:
+    """Samples that are concatenated: sample i has the elements ``ends[i - 1]`` to ``ends[i]`` of the long arrays.
+
+    A subclass names its attributes with arrays in :attr:`array_names`, in the order of the arguments of its class.
+    """
+
+    array_names: ClassVar[Sequence[str]]
+    ends: Integers
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Load the samples that :meth:`save` wrote; the arrays are memory-mapped."""
+        return cls(*cls.mapped_arrays(directory))
+
+    @classmethod
+    def mapped_arrays(cls, directory: Path) -> list[npt.NDArray[Any]]:
+        """Map the arrays of :attr:`array_names` in a directory."""
+        arrays: list[npt.NDArray[Any]] = []
+        for name in cls.array_names:
+            # np.load rejects pickled objects by default: a cache that others can write must not run code.
+            mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
+            # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
+            arrays.append(np.asarray(mapped))
+        return arrays
+
+    def save(self, directory: Path) -> None:
+        """Write the arrays as ``.npy`` files into an existing directory."""
+        for name in self.array_names:
+            np.save(directory / f"{name}.npy", getattr(self, name))
+
+    @property
+    def lengths(self) -> Integers:
+        """The number of elements of each sample."""
+        return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def span(self, index: int) -> slice:
+        """The elements of sample *index*. Raises IndexError if there is none with this index."""
+        # IndexError also ends an iteration over a class without __iter__.
+        if not 0 <= index < len(self.ends):
+            raise IndexError(index)
+        start = int(self.ends[index - 1]) if index else 0
+        return slice(start, int(self.ends[index]))
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """The lengths of *num_samples* samples in tokens, *num_tokens* together, of which *num_labels* have a label.
+
+    *num_labels* is None where a label belongs to a sample, not to tokens.
+    """
+
+    num_samples: int
+    median: int
+    percentile_99: int
+    longest: int
+    num_tokens: int
+    num_labels: int | None
+
+    @classmethod
+    def of(cls, lengths: Integers, num_labels: int | None) -> LengthSummary:
+        """Summarize *lengths*, the number of tokens of each sample."""
+        if not len(lengths):
+            return cls(0, 0, 0, 0, 0, 0)
+        # A length that occurs, not a mean of two.
+        median, percentile_99 = np.percentile(lengths, [50, 99], method="higher").astype(int)
+        return cls(
+            len(lengths),
+            int(median),
+            int(percentile_99),
+            int(lengths.max()),
+            int(lengths.sum()),
+            num_labels,
+        )
+
+    @property
+    def samples_text(self) -> str:
+        """The number of samples in words."""
+        return counted(self.num_samples, "sample")
+
+    @property
+    def lengths_text(self) -> str:
+        """The lengths in words."""
+        return f"median {self.median:,}, 99th percentile {self.percentile_99:,}, longest {self.longest:,} tokens"
+
+    @property
+    def tokens_text(self) -> str:
+        """The number of tokens in words, and the fraction that is trained on."""
+        if self.num_labels is None:
+            return f"{self.num_tokens:,} tokens per epoch"
+        share = 100 * self.num_labels / max(self.num_tokens, 1)
+        return f"{self.num_tokens:,} tokens per epoch, {share:.0f}% of them trained on"
+
+    def __str__(self) -> str:
+        return f"{self.samples_text}, {self.lengths_text}; {self.tokens_text}"
+
+
+NUMBERS = "numbers.npy"
+NOTES = "notes.json"
 _NUM_NOTES = 10
 """Number of notes that are shown."""
 REPEATED_PROMPT = (
@@ -47,11 +150,6 @@ class TokenizedSample(NamedTuple):
     number: float = math.nan
     is_cut: bool = False
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def whole(cls, tokens: list[int]) -> TokenizedSample:
-        """Make a sample with a label on every token."""
-        return cls(tokens, [True] * len(tokens))
 
     @classmethod
     def answer(
@@ -86,9 +184,9 @@ class TokenizedDataset(SampleArrays):
     def __init__(
         self,
         tokens: npt.NDArray[np.int32],
-        ends: npt.NDArray[np.int64],
+        ends: Integers,
         labelled: npt.NDArray[np.bool_],
-        counts: npt.NDArray[np.int64],
+        counts: Integers,
         numbers: npt.NDArray[np.float64] | None = None,
     ) -> None:
         """*numbers* are those of the samples; None if no sample has one."""
@@ -99,44 +197,16 @@ class TokenizedDataset(SampleArrays):
         self.numbers = numbers
 
     @classmethod
-    def of(
-        cls,
-        samples: Sequence[TokenizedSample],
-        num_cut: int = 0,
-        num_left_out: int = 0,
-        num_empty: int = 0,
-    ) -> Self:
-        """Make a data set of *samples*.
-
-        *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
-        """
-        all_tokens = chain.from_iterable(sample.tokens for sample in samples)
-        all_labelled = chain.from_iterable(sample.labelled for sample in samples)
-        lengths = [len(sample.tokens) for sample in samples]
-        tokens = np.fromiter(all_tokens, dtype=np.int32)
-        labelled = np.fromiter(all_labelled, dtype=np.bool_)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
-        numbers = known_numbers([sample.number for sample in samples])
-        return cls(tokens, ends, labelled, counts, numbers)
-
-    @classmethod
     def load(cls, directory: Path) -> Self:
-        """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
+        """Load a data set that :mod:`~automodel_ckpt.data.rows.preparation` wrote; its arrays are memory-mapped."""
         numbers = None
-        if (directory / _NUMBERS).exists():
-            numbers = np.load(directory / _NUMBERS)
+        if (directory / NUMBERS).exists():
+            numbers = np.load(directory / NUMBERS)
         tokens, ends, labelled, counts = cls.mapped_arrays(directory)
         dataset = cls(tokens, ends, labelled, counts, numbers)
-        if (directory / _NOTES).exists():
-            dataset.notes = json.loads((directory / _NOTES).read_text("utf-8"))
+        if (directory / NOTES).exists():
+            dataset.notes = json.loads((directory / NOTES).read_text("utf-8"))
         return dataset
-
-    def save(self, directory: Path) -> None:
-        """Write the arrays as ``.npy`` files into an existing directory."""
-        super().save(directory)
-        save_numbers(directory, self.numbers)
-        save_notes(directory, self.notes)
 
     def first(self, max_samples: int | None) -> Self:
         """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
@@ -154,7 +224,7 @@ class TokenizedDataset(SampleArrays):
         return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
 
     @staticmethod
-    def item(samples: Sequence[dict[str, list[int]]], number: float, limit: int | None) -> Any:
+    def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
         """Make an item of the tokenized *samples* of a row, their *number*, and the maximum tokens of a sample."""
         return samples[0]
 
@@ -169,7 +239,7 @@ class TokenizedDataset(SampleArrays):
         number = math.nan if self.numbers is None else float(self.numbers[first])
         return self.item(samples, number, self.limit)
 
-    def sample(self, index: int) -> dict[str, list[int]]:
+    def sample(self, index: int) -> Sample:
         """Return a tokenized sample. Raises IndexError if there is none with this index."""
         span = self.span(index)
         tokens = self.tokens[span]
@@ -239,12 +309,6 @@ class TokenizedDataset(SampleArrays):
         log.info("%s: %s", what, self.summary)
 
 
-def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:
-    """Return the *numbers* of samples as an array; None if all are NaN."""
-    array = np.array(numbers, dtype=np.float64)
-    return None if np.isnan(array).all() else array
-
-
 def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
     """State how many of *num_samples* samples have each of the *notes*, the most frequent first."""
     lines = []
@@ -261,15 +325,3 @@ def warn_of_notes(what: str, notes: Mapping[str, int], num_samples: int) -> None
     """Log a warning for each of the *notes* about *num_samples* samples of *what*."""
     for line in note_lines(notes, num_samples):
         log.warning("%s: %s", what, line)
-
-
-def save_notes(directory: Path, notes: Mapping[str, int]) -> None:
-    """Write the *notes* of samples beside their tokens, if there are any."""
-    if notes:
-        (directory / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
-
-
-def save_numbers(directory: Path, numbers: npt.NDArray[np.float64] | None) -> None:
-    """Write the *numbers* of samples beside their tokens, if there are any."""
-    if numbers is not None:
-        np.save(directory / _NUMBERS, numbers)

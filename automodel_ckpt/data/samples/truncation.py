@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from automodel_ckpt.data.rows.arguments import require_choice
-from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.collate import Integers
+from automodel_ckpt.data.rows.arguments import require_choice, require_range
+from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 POLICIES = ("error", "right", "skip", "history")
@@ -49,13 +48,8 @@ class Truncation:
 
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, POLICIES)
-        if self.seq_length < 2:
-            raise RecipeError(
-                "seq_length is too small",
-                where="dataset.seq_length",
-                value=self.seq_length,
-                hint="give at least 2 (a token and the one it predicts)",
-            )
+        # A token and the one it predicts.
+        require_range("seq_length", self.seq_length, 2)
 
     def anew(self) -> Truncation:
         """Return the same policy with counts of zero."""
@@ -117,32 +111,10 @@ class Truncation:
         self.num_used += 1
         return remaining
 
-    def apply_to_all(
-        self,
-        samples: Sequence[TokenizedSample],
-        where: Callable[[int], str],
-        kind: type[TokenizedDataset] = TokenizedDataset,
-    ) -> TokenizedDataset:
-        """Make a data set of class *kind* of the truncated *samples*, without those that have no label left.
-
-        ``where(n)`` is the location of row n in the data. With the policy ``error``, one :class:`RecipeError`
-        reports all samples that are too long.
-        """
-        size = kind.group_size
-        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        if self.policy == "error":
-            longest = np.array([longest_with_labels(group) for group in groups], np.int64)
-            used = np.flatnonzero(longest)
-            self.require_short(used, longest[used], where)
-        remaining = []
-        for number, group in enumerate(groups):
-            remaining += self.apply_to_group(group, partial(where, number))
-        return kind.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
-
     def require_short(
         self,
-        used: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
+        used: Integers,
+        lengths: Integers,
         where: Callable[[int], str],
     ) -> None:
         """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``.

@@ -17,7 +17,7 @@ from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.image_packing import ImagePack, ImageRowLayout, PackCollator
-from automodel_ckpt.data.media.images import pillow
+from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.by_document import attend_by_mask
 from automodel_ckpt.models.attention.image_positions import rotary_positions

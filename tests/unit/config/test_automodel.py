@@ -20,7 +20,7 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.yaml_tree import Node
-from automodel_ckpt.data.rows.fields import FieldTemplate
+from automodel_ckpt.data.rows.rows import FieldTemplate
 from automodel_ckpt.errors import RecipeError
 from tools import automodel_recipes
 

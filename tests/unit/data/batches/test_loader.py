@@ -19,7 +19,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.data.batches.micro_batches import SampleReader
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
 
@@ -375,8 +375,9 @@ class Drawing(TokenizedDataset):
 def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(
     kind: type[TokenizedDataset],
 ) -> None:
-    samples = TokenizedDataset.of([TokenizedSample([n, n], [True, True]) for n in range(4)])
-    dataset = PackedDataset(kind(samples.tokens, samples.ends, samples.labelled, samples.counts), 3)
+    tokens, ends = np.repeat(np.arange(4, dtype=np.int32), 2), np.arange(2, 9, 2)
+    samples = kind(tokens, ends, np.ones(8, np.bool_), np.zeros(3, np.int64))
+    dataset = PackedDataset(samples, 3)
     reads = []
     for seed in range(2):
         torch.manual_seed(seed)

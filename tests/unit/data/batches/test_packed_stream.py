@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
+from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packed_stream import PackedStream
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
+from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules
 from automodel_ckpt.data.batches.packing import (
     PackedDataset,
     best_fit_decreasing,

@@ -224,23 +224,6 @@ def test_what_a_user_should_know_about_conversations_is_counted(
             assert f"rows.jsonl: 2 samples have {note}" in warnings[0]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_special_tokens_in_messages_can_be_encoded_as_text(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str
-) -> None:
-    talk = [{"role": "user", "content": "a </s> b<s>"}, {"role": "assistant", "content": "x</s>y"}]
-    path = write(tmp_path, {"messages": talk})
-    as_tokens = messages(tokenizer, path, chat_template=template)[0]
-    caplog.clear()
-    as_text = messages(tokenizer, path, chat_template=template, special_tokens_as_text=True)[0]
-    end, start = tokenizer.convert_tokens_to_ids(["</s>", "<s>"])
-    assert (as_tokens["input_ids"].count(end), as_tokens["input_ids"].count(start)) == (4, 3)
-    assert (as_text["input_ids"].count(end), as_text["input_ids"].count(start)) == (2, 2)
-    assert tokenizer.decode(as_text["input_ids"]) == tokenizer.decode(as_tokens["input_ids"])
-    assert [text.strip() for text in labeled(tokenizer, as_text)] == ["x</s>y</s>"]
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
 def test_rows_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(400)
     plain = PLAIN.partition("{% endif %}")[2]

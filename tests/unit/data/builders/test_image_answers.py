@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media.image_answers import json_tokens
+from automodel_ckpt.data.media.columns import json_tokens
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.vlm import conversations, image_answers
 from automodel_ckpt.errors import RecipeError

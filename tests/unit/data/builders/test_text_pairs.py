@@ -93,9 +93,9 @@ def test_each_text_is_truncated_with_its_special_tokens(
         ({"negatives": [3]}, {}, "field negatives of a sample is not text"),
         ({"query": None}, {}, "field query of a sample is missing"),
         ({}, {"negative_fields": ["other"]}, "the data has no field other"),
-        ({}, {"max_negatives": -1}, "max_negatives must be at least 0"),
+        ({}, {"max_negatives": -1}, "is out of range"),
         ({}, {"truncation": "skip"}, "unknown value for truncation"),
-        ({}, {"seq_length": 1}, "seq_length is too small"),
+        ({}, {"seq_length": 1}, "is out of range"),
     ],
 )
 def test_bad_rows_and_arguments_are_rejected(

@@ -22,7 +22,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media.images import open_image
+from automodel_ckpt.data.media.media_files import open_image
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import image_token_ids
@@ -415,7 +415,9 @@ def test_a_sample_longer_than_seq_length_is_refused_with_its_place(
     processors: Any, data: Path
 ) -> None:
     samples = conversations(processors["llava"][1], str(data), seq_length=20)
-    with pytest.raises(RecipeError, match="including 1 image; seq_length 20") as caught:
+    with pytest.raises(
+        RecipeError, match="including 1 image and 0 audios; seq_length 20"
+    ) as caught:
         collator(processors["llava"])([samples[4], samples[3]])
     assert "sample 3 of" in str(caught.value)
 

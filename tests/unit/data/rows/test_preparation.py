@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.rows import preparation
-from automodel_ckpt.data.rows.row_workers import in_order
+from automodel_ckpt.data.rows.preparation import in_order
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model

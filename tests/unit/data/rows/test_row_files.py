@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.rows.record_stream import RecordStream
-from automodel_ckpt.data.rows.row_files import header
+from automodel_ckpt.data.rows.row_files import RecordStream, header
 from automodel_ckpt.data.rows.row_stream import row_stream
-from automodel_ckpt.data.rows.rows import RecordTable
+from automodel_ckpt.data.rows.rows import RecordRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
@@ -100,7 +99,7 @@ def test_the_line_of_a_json_file_that_is_wrong_is_named(
     with pytest.raises(
         RecipeError, match=rf"not JSON\n  where:  {path}:{line}\n  value:  .*{reason}"
     ):
-        RecordTable([path])
+        RecordRows("data", [path])
 
 
 def test_a_tsv_has_no_quoting_and_a_csv_has_that_of_rfc_4180(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_row_with_too_many_values_has_a_hint_for_its_kind_of_file(
     separator = "," if name == "a.csv" else "\t"
     (tmp_path / name).write_text(separator.join("ab") + "\n" + separator.join("123") + "\n")
     with pytest.raises(RecipeError, match=hint):
-        RecordTable([tmp_path / name])
+        RecordRows("data", [tmp_path / name])
 
 
 def test_the_byte_that_is_not_utf_8_is_named_with_its_place_in_the_line(tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_the_byte_that_is_not_utf_8_is_named_with_its_place_in_the_line(tmp_path
         with pytest.raises(
             RecipeError, match=rf"where:  {tmp_path}/{name}:3\n  value:  byte 0xe9 at {offset} of"
         ):
-            RecordTable([tmp_path / name])
+            RecordRows("data", [tmp_path / name])
 
 
 def test_tables_with_the_same_columns_in_another_order_are_one_data_set(tmp_path: Path) -> None:
@@ -215,34 +214,32 @@ def test_a_stream_continues_after_any_row(tmp_path: Path, name: str) -> None:
     )
     for num_rows in range(len(whole) + 1):
         first, second = RecordStream(files), RecordStream(files)
-        before = list(first.take(num_rows))
-        second.load_state_dict(json.loads(json.dumps(second.state_after(num_rows))))
+        begun = first.take(num_rows)
+        before = list(begun)
+        second.load_state_dict(json.loads(json.dumps(begun.state_dict())))
         assert before + list(second) == whole
 
 
-def test_a_stream_continues_from_what_older_versions_saved(tmp_path: Path) -> None:
+def test_a_state_of_another_kind_of_files_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_lines(ROWS))
     source = Source(str(path))
     stream = row_stream(source, lambda rows: [], Truncation("error", 8), block=2, max_samples=None)
-    stream.load_state_dict(
-        {"rows": {"examples_iterable": {"shard_idx": 0}}, "first": 2, "given": 1, "block": 2}
-    )
-    stream.set_order(0, 0, shuffle=False)
-    assert [(row.number, row.content) for row in stream] == [(3, ROWS[3]), (4, ROWS[4])]
+    with pytest.raises(RecipeError, match="the state of a stream is that of another kind"):
+        stream.load_state_dict({"rows": {"rows": {}, "row": 0}, "first": 2, "given": 1, "block": 2})
 
 
 def test_a_table_with_only_a_header_has_its_fields(tmp_path: Path) -> None:
     (tmp_path / "header.csv").write_text("question,answer\n")
-    table = RecordTable([tmp_path / "header.csv"])
-    assert (table.fields, len(table)) == (["question", "answer"], 0)
+    table = RecordRows("data", [tmp_path / "header.csv"])
+    assert (table.fields, table.num_rows) == (["question", "answer"], 0)
 
 
 def test_an_error_of_the_system_is_not_reported_as_a_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         header(tmp_path / "none.csv")
     with pytest.raises(FileNotFoundError):
-        RecordTable([tmp_path / "none.jsonl"])
+        RecordRows("data", [tmp_path / "none.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +257,7 @@ def test_a_list_that_ends_too_early_or_too_late_is_rejected(
 ) -> None:
     (tmp_path / "rows.json").write_text(text)
     with pytest.raises(RecipeError, match=message):
-        RecordTable([tmp_path / "rows.json"])
+        RecordRows("data", [tmp_path / "rows.json"])
 
 
 @pytest.mark.parametrize("text", ['{"a": 1} {"a": 2}', '{\n"a": 1\n}\n{\n"a": 2\n}\n', '"text"'])

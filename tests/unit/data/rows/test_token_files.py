@@ -140,9 +140,9 @@ def test_a_large_file_takes_no_memory(tmp_path: Path) -> None:
     [
         ({"path": "none.bin"}, "a file of tokens cannot be read"),
         ({"path": "none*.bin"}, "no file of tokens is found"),
-        ({"seq_length": 1}, "seq_length is too small"),
+        ({"seq_length": 1}, "is out of range"),
         ({"seq_length": 60}, "no sample of seq_length tokens"),
-        ({"max_samples": 0}, "max_samples must be at least 1"),
+        ({"max_samples": 0}, "is out of range"),
         ({"bos_token": 3}, "no sample of seq_length tokens"),
     ],
 )

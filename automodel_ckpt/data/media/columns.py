@@ -1,0 +1,338 @@
+"""Questions and answers in the columns of a table with images or audio, and presets for data sets of the Hub.
+
+The columns of the presets are those of the data sets' pages on the Hub, and their questions those with which NeMo
+AutoModel's recipes train on them. Source of the token sequence of an object: G. Kim et al., "OCR-free Document
+Understanding Transformer" (Donut), 2022, with which the data set CORD v2 was published.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.conversations.messages import (
+    Turns,
+    UnusableSample,
+    at_row,
+    parsed,
+)
+from automodel_ckpt.data.media.image_conversations import RowContent
+from automodel_ckpt.data.media.media_files import duration_of
+from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_MAX_DEPTH = 100
+"""Levels of an object that becomes a token sequence. Deeper ones would exhaust the stack."""
+
+
+def _require_one_question(prompt: str | None, prompt_field: str | None) -> None:
+    if prompt is not None and prompt_field is not None:
+        raise RecipeError(
+            "the question is given as a text and as a column",
+            where="dataset.prompt, dataset.prompt_field",
+            value=f"{prompt!r}, {prompt_field!r}",
+            hint="remove one of them",
+        )
+
+
+@dataclass(frozen=True)
+class AnswerColumns:
+    """Where the rows of a table have the image, the question and the answer."""
+
+    path: str | list[str] | None = None
+    image_field: str = "image"
+    prompt: str | None = None
+    """The question of every row; None: the question is in *prompt_field*."""
+    prompt_field: str | None = None
+    answer_field: str = "answer"
+    answer_format: str = "text"
+
+    @classmethod
+    def of(cls, preset: str | None, given: Mapping[str, Any]) -> AnswerColumns:
+        """Make the columns of a *preset*, or the defaults, with those of the values *given* that are not None.
+
+        Raises :class:`RecipeError` for an unknown preset or format, if there is no path, and if both a question and a
+        column for it are given.
+        """
+        if preset is not None:
+            require_choice("preset", preset, list(PRESETS))
+        base = cls() if preset is None else PRESETS[preset]
+        explicit = {name: value for name, value in given.items() if value is not None}
+        _require_one_question(given.get("prompt"), given.get("prompt_field"))
+        if "prompt_field" in explicit:
+            base = replace(base, prompt=None)
+        elif "prompt" in explicit:
+            base = replace(base, prompt_field=None)
+        columns = replace(base, **explicit)
+        require_choice("answer_format", columns.answer_format, ("text", "json_tokens"))
+        if columns.path is None:
+            raise RecipeError(
+                "the data set has no path",
+                where="dataset.path",
+                value=None,
+                hint=f"set dataset.path, or dataset.preset to one of: {', '.join(PRESETS)}",
+            )
+        if columns.prompt is None and columns.prompt_field is None:
+            columns = replace(columns, prompt="Describe this image.")
+        return columns
+
+    @property
+    def fields(self) -> list[str]:
+        """The columns that the rows must have."""
+        fields = [self.image_field, self.answer_field]
+        if self.prompt_field is not None:
+            fields.append(self.prompt_field)
+        return fields
+
+    def content_of(self, row: Mapping[str, Any]) -> RowContent:
+        """Convert a row to a conversation of two messages. Raises :class:`UnusableSample` if something is missing."""
+        images = row.get(self.image_field)
+        if images is None or images == []:
+            raise UnusableSample(
+                "a row has no image", f"column {self.image_field}: {images}", "remove this row"
+            )
+        if not isinstance(images, list):
+            images = [images]
+        prompt = self.prompt
+        if self.prompt_field is not None:
+            prompt = _text(row, self.prompt_field)
+        if self.answer_format == "json_tokens":
+            answer = _tokens_of_answer(row.get(self.answer_field), self.answer_field)
+        else:
+            answer = _text(row, self.answer_field)
+        question = [{"type": "image"} for _ in images]
+        question.append({"type": "text", "text": str(prompt)})
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+        return RowContent(messages, images)
+
+
+PRESETS = {
+    "medpix": AnswerColumns("mmoukouba/MedPix-VQA", "image_id", None, "question", "answer"),
+    "cord_v2": AnswerColumns(
+        "naver-clova-ix/cord-v2",
+        "image",
+        "Describe this image.",
+        None,
+        "ground_truth",
+        "json_tokens",
+    ),
+    "rdr": AnswerColumns("quintend/rdr-items", "image", "Describe this image.", None, "text"),
+    "shopify": AnswerColumns(
+        "Shopify/product-catalogue",
+        "product_image",
+        "What product category does this item belong to?",
+        None,
+        "ground_truth_category",
+    ),
+}
+"""Name of a preset -> the columns of its data set."""
+
+
+def json_tokens(value: Any, depth: int = 0) -> str:
+    """Write a JSON value, *depth* levels within another one, as Donut's token sequence.
+
+    An object is ``<s_key>value</s_key>`` for each key, the keys in descending order; the items of a list are separated
+    by ``<sep/>``; the object ``{"text_sequence": text}`` is its text; anything else is its text. Raises
+    :class:`UnusableSample` for an object that is nested too deeply.
+    """
+    if depth > _MAX_DEPTH:
+        raise UnusableSample(
+            "an answer is nested too deeply", f"more than {_MAX_DEPTH} levels", "remove this row"
+        )
+    if isinstance(value, list):
+        return "<sep/>".join(json_tokens(item, depth + 1) for item in value)
+    if not isinstance(value, dict):
+        return str(value)
+    if value.keys() == {"text_sequence"}:
+        return str(value["text_sequence"])
+    written = []
+    for key in sorted(value, key=str, reverse=True):
+        written.append(f"<s_{key}>{json_tokens(value[key], depth + 1)}</s_{key}>")
+    return "".join(written)
+
+
+def _tokens_of_answer(value: Any, field: str) -> str:
+    """Write an answer, an object or its JSON text, as a token sequence.
+
+    CORD's annotations are in ``gt_parse``, or in the list ``gt_parses``, of which the first is used. Raises
+    :class:`UnusableSample` if it is not an object.
+    """
+    try:
+        found = parsed(value)
+    except RecursionError:
+        found = None
+    if isinstance(found, dict) and isinstance(found.get("gt_parses"), list):
+        found = next(iter(found["gt_parses"]), None)
+    elif isinstance(found, dict) and "gt_parse" in found:
+        found = found["gt_parse"]
+    if not isinstance(found, dict) or not found:
+        raise UnusableSample(
+            "an answer is not a JSON object",
+            f"column {field}: {json.dumps(value, default=str)[:80]}",
+            "correct this row, or set dataset.answer_format text",
+        )
+    return json_tokens(found)
+
+
+def _text(row: Mapping[str, Any], field: str) -> str:
+    """Return the text of a column. Raises :class:`UnusableSample` if there is none."""
+    value = row.get(field)
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise UnusableSample(
+        "a row has no text in a column that a question or an answer is read from",
+        f"column {field}: {str(value)[:80]}",
+        "correct or remove this row, or name another column (dataset.prompt_field, dataset.answer_field)",
+    )
+
+
+_TAG = re.compile(r"<[^>]*>")
+_NO_WORD = re.compile(r"[^\w\s']|_")
+_FORMAT = 1
+"""Part of the cache's keys. Increase it when the durations of the same data change."""
+_BLOCK = 100
+"""Number of rows that are read at a time."""
+
+
+@dataclass(frozen=True)
+class TranscriptColumns:
+    """Where the rows of a table have the audio, its transcript and the question."""
+
+    audio_field: str = "audio"
+    text_field: str = "text"
+    prompt: str | None = None
+    prompt_field: str | None = None
+    prompt_first: bool = True
+    system_prompt: str | None = None
+    normalize: str = "none"
+
+    def __post_init__(self) -> None:
+        require_choice("normalize", self.normalize, ("none", "upper_words"))
+        _require_one_question(self.prompt, self.prompt_field)
+
+    @property
+    def fields(self) -> list[str]:
+        """The columns that the rows must have."""
+        fields = [self.audio_field, self.text_field]
+        if self.prompt_field is not None:
+            fields.append(self.prompt_field)
+        return fields
+
+    def transcript(self, value: Any) -> str:
+        """Return the text of a transcript; empty if there is none."""
+        text = value if isinstance(value, str) else ""
+        return normalized(text) if self.normalize == "upper_words" else text
+
+    def content_of(self, row: Mapping[str, Any]) -> RowContent:
+        """Convert a row to a conversation. Raises :class:`UnusableSample` if something is missing."""
+        audio = row.get(self.audio_field)
+        if audio is None:
+            raise UnusableSample(
+                "a row has no audio", f"column {self.audio_field}: null", "remove this row"
+            )
+        answer = self.transcript(row.get(self.text_field))
+        if not answer.strip():
+            raise UnusableSample(
+                "a row has no transcript",
+                f"column {self.text_field}: {str(row.get(self.text_field))[:80]}",
+                "remove this row, name another column, or set dataset.skip_empty true",
+            )
+        prompt = self.prompt if self.prompt_field is None else row.get(self.prompt_field)
+        question: list[dict[str, str]] = [{"type": "audio"}]
+        if isinstance(prompt, str) and prompt.strip():
+            question.insert(0 if self.prompt_first else 1, {"type": "text", "text": prompt})
+        messages: Turns = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+        if self.system_prompt is not None and self.system_prompt.strip():
+            system = [{"type": "text", "text": self.system_prompt}]
+            messages.insert(0, {"role": "system", "content": system})
+        return RowContent(messages, [], None, [audio])
+
+
+def normalized(text: str) -> str:
+    """Return the words of a transcript in upper case, without punctuation, except apostrophes, and without tags."""
+    plain = _TAG.sub(" ", text.replace("’", "'")).upper()
+    return " ".join(_NO_WORD.sub(" ", plain).split())
+
+
+def usable_rows(
+    source: Source,
+    columns: TranscriptColumns,
+    skip_empty: bool,
+    min_seconds: float | None,
+    max_seconds: float | None,
+) -> list[int] | None:
+    """List the rows with a transcript and an audio of an allowed length; None if all rows are used.
+
+    Raises :class:`RecipeError` if no row is left.
+    """
+    num_rows = source.num_rows
+    is_used = np.ones(num_rows, dtype=np.bool_)
+    if skip_empty:
+        [texts] = source.read([columns.text_field])
+        is_used = np.array([bool(columns.transcript(text).strip()) for text in texts], np.bool_)
+    num_empty = num_rows - int(is_used.sum())
+    reasons = [(num_empty, "without a transcript")]
+    if min_seconds is not None or max_seconds is not None:
+        seconds = _durations(source, columns.audio_field)
+        is_short = is_used & (seconds < (min_seconds or 0.0))
+        is_long = is_used & (seconds > (np.inf if max_seconds is None else max_seconds))
+        is_used &= ~(is_short | is_long)
+        reasons.append((int(is_short.sum()), f"shorter than {min_seconds} s"))
+        reasons.append((int(is_long.sum()), f"longer than {max_seconds} s"))
+        hours = float(seconds[is_used].sum()) / 3600
+        log.info("%s: %.2f hours of audio", source.path, hours)
+    if not is_used.any():
+        raise RecipeError(
+            "no row is left to train on",
+            where="dataset",
+            value=", ".join(f"{number} {why}" for number, why in reasons if number) or "0 rows",
+            hint="check dataset.text_field, min_seconds and max_seconds",
+        )
+    if is_used.all():
+        return None
+    left_out = ", ".join(f"{number} {why}" for number, why in reasons if number)
+    log.info("%s: %s left out: %s", source.path, counted(int((~is_used).sum()), "row"), left_out)
+    numbers: list[int] = np.flatnonzero(is_used).tolist()
+    return numbers
+
+
+def _durations(source: Source, field: str) -> Any:
+    """The seconds of the audio of each row, by their headers; cached. Raises :class:`RecipeError` with the row."""
+
+    def build(directory: Path) -> None:
+        log.info("reading the length of the audio of %s", counted(source.num_rows, "row"))
+        np.save(directory / "seconds.npy", _read_durations(source, field))
+
+    key = (_FORMAT, source.fingerprint(), str(source.folder.absolute()), field)
+    # np.load rejects pickled objects by default.
+    return np.load(cached("audio_seconds", key, build) / "seconds.npy")
+
+
+def _read_durations(source: Source, field: str) -> Any:
+    seconds = np.zeros(source.num_rows)
+    for start in range(0, source.num_rows, _BLOCK):
+        [values] = source.read_range([field], start, min(start + _BLOCK, source.num_rows))
+        for number, value in enumerate(values, start):
+            with at_row(source, number):
+                seconds[number] = duration_of(value, source.folder)
+    return seconds

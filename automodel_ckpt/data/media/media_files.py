@@ -1,0 +1,378 @@
+"""Read the images and the audio of a data set: paths, bytes, or objects that are decoded already.
+
+Images require Pillow (the extra ``vision``). WAV files with PCM samples are read by the standard library. Other formats
+need soundfile, and other sampling rates soxr (the extra ``audio``). These are the libraries with which transformers
+reads audio files, so the samples are equal.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import warnings
+import wave
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.data.conversations.messages import UnusableSample
+from automodel_ckpt.errors import RecipeError
+
+_MAX_SHOWN = 200
+"""Characters of a value in an error message."""
+
+
+def _unusable(kind: str, what: str, value: str) -> UnusableSample:
+    """Make the error for a value of a *kind* with which *what* is wrong."""
+    hint = f"give the path of {kind} file, absolute or relative to the data file, or remove this sample"
+    return UnusableSample(f"{kind} {what}", value, hint)
+
+
+def _source(kind: str, value: Any, folder: Path, decoded: tuple[type, ...] = ()) -> Any:
+    """Return the path, the bytes or the object that *value* of a *kind*, such as ``an image``, names.
+
+    Objects of classes in *decoded* are returned. Relative paths start at *folder*. Raises :class:`UnusableSample` for
+    other values, and for links.
+    """
+    if isinstance(value, Mapping):
+        if isinstance(value.get("base64"), str):
+            return _from_base64(kind, value["base64"], value["base64"])
+        value = next(
+            (value[key] for key in ("bytes", "path", "url") if value.get(key)), dict(value)
+        )
+    if isinstance(value, bytearray | memoryview):
+        value = bytes(value)
+    if isinstance(value, (bytes, *decoded)):
+        return value
+    if not isinstance(value, str) or not value:
+        raise _unusable(
+            kind, "is neither a path nor the content of a file", _shortened(repr(value))
+        )
+    if value.startswith("data:"):
+        return _from_base64(kind, value.partition(";base64,")[2], value)
+    value = value.removeprefix("file://")
+    if "://" in value:
+        noun = kind.split()[-1]
+        raise _unusable(kind, f"is not a local file, and {noun}s are not downloaded", value[:80])
+    try:
+        return folder / Path(value).expanduser()
+    except RuntimeError:
+        # The home directory of an unknown user: a file whose name begins with ~.
+        return folder / value
+
+
+def _from_base64(kind: str, content: str, value: str) -> bytes:
+    """Decode base64 text. Raises :class:`UnusableSample` if it is not base64, or empty."""
+    try:
+        decoded = base64.b64decode(content, validate=True)
+    except ValueError:
+        decoded = b""
+    if not decoded:
+        raise _unusable(kind, "in the data is not base64 text", value[:80])
+    return decoded
+
+
+def _shown(source: Any) -> str:
+    """Describe the result of :func:`_source` in an error message."""
+    if isinstance(source, Path):
+        return _shortened(str(source))
+    if isinstance(source, bytes):
+        return f"{len(source)} bytes of the data"
+    return f"{type(source).__name__} of the data"
+
+
+def _shortened(text: str) -> str:
+    """Limit the length of a *text* in an error message."""
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Orientation of EXIF -> what puts the image upright (source: PIL.ImageOps.exif_transpose)."""
+
+
+def pillow() -> Any:
+    """Import Pillow's module ``Image``. Raises :class:`RecipeError` if Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise RecipeError(
+            "images require Pillow",
+            where="recipe: vlm_finetune",
+            value=str(error),
+            hint="install it: pip install 'automodel_ckpt[vision]'",
+        ) from error
+    return Image
+
+
+def open_image(value: Any, folder: Path) -> Any:
+    """Open an image as a Pillow image in RGB with 8 bits per channel, turned upright as its EXIF data state.
+
+    *value* is a path (relative paths start at *folder*), a ``file://`` or ``data:`` URL, bytes, a Pillow image, or a
+    mapping with one of them in ``bytes``, ``path`` or ``url``, or with text in ``base64``. The library ``datasets``
+    stores images as such mappings. Raises :class:`UnusableSample` for any other value, and for a damaged image.
+    """
+    image_module = pillow()
+    source = _source("an image", value, folder, (image_module.Image,))
+    where = _shown(source)
+    if isinstance(source, bytes):
+        source = io.BytesIO(source)
+    try:
+        with warnings.catch_warnings():
+            # Above its limit of pixels, Pillow only warns. It raises an error above twice the
+            # limit.
+            warnings.simplefilter("error", image_module.DecompressionBombWarning)
+            opened = source
+            if not isinstance(source, image_module.Image):
+                opened = image_module.open(source)
+            return _with_8_bits(_upright(opened)).convert("RGB")
+    except MemoryError:
+        raise
+    except UnusableSample as error:
+        raise UnusableSample(error.what, f"{where} ({error.value})", error.hint) from error
+    except Exception as error:  # damaged files make Pillow's decoders raise many types
+        raise _unusable("an image", "cannot be read", f"{where} ({_reason(error)})") from error
+
+
+def _with_8_bits(image: Any) -> Any:
+    """Scale a grayscale image of 16 bits to 8 bits; return others unchanged.
+
+    Pillow would clip the values, so that nearly all pixels would be white. Raises :class:`UnusableSample` for pixels
+    of 32 bits, whose largest value no file format defines.
+    """
+    # Pillow reads 16 bits of a PGM file into 32, scaled so that white is 65535.
+    if image.mode == "I" and image.format == "PPM":
+        return pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise UnusableSample(
+            "an image has 32 bits per pixel, whose range of brightness is not known",
+            f"mode {image.mode}",
+            "convert it to 8 or 16 bits per channel, scaled so that the largest value is white",
+        )
+    if not image.mode.startswith("I;16"):
+        return image
+    return pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
+def _upright(image: Any) -> Any:
+    """Turn an image as its EXIF data state, as transformers, datasets and viewers do; not if these are damaged."""
+    # First, because it raises the errors of damaged pixels, and turns TIFF files itself.
+    image.load()
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:  # as for damaged files: many types
+        return image
+    # Not ImageOps.exif_transpose: it also writes the EXIF data again, and fails on values that it cannot write.
+    turn = _TURNS.get(orientation)
+    return image if turn is None else image.transpose(pillow().Transpose[turn])
+
+
+def _reason(error: Exception) -> str:
+    reason = str(getattr(error, "strerror", None) or error or type(error).__name__)
+    if type(error).__name__ == "UnidentifiedImageError":
+        # Its text repeats the path, or the address of an object in memory.
+        return "not an image of a known format"
+    return _shortened(reason)
+
+
+_INSTALL = "pip install 'automodel_ckpt[audio]'"
+_UNKNOWN_SIZE = 2**31 - 2**12
+"""Programs that write to a pipe state a size of at least this many bytes, because they do not know it."""
+
+Samples = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Samples [channels, length] between -1 and 1, and the sampling *rate* in Hz."""
+
+    samples: Samples
+    rate: int
+
+
+def open_audio(value: Any, folder: Path, sampling_rate: int) -> Samples:
+    """Read an audio as float32 samples [length] at *sampling_rate*; several channels are averaged.
+
+    *value* is a path (relative paths start at *folder*), a ``file://`` or ``data:`` URL, bytes, or a mapping with one
+    of them in ``bytes``, ``path`` or ``url``, with text in ``base64``, or with an ``array`` [length] and its
+    ``sampling_rate``. The library ``datasets`` stores audio as such mappings. Raises :class:`UnusableSample` for any
+    other value, for a damaged or empty file, and for another sampling rate if soxr is not installed.
+    """
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        where = "an array of the data"
+        recording = _of_array(value)
+    else:
+        source = _source("an audio", value, folder)
+        where = _shown(source)
+        recording = _read_pcm_file(source, where) or _read_by_soundfile(source, where)
+    if not recording.samples.size:
+        raise UnusableSample("an audio has no samples", where, "remove this sample")
+    samples = _mono(recording.samples)
+    if not np.isfinite(samples).all():
+        raise _unusable("an audio", "has samples that are not numbers", where)
+    return _resampled(samples, recording.rate, sampling_rate, where)
+
+
+def duration_of(value: Any, folder: Path) -> float:
+    """Return the seconds of an audio as :func:`open_audio` reads it, from the header of the file where that is enough.
+
+    Raises :class:`UnusableSample` as :func:`open_audio` does.
+    """
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        decoded = _of_array(value)
+        return float(decoded.samples.shape[-1] / decoded.rate)
+    source = _source("an audio", value, folder)
+    where = _shown(source)
+    try:
+        with wave.open(_file(source), "rb") as file:
+            num_bytes = file.getnframes() * file.getnchannels() * file.getsampwidth()
+            if num_bytes < _UNKNOWN_SIZE and file.getframerate() > 0:
+                return float(file.getnframes() / file.getframerate())
+    except (wave.Error, EOFError):
+        pass
+    except OSError as error:
+        raise _unreadable(where, error) from error
+    recording = _read_pcm_file(source, where)
+    if recording is not None:
+        return float(recording.samples.shape[-1] / recording.rate)
+    soundfile = _soundfile(where)
+    try:
+        info = soundfile.info(_file(source))
+        return float(info.frames / info.samplerate)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unreadable(where, error) from error
+
+
+def _of_array(value: Mapping[Any, Any]) -> Recording:
+    """Convert a decoded audio of ``datasets``."""
+    rate = value.get("sampling_rate")
+    try:
+        samples = np.asarray(value["array"], dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise _unusable("an audio", "has an array that is not numbers", str(error)[:80]) from error
+    if samples.ndim not in (1, 2) or not isinstance(rate, int) or rate < 1:
+        raise UnusableSample(
+            "an audio's array needs one or two dimensions and a sampling rate",
+            f"shape {list(samples.shape)}, sampling_rate {rate}",
+            'give {"array": [0.0, ...], "sampling_rate": 16000}',
+        )
+    return Recording(np.atleast_2d(samples), rate)
+
+
+def _read_pcm_file(source: Any, where: str) -> Recording | None:
+    try:
+        return _read_pcm(_file(source), where)
+    except OSError as error:
+        raise _unreadable(where, error) from error
+
+
+def _file(source: Any) -> Any:
+    return io.BytesIO(source) if isinstance(source, bytes) else str(source)
+
+
+def _read_pcm(file: Any, where: str) -> Recording | None:
+    """Read a WAV file with PCM samples; None for other formats.
+
+    Raises OSError, and :class:`UnusableSample` for a file that ends early.
+    """
+    try:
+        with wave.open(file, "rb") as opened:
+            width, rate = opened.getsampwidth(), opened.getframerate()
+            num_channels = opened.getnchannels()
+            num_bytes = opened.getnframes() * width * num_channels
+            content = opened.readframes(opened.getnframes())
+    except (wave.Error, EOFError):
+        return None
+    if len(content) < num_bytes < _UNKNOWN_SIZE:
+        raise UnusableSample(
+            "an audio file ends before its header says",
+            f"{where}: {len(content)} of {num_bytes} bytes",
+            "copy it again, or remove this sample",
+        )
+    num_frames = len(content) // (width * num_channels)
+    numbers = _as_numbers(content[: num_frames * width * num_channels], width)
+    if numbers is None or rate < 1:
+        return None
+    return Recording(numbers.reshape(num_frames, num_channels).T, rate)
+
+
+def _as_numbers(content: bytes, width: int) -> Samples | None:
+    """Convert PCM samples of *width* bytes to float32 between -1 and 1, as soundfile does."""
+    if width == 1:
+        unsigned = np.frombuffer(content, np.uint8).astype(np.float32)
+        return ((unsigned - 128) / 128).astype(np.float32)
+    if width == 3:
+        # As the upper three bytes of integers of four.
+        padded = np.zeros((len(content) // 3, 4), np.uint8)
+        padded[:, 1:] = np.frombuffer(content, np.uint8).reshape(-1, 3)
+        return (padded.view("<i4").reshape(-1) / 2.0**31).astype(np.float32)
+    if width in (2, 4):
+        scale = 2.0 ** (8 * width - 1)
+        return (np.frombuffer(content, f"<i{width}") / scale).astype(np.float32)
+    return None
+
+
+def _read_by_soundfile(source: Any, where: str) -> Recording:
+    soundfile = _soundfile(where)
+    try:
+        samples, rate = soundfile.read(_file(source), dtype="float32", always_2d=True)
+    except MemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unreadable(where, error) from error
+    return Recording(samples.T, int(rate))
+
+
+def _soundfile(where: str) -> Any:
+    """Import soundfile. Raises :class:`UnusableSample` if it is not installed."""
+    try:
+        import soundfile  # type: ignore[import-not-found]
+    except (ImportError, OSError) as error:
+        raise UnusableSample(
+            "an audio is no WAV file with PCM samples, and reading others requires soundfile",
+            f"{where} ({error})",
+            f"install it: {_INSTALL}; or convert the file, if it is one of audio",
+        ) from error
+    return soundfile
+
+
+def _unreadable(where: str, error: Exception) -> UnusableSample:
+    reason = _shortened(str(getattr(error, "strerror", None) or error or type(error).__name__))
+    return _unusable("an audio", "cannot be read", f"{where} ({reason})")
+
+
+def _mono(samples: Samples) -> Samples:
+    if len(samples) == 1:
+        return np.ascontiguousarray(samples[0])
+    return np.asarray(samples.mean(axis=0, dtype=np.float32))
+
+
+def _resampled(samples: Samples, rate: int, wanted: int, where: str) -> Samples:
+    """Change the sampling rate as librosa and transformers do: soxr in high quality, and as many samples as fit."""
+    if rate == wanted:
+        return samples
+    try:
+        import soxr  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise UnusableSample(
+            f"an audio has another sampling rate than the model's {wanted} Hz, and changing it requires soxr",
+            f"{rate} Hz, {where}",
+            f"install it: {_INSTALL}; or convert the audio to {wanted} Hz",
+        ) from error
+    length = math.ceil(len(samples) * wanted / rate)
+    changed = soxr.resample(samples, rate, wanted, quality="soxr_hq")
+    padded = np.pad(changed, (0, max(0, length - len(changed))))[:length]
+    return np.ascontiguousarray(padded, dtype=np.float32)
