@@ -22,8 +22,7 @@ from automodel_ckpt.data.media.image_packing import PackCollator, PackedImages, 
 from automodel_ckpt.data.media.media import AUDIO, media_of_data, usual_media
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.multimodal_class import AutoMultimodalModel
-from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
 from automodel_ckpt.training.parts.preprocessors import check_vocabulary_file, find_preprocessor

@@ -23,13 +23,13 @@ from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.base.other_weights import LFS_HINT
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.error_texts import first_line
-from automodel_ckpt.models.inspect.quiet_loggers import quiet
 from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     base_directory,
     importing_code,
     lfs_pointer,
     model_needs_code,
+    quiet,
 )
 from automodel_ckpt.models.inspect.tied_weights import note_untied
 from automodel_ckpt.models.weight_matching import Verdict

@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_values import context_length
 
 _RANGES = (
     (r"(layers?|blocks?|depths?)$", -math.inf, 10_000),
@@ -28,6 +27,47 @@ _RANGES = (
     (r"(dropout|pdrop|dropout_rate|dropout_prob)$", 0, 1),
 )
 """The least and the largest values of settings by the ends of their names. Models have far smaller sizes."""
+_FLOAT = "__float__"
+_FLOATS = ("Infinity", "-Infinity", "NaN")
+
+
+def config_of_layer(config: Any, number: int) -> Any:
+    """The configuration of decoder layer *number*; *config* itself if all layers have the same.
+
+    Also *config* itself for layers beyond those of the model, such as those of multi-token prediction.
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    layers = config.per_layer_config
+    return layers[number] if number < len(layers) else config
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configurations of all layers; only *config* itself if all layers have the same."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    return list(config.per_layer_config)
+
+
+def context_length(config: Any) -> int | None:
+    """The number of tokens up to which a text model has positions; None if its configuration states no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # XLNet has -1: no limit.
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def decoded_floats(value: Any) -> Any:
+    """Return the content of a config.json with its numbers that JSON does not have: infinity and NaN.
+
+    transformers (5.23, ``PreTrainedConfig.to_json_string``) writes them as ``{"__float__": "Infinity"}``.
+    """
+    if isinstance(value, list):
+        return [decoded_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+        return float(value[_FLOAT])
+    return {key: decoded_floats(each) for key, each in value.items()}
 
 
 def check_sizes(settings: Mapping[str, Any], where: str) -> None:

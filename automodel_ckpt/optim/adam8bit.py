@@ -22,8 +22,8 @@ from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.kernel_trial import has_triton, succeeds
 from automodel_ckpt.checkpoint.files.layout import FURTHER_BITS
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.optim.combined_optimizer import update_each
 from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, nearest
-from automodel_ckpt.optim.optimizer_steps import update_each
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NAN = 0x7FC0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from automodel_ckpt.optim.optimizer_steps import update_each
+from automodel_ckpt.optim.combined_optimizer import update_each
 
 
 class Muon(torch.optim.Muon):

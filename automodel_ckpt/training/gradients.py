@@ -16,10 +16,9 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import check_scalar
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
-from automodel_ckpt.parallel.ranks.call_order import check_call_order
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from automodel_ckpt.parallel.running_statistics import RunningStatistics
-from automodel_ckpt.parallel.unused_gradients import UnusedGradients
+from automodel_ckpt.parallel.unused_gradients import UnusedGradients, check_call_order
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.readback import ForwardTimer
 from automodel_ckpt.training.values.records import AUX_LOSS, LossSum

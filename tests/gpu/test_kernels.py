@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from automodel_ckpt.models.attention.by_document import attention_by_pairs
-from automodel_ckpt.models.attention.document_kernels import installed_kernels
+from automodel_ckpt.models.attention.document_kernels import Request, installed_kernels
 from automodel_ckpt.models.attention.documents import Documents
-from automodel_ckpt.models.attention.kernel_request import Request
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.kernel_choice import KERNELS
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform
 from tests.support.gpu import HAS_GPU, both_devices, only_gpu
 from tools.bench.loss_kernels import compare, preferring
 

@@ -48,7 +48,7 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.build import with_attention_caps
 from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.inspect.error_texts import naming_files
-from automodel_ckpt.models.inspect.multimodal_class import AutoMultimodalModel
+from automodel_ckpt.models.inspect.vision import AutoMultimodalModel
 from automodel_ckpt.training.parts.preprocessors import absent_tokenizer, check_vocabulary_file
 
 MODEL = "model"

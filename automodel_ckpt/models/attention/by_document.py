@@ -3,8 +3,7 @@
 transformers separates the documents of a row by a mask over all pairs of the row's tokens. For models that were enabled
 with :func:`attend_by_document`, the borders of the documents take the place of the mask, and a kernel of
 :mod:`~automodel_ckpt.models.attention.document_kernels` computes attention. The mask is still used for any other
-pattern than
-causal attention within documents, and for options that need all pairs.
+pattern than causal attention within documents, and for options that need all pairs.
 
 This is an attention implementation of transformers with its own name, which is set in the model's configurations.
 """
@@ -28,11 +27,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from automodel_ckpt.models.attention.document_kernels import installed_kernels
-from automodel_ckpt.models.attention.documents import Documents, documents_of
-from automodel_ckpt.models.attention.flex_kernel import BlockRows
-from automodel_ckpt.models.attention.kernel_request import Kernel, Request
-from automodel_ckpt.models.attention.length_kernels import CumulativeLengths
+from automodel_ckpt.models.attention.document_kernels import Kernel, Request, installed_kernels
+from automodel_ckpt.models.attention.documents import Documents, PreparedRow, documents_of
 from automodel_ckpt.models.attention.packing_probe import probe_rows
 from automodel_ckpt.models.inspect.forward import attention_of, logits_of, side_effect_free
 
@@ -45,7 +41,6 @@ _PREFIX = "automodel_ckpt_documents"
 _PROBE = ".probe"
 _NEEDS_PAIRS = ("position_bias", "cache", "output_attentions")
 """Options of attention that require the mask, unless they are None or false."""
-_ROWS = (Documents, CumulativeLengths, BlockRows)
 _COMPARES_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
 _COMPARES_HARMLESSLY = ("gemma4", "gemma4_unified")
 """Models that compare the name only where ``logits_to_keep`` is above 1, to keep masks for the last tokens."""
@@ -207,7 +202,7 @@ def _attention(
     *query*, *key*, *value*: [1, heads, T, D]. Returns (output [1, T, heads, D], None). With *is_probe*, it raises
     :class:`UnsupportedByKernel` where the kernel cannot compute documents; else they are computed with the mask.
     """
-    if not isinstance(attention_mask, _ROWS):
+    if not isinstance(attention_mask, PreparedRow):
         return _base_attention(base, module)(module, query, key, value, attention_mask, **options)
     rows: Any = attention_mask
     kernel_query, kernel_key, kernel_value = _in_compute_dtype(query, key, value)
@@ -291,16 +286,12 @@ def _check_kernel(
     """Validate that *kernel* computes *request*, in training too. Raises :class:`UnsupportedByKernel`."""
     reason = kernel.unsupported(request)
     if not reason and _drops(module):
-        reason = kernel.unsupported(_with_dropout(request))
+        reason = kernel.unsupported(dataclasses.replace(request, has_dropout=True))
     if reason:
         raise UnsupportedByKernel(reason)
     # The kernels of a CPU are torch's attention, which the model's outputs validate.
     if device.type != "cpu":
         validate_kernel(kernel, request, device)
-
-
-def _with_dropout(request: Request) -> Request:
-    return dataclasses.replace(request, has_dropout=True)
 
 
 def _drops(module: nn.Module) -> bool:

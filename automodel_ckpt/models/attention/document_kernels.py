@@ -1,30 +1,78 @@
-"""The choice of the kernel that computes attention within the documents of a row.
+"""The kernels that compute attention within the documents of a row: what they are asked, and which one is chosen.
 
 The kernels leave out the pairs of tokens of different documents. The rows of a micro-batch are prepared once per
-forward pass (:meth:`~automodel_ckpt.models.attention.kernel_request.Kernel.prepare`), outside of the layers, and the
-layers only
-pass the result on. Preparing needs no information from the device.
+forward pass (:meth:`SdpaKernel.prepare`), outside of the layers, and the layers only pass the result on. Preparing
+needs no information from the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch.nn.attention.varlen import varlen_attn
+import torch
+from torch import nn
 
-from automodel_ckpt.models.attention.flex_kernel import FlexKernel
-from automodel_ckpt.models.attention.kernel_request import Kernel
-from automodel_ckpt.models.attention.length_kernels import VarlenKernel
-from automodel_ckpt.models.attention.sdpa_kernel import SdpaKernel
+from automodel_ckpt.models.attention.documents import Documents
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.attention.flex_kernel import FlexKernel
+    from automodel_ckpt.models.attention.length_kernels import VarlenKernel
 
 KERNELS = ("varlen", "flex", "sdpa")
 """The names of all kernels, the best of a device first."""
+HALF = (torch.bfloat16, torch.float16)
+Kernel: TypeAlias = "SdpaKernel | FlexKernel | VarlenKernel"
+"""A way to compute attention within documents. Kernels are compared by value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a layer requests of attention, besides its tensors. Counts are those of this rank."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    num_heads: int
+    num_key_heads: int
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """Number of tokens that a token sees, itself included; None: all of its document."""
+    softcap: float | None = None
+    has_sinks: bool = False
+    has_dropout: bool = False
+    other_options: tuple[str, ...] = ()
+    """Names of options that need all pairs of tokens, such as a bias of each pair."""
+
+    @property
+    def is_default_scale(self) -> bool:
+        """Whether the scores are scaled as they are by default."""
+        return self.scale is None or math.isclose(self.scale, self.head_dim**-0.5, rel_tol=1e-6)
+
+
+def pairs_needed(request: Request) -> str:
+    """The first option that needs all pairs; empty if there is none."""
+    return request.other_options[0] if request.other_options else ""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of *dtype*, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def installed_kernels(device_type: str) -> dict[str, Kernel]:
     """The kernels for a type of device that are installed, by name, the preferred one first."""
     kernels: dict[str, Kernel] = {"sdpa": SdpaKernel()}
     if device_type == "cuda":
+        from torch.nn.attention.varlen import varlen_attn
+
+        from automodel_ckpt.models.attention.flex_kernel import FlexKernel
+        from automodel_ckpt.models.attention.length_kernels import VarlenKernel
+
         kernels["flex"] = FlexKernel()
         kernels["varlen"] = VarlenKernel(varlen_attn)
     names = preferred_kernels(device_type, kernels, is_compiled=False)
@@ -44,3 +92,85 @@ def preferred_kernels(
     if device_type != "cuda":
         return ()
     return tuple(name for name in KERNELS if name in installed and name != "sdpa")
+
+
+@dataclass(frozen=True)
+class SdpaKernel:
+    """torch's ``scaled_dot_product_attention``, once for each run of documents of equal length, without a mask."""
+
+    device_type: str = "cpu"
+    label: str = "sdpa"
+
+    def unsupported(self, request: Request) -> str:
+        """Why it cannot compute *request*; empty if it can."""
+        if request.device_type != self.device_type:
+            return f"one call per document is slow on {request.device_type}"
+        needs = pairs_needed(request)
+        if request.softcap is not None:
+            needs = "a softcap"
+        if request.has_sinks:
+            needs = "attention sinks"
+        return needs
+
+    def prepare(self, documents: Documents) -> Documents:
+        """What :meth:`attend` needs of a row: here, *documents* themselves."""
+        return documents
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: Documents,
+        request: Request,
+        sinks: torch.Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """Compute attention of *query*, *key*, *value* [1, heads, T, D]; returns [1, T, heads, D].
+
+        *rows* are the result of :meth:`prepare`, *sinks* [heads] what the softmax of each head contains besides scores.
+        """
+        del sinks  # unsupported
+        outputs = []
+        parts = [torch.split(tensor, rows.sizes, dim=2) for tensor in (query, key, value)]
+        for (length, count), run in zip(rows.runs, zip(*parts, strict=True), strict=True):
+            if count > 1:
+                run = tuple(_one_row_each(part, length) for part in run)
+            mask = rows.mask_of(length)
+            output = sdpa(run[0], run[1], run[2], mask, request, dropout)
+            output = output.transpose(1, 2)
+            outputs.append(output.reshape(1, length * count, *output.shape[2:]))
+        return torch.cat(outputs, dim=1)
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    request: Request,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """torch's attention of *query*, *key*, *value* [B, heads, T, D], causal if *mask* is None; returns that shape."""
+    is_grouped = request.num_heads != request.num_key_heads
+    # With a mask or large heads, torch's fast kernels do not accept fewer heads of keys.
+    if is_grouped and (mask is not None or request.head_dim > 256):
+        repeats = request.num_heads // request.num_key_heads
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+        is_grouped = False
+    return nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=request.scale,
+        is_causal=mask is None,
+        enable_gqa=is_grouped,
+    )
+
+
+def _one_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
+    """View *part* [1, heads, n * length, D] of n documents as [n, heads, length, D]."""
+    return part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)

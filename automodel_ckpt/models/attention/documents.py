@@ -19,8 +19,17 @@ from automodel_ckpt.models.attention.host_positions import on_host
 from automodel_ckpt.models.attention.mask_functions import widens
 
 
+class PreparedRow:
+    """The documents of a row as a kernel needs them, which takes the place of the mask between transformers' functions.
+
+    It has ``num_tokens``, ``window``, and the ``mask`` of all pairs.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, eq=False)
-class Documents:
+class Documents(PreparedRow):
     """Causal attention within the documents of one row, limited to the last *window* tokens if that is not None.
 
     *runs* are pairs (length, count): consecutive documents of equal length, in the row's order.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from automodel_ckpt.models.attention.documents import Documents, mask_of_pairs
-from automodel_ckpt.models.attention.kernel_request import HALF, Request, name_of, pairs_needed
+from automodel_ckpt.models.attention.document_kernels import HALF, Request, name_of, pairs_needed
+from automodel_ckpt.models.attention.documents import Documents, PreparedRow, mask_of_pairs
 
 _BLOCK = 128
 """Tokens per block of flex attention's masks, torch's default."""
@@ -25,7 +25,7 @@ _KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 @dataclass(eq=False, slots=True)
-class BlockRows:
+class BlockRows(PreparedRow):
     """The documents of a row as flex attention needs them; *starts* [T] is where each token's document begins."""
 
     blocks: BlockMask
@@ -137,7 +137,7 @@ class FlexKernel:
         sinks: torch.Tensor | None = None,
         dropout: float = 0.0,
     ) -> torch.Tensor:
-        """Compute attention: see :class:`~automodel_ckpt.models.attention.kernel_request.Kernel`."""
+        """Compute attention: see :meth:`~automodel_ckpt.models.attention.document_kernels.SdpaKernel.attend`."""
         del dropout  # unsupported
         softcap = request.softcap
         options: dict[str, Any] = {

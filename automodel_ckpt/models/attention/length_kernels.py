@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from automodel_ckpt.base.device_copies import to_device
-from automodel_ckpt.models.attention.documents import Documents, mask_of_pairs
-from automodel_ckpt.models.attention.kernel_request import HALF, Request, name_of, pairs_needed
+from automodel_ckpt.models.attention.document_kernels import HALF, Request, name_of, pairs_needed
+from automodel_ckpt.models.attention.documents import Documents, PreparedRow, mask_of_pairs
 
 
 @dataclass(eq=False, slots=True)
-class CumulativeLengths:
+class CumulativeLengths(PreparedRow):
     """The documents of a row as kernels with variable lengths need them.
 
     *cumulative* is int32 [N + 1]: the position where each document begins, and the length of the row. N is a power of
@@ -150,7 +150,7 @@ class VarlenKernel:
         sinks: torch.Tensor | None = None,
         dropout: float = 0.0,
     ) -> torch.Tensor:
-        """Compute attention: see :class:`~automodel_ckpt.models.attention.kernel_request.Kernel`."""
+        """Compute attention: see :meth:`~automodel_ckpt.models.attention.document_kernels.SdpaKernel.attend`."""
         del sinks, dropout  # unsupported
         return _by_lengths(self.function, (query, key, value), rows, self.options(request))
 

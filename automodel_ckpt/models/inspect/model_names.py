@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
 
-from automodel_ckpt.models.config_values import decoded_floats
+from automodel_ckpt.models.config_checks import decoded_floats
 from automodel_ckpt.models.hf_names import Conversion, read_conversion
 from automodel_ckpt.models.inspect.signature import model_of
 from automodel_ckpt.models.weight_matching import former_buffers

@@ -23,13 +23,25 @@ from transformers.utils.hub import HF_MODULES_CACHE, cached_file
 from automodel_ckpt.base.other_weights import POINTER
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.quiet_loggers import quiet
 
 log = logging.getLogger("automodel_ckpt")
 
 CODE_PACKAGE = "transformers_modules"
 """The package that transformers imports the code of repositories into."""
 _CODE_KEY = "model.trust_remote_code"
+
+
+@contextmanager
+def quiet(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Let the loggers of these *names* report only errors in the context, or what is of *level* or above."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(level)
+    try:
+        yield
+    finally:
+        for name, former in levels.items():
+            logging.getLogger(name).setLevel(former)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automodel_ckpt.models.layers.fused_class import subclass_with
-from automodel_ckpt.models.loss.kernel_choice import kernel_for
+from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 _FUNCTION = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-5

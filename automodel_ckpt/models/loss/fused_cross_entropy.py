@@ -21,12 +21,12 @@ from automodel_ckpt.models.loss.head_gradients import (
     StoredErrors,
     stores_errors,
 )
-from automodel_ckpt.models.loss.kernel_choice import kernel_for
 from automodel_ckpt.models.loss.loss_inputs import (
     IDENTITY,
     LogitTransform,
     TokenHits,
     VocabularyPart,
+    kernel_for,
 )
 
 if TYPE_CHECKING:

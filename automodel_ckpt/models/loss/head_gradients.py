@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from automodel_ckpt.models.loss.kernel_choice import kernel_for
+from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
 """Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""

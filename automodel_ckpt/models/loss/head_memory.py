@@ -8,7 +8,7 @@ import torch
 
 from automodel_ckpt.models.loss.fused_cross_entropy import chunk_rows
 from automodel_ckpt.models.loss.head_gradients import block_columns
-from automodel_ckpt.models.loss.kernel_choice import kernel_for
+from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from automodel_ckpt.models.config_values import config_of_layer, layer_configs
+from automodel_ckpt.models.config_checks import config_of_layer, layer_configs
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.vision import part_of
 from automodel_ckpt.models.loss.mtp import mtp_of

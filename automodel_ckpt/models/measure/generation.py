@@ -12,7 +12,7 @@ from transformers import TextStreamer
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_values import context_length
+from automodel_ckpt.models.config_checks import context_length
 from automodel_ckpt.models.inspect.error_texts import naming_files
 
 Message = Mapping[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.quiet_loggers import quiet
+from automodel_ckpt.models.inspect.repository import quiet
 
 EXTRA = "automodel_ckpt[eval]"
 _CLOSEST = 3

@@ -136,7 +136,7 @@ def _complete(
     *,
     allow_new_head: bool,
 ) -> nn.Module:
-    from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
+    from automodel_ckpt.models.inspect.vision import other_parts_in_files
     from automodel_ckpt.models.loss.mtp_families import patterns_in_files
 
     model = build_model(

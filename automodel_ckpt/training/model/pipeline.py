@@ -19,11 +19,11 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.forward import last_layer_output
 from automodel_ckpt.models.pipeline_stage import (
     LocalStages,
+    PassThrough,
     has_tied_ends,
     keep_stages,
     stages_of,
 )
-from automodel_ckpt.models.stage_stand_ins import PassThrough
 from automodel_ckpt.parallel.context_parallel import ContextParallel
 from automodel_ckpt.parallel.mesh import RankLayout, build_mesh
 from automodel_ckpt.parallel.pipeline import (

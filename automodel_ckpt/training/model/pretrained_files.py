@@ -241,7 +241,7 @@ class PretrainedFiles:
             return []
         former = former_buffers(model, names)
         known = set(ignored_by(model, names)).difference(former)
-        from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
+        from automodel_ckpt.models.inspect.vision import other_parts_in_files
         from automodel_ckpt.models.loss.mtp_families import patterns_in_files
 
         globs = [*patterns_in_files(self._config), *other_parts_in_files(self._config)]

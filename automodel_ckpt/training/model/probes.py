@@ -16,7 +16,7 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
-from automodel_ckpt.models.config_values import context_length
+from automodel_ckpt.models.config_checks import context_length
 from automodel_ckpt.models.dropout import turn_off_dropout
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,

@@ -22,9 +22,10 @@ from automodel_ckpt.models.config_checks import (
     check_layer_drop,
     check_task,
     check_vocabulary,
+    context_length,
+    layer_configs,
 )
 from automodel_ckpt.models.config_reading import load_model_config
-from automodel_ckpt.models.config_values import context_length, layer_configs
 from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.repository import RepositoryOptions
 from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size

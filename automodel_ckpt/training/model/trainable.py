@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, stored_
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
-from automodel_ckpt.models.inspect.shared_memory import check_separate_memory
+from automodel_ckpt.models.inspect.tied_weights import check_separate_memory
 from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.models.model_checks import check_attention, check_trained_types
 from automodel_ckpt.models.routers import router_settings

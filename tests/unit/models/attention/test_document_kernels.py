@@ -25,14 +25,15 @@ from automodel_ckpt.models.attention.by_document import (
 )
 from automodel_ckpt.models.attention.document_kernels import (
     KERNELS,
+    Kernel,
+    Request,
+    SdpaKernel,
     installed_kernels,
     preferred_kernels,
 )
 from automodel_ckpt.models.attention.documents import Documents
 from automodel_ckpt.models.attention.flex_kernel import FlexKernel, block_rows
-from automodel_ckpt.models.attention.kernel_request import Kernel, Request
 from automodel_ckpt.models.attention.length_kernels import VarlenKernel, cumulative_lengths
-from automodel_ckpt.models.attention.sdpa_kernel import SdpaKernel
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 from automodel_ckpt.models.layers.compiling import compile_layers
 from tests.unit.models.building.test_build import GEMMA2

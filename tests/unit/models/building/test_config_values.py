@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma4TextConfig, LlamaConfig, XLNetConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_values import config_of_layer, context_length, layer_configs
+from automodel_ckpt.models.config_checks import config_of_layer, context_length, layer_configs
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training.model.sections import check_all_heads
 

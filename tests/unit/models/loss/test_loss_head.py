@@ -16,7 +16,7 @@ from torch import nn
 from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
 from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.models.loss import fused_cross_entropy, kernel_choice
+from automodel_ckpt.models.loss import fused_cross_entropy, loss_inputs
 from automodel_ckpt.models.loss.fused_cross_entropy import (
     CHUNK_ELEMENTS,
     chunk_rows,
@@ -400,9 +400,9 @@ def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(
 
 
 def test_chunks_of_a_gpu_are_large_and_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: False)
+    monkeypatch.setattr(loss_inputs, "_has_triton", lambda device_type: False)
     assert chunk_rows("cuda", 128_256) == 1024
-    monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: True)
+    monkeypatch.setattr(loss_inputs, "_has_triton", lambda device_type: True)
     assert chunk_rows("cuda", 128_256) == 2048
     assert chunk_rows("cuda", 152_064) == 1536
     assert chunk_rows("cuda", 2**30) == 256
@@ -418,7 +418,7 @@ def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO", "automodel_ckpt"):
-        assert not kernel_choice.try_kernels.__wrapped__()
+        assert not loss_inputs.try_kernels.__wrapped__()
     assert "computed without Triton, whose kernel fails here: " in caplog.text
 
 
@@ -428,7 +428,7 @@ def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
 def test_a_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
     num_positions: int, has_triton: bool, trains_weight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: has_triton)
+    monkeypatch.setattr(loss_inputs, "_has_triton", lambda device_type: has_triton)
     shape = (num_positions, 128_256, 4096, torch.bfloat16, "cuda")
     # In float32 the log-softmax and two gradients, in the backward pass.
     full = num_positions * 128_256 * 3 * 4

@@ -16,8 +16,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import (
     losses_and_errors,
 )
 from automodel_ckpt.models.loss.head_gradients import ErrorBlocks, ErrorPlace
-from automodel_ckpt.models.loss.kernel_choice import KERNELS
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform, VocabularyPart
 from automodel_ckpt.models.loss.z_loss import ZLoss
 from tests.support import ranks
 
