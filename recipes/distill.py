@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.config.kinds.distill import DistillConfig
+from automodel_ckpt.config.keys.kinds import DistillConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.samples.teacher_targets import (

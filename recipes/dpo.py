@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from automodel_ckpt.config.kinds.dpo import DPOConfig
+from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.pairs.reference_scores import SCORES, ScoredPairs

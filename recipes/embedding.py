@@ -17,7 +17,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.config.callables.plugins import build
-from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
+from automodel_ckpt.config.keys.kinds import EmbeddingConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import Problem

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from automodel_ckpt.config.kinds.kto import KTOConfig
+from automodel_ckpt.config.keys.kinds import KTOConfig
 from automodel_ckpt.data.kto import DESIRABLE, MISMATCHED, KTOCollator
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks

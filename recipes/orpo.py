@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from automodel_ckpt.config.kinds.orpo import ORPOConfig
+from automodel_ckpt.config.keys.kinds import ORPOConfig
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.recipes.preference import PairFinetune, PairObjective, label_counts
 from automodel_ckpt.training.parts.objective import Objective, Tensors

@@ -16,7 +16,7 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build
-from automodel_ckpt.config.kinds.pretrain import PretrainConfig
+from automodel_ckpt.config.keys.kinds import PretrainConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules

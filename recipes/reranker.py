@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build, build_function
-from automodel_ckpt.config.kinds.reranker import RerankerConfig
+from automodel_ckpt.config.keys.kinds import RerankerConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.errors import Problem, RecipeError

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
+from automodel_ckpt.config.keys.kinds import RewardModelConfig
 from automodel_ckpt.data.preference import MARGIN
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build, build_function
-from automodel_ckpt.config.kinds.classification import ClassificationConfig
+from automodel_ckpt.config.keys.kinds import ClassificationConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.config.automodel.notices import Notice
-from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe

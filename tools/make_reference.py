@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
-from automodel_ckpt.config.defaults import default_node, default_of
 from automodel_ckpt.config.help import listing as help_page
 from automodel_ckpt.config.help.plugin_help import (
     DATA,
@@ -27,6 +26,7 @@ from automodel_ckpt.config.help.plugin_help import (
 )
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import default_node, default_of
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING

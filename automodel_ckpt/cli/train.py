@@ -257,8 +257,8 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
+        from automodel_ckpt.config.callables.prepare import untrusted_names
         from automodel_ckpt.config.callables.sent_values import sent_problems
-        from automodel_ckpt.config.callables.target_names import untrusted_names
         from automodel_ckpt.config.callables.trust import Trust
         from automodel_ckpt.config.tree.urls import missing_libraries
 

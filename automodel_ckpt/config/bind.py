@@ -10,13 +10,15 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from automodel_ckpt.config.defaults import default_node, default_of, is_changed
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema_keys import (
     EXTENDS,
     closest,
+    default_node,
+    default_of,
     has_hints,
     hints_of,
+    is_changed,
     is_number,
     join,
     keys_of,

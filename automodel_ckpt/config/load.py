@@ -24,8 +24,7 @@ from automodel_ckpt.config.tree.extends import (
     read_with_bases,
     without_content,
 )
-from automodel_ckpt.config.tree.key_references import resolve_keys
-from automodel_ckpt.config.tree.references import is_reference
+from automodel_ckpt.config.tree.references import is_reference, resolve_keys
 from automodel_ckpt.config.tree.urls import shell_variables, url_problems
 from automodel_ckpt.config.tree.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError

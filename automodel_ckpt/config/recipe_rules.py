@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from automodel_ckpt.config.keys.evaluation import has_benchmarks
 from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.keys.monitoring import has_benchmarks
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.tree.rules import Condition, Relation
 

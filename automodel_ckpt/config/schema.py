@@ -1,4 +1,4 @@
-"""The keys of a recipe file, as one dataclass, whose fields are the sections in ``sections/`` and ``kinds/``.
+"""The keys of a recipe file, as one dataclass, whose fields are the sections in ``keys/``.
 
 The dataclasses are omegaconf structured configs. ``--help`` prints the string below each field. A field's :class:`Rule`
 and a section's :class:`Relation` and :class:`Condition` restrict the values of the right type; ``recipe_rules.py`` has
@@ -14,24 +14,45 @@ from typing import ClassVar, Literal
 
 from automodel_ckpt.config.keys.checkpoint import (
     CheckpointConfig,
+    HubConfig,
     MemoryConfig,
     RemoteConfig,
 )
-from automodel_ckpt.config.keys.data import SET_NAMES, DataloaderConfig, PackedSequenceConfig
+from automodel_ckpt.config.keys.data import (
+    SET_NAMES,
+    DataloaderConfig,
+    PackedSequenceConfig,
+    ProcessorConfig,
+    TokenizerConfig,
+)
 from automodel_ckpt.config.keys.distributed import (
     DistributedConfig,
     MeshSizes,
 )
-from automodel_ckpt.config.keys.evaluation import EvaluationConfig, GenerationConfig
-from automodel_ckpt.config.keys.hub import HubConfig
-from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
-from automodel_ckpt.config.keys.low_precision import Fp8Config, QatConfig
+from automodel_ckpt.config.keys.kinds import (
+    ClassificationConfig,
+    DistillConfig,
+    DPOConfig,
+    EmbeddingConfig,
+    KTOConfig,
+    ORPOConfig,
+    PretrainConfig,
+    RerankerConfig,
+    RewardModelConfig,
+)
 from automodel_ckpt.config.keys.model import (
     CompileConfig,
+    Fp8Config,
+    InitFromConfig,
+    InitFromSource,
     ModelConfig,
     MtpConfig,
+    PeftConfig,
+    QatConfig,
 )
 from automodel_ckpt.config.keys.monitoring import (
+    EvaluationConfig,
+    GenerationConfig,
     HangsConfig,
     LoggingConfig,
     ProfileConfig,
@@ -46,22 +67,11 @@ from automodel_ckpt.config.keys.optimizer import (
     OptionsGroup,
     TargetGroup,
 )
-from automodel_ckpt.config.keys.peft import PeftConfig
-from automodel_ckpt.config.keys.preprocessor import ProcessorConfig, TokenizerConfig
 from automodel_ckpt.config.keys.step_scheduler import (
     EarlyStoppingConfig,
     OnSpikeConfig,
     StepSchedulerConfig,
 )
-from automodel_ckpt.config.kinds.classification import ClassificationConfig
-from automodel_ckpt.config.kinds.distill import DistillConfig
-from automodel_ckpt.config.kinds.dpo import DPOConfig
-from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
-from automodel_ckpt.config.kinds.kto import KTOConfig
-from automodel_ckpt.config.kinds.orpo import ORPOConfig
-from automodel_ckpt.config.kinds.pretrain import PretrainConfig
-from automodel_ckpt.config.kinds.reranker import RerankerConfig
-from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
 from automodel_ckpt.config.recipe_rules import CONDITIONS, RELATIONS
 from automodel_ckpt.config.tree.rules import (
     AT_LEAST_0,

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.keys.evaluation import HarnessConfig
+from automodel_ckpt.config.keys.monitoring import HarnessConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError, Stopped

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.evaluation import GenerationConfig
+from automodel_ckpt.config.keys.monitoring import GenerationConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.measure.generation import Completion

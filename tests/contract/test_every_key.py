@@ -40,14 +40,12 @@ from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.cli.checks.rank_counts import mesh_sizes
 from automodel_ckpt.cli.launch import launcher
-from automodel_ckpt.config.callables.prepare import resolve_recipe
-from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.prepare import check_targets, resolve_recipe
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.schema_keys import hints_of, unused_without_checkpoints
 from automodel_ckpt.config.tree.convert import find, members, section_type
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator

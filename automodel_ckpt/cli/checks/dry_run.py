@@ -14,7 +14,6 @@ from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.run.writable import check_writable
 from automodel_ckpt.cli.common.terminal import printable, size_text
 from automodel_ckpt.config.callables.sent_values import values_of
-from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.help.changes import (
     change_lines,
     changed_keys,
@@ -25,6 +24,7 @@ from automodel_ckpt.config.help.changes import (
 )
 from automodel_ckpt.config.keys.checkpoint import MemoryConfig
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.schema_keys import unused_without_checkpoints
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.urls import with_local_directory

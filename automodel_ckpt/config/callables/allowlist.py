@@ -22,12 +22,88 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.config.callables.allowlist_entries import ClassesOf, Entry, Exact, Group
-from automodel_ckpt.config.keys.preprocessor import PROCESSOR_SETTINGS
+from automodel_ckpt.config.keys.data import PROCESSOR_SETTINGS
 from automodel_ckpt.config.registry import own_classes
+
+
+@dataclass(frozen=True)
+class Exact:
+    """One callable, by its public name. ``arguments`` are the allowed keywords; None: those of its signature."""
+
+    name: str
+    arguments: frozenset[str] | None = None
+
+    def names(self, name: str) -> bool:
+        """Whether *name* is this entry's name."""
+        return name == self.name
+
+    def is_entry(self, name: str, found: Any) -> bool:
+        """Whether the object *found* under *name* belongs to the package of this entry."""
+        # The public name is re-exported from a module inside the package, so only the root is
+        # compared.
+        return _is_within(getattr(found, "__module__", None), self.name.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class ClassesOf:
+    """The classes that *package* exports, are subclasses of *base* and defined in the package *defined_in*.
+
+    The public name is ``package.Class``, or ``package.Class.method``; *pattern* restricts the class's name.
+    """
+
+    package: str
+    base: str
+    defined_in: str
+    method: str = ""
+    pattern: str = r"[A-Z]\w*"
+    arguments: frozenset[str] | None = None
+
+    def names(self, name: str) -> bool:
+        """Whether *name* matches the pattern of this entry's names."""
+        method = re.escape(f".{self.method}") if self.method else ""
+        # fullmatch: with a match of the beginning, attributes of an allowed class would be allowed
+        # too.
+        return (
+            re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
+        )
+
+    def is_entry(self, name: str, found: Any) -> bool:
+        """Whether the object *found* under *name* is such a class, or that method of one."""
+        class_name = name.removeprefix(f"{self.package}.").partition(".")[0]
+        owner = getattr(importlib.import_module(self.package), class_name, None)
+        if not isinstance(owner, type) or not issubclass(owner, _object_at(self.base)):
+            return False
+        # The method is checked too, because it may be inherited from a class of another package.
+        return all(
+            _is_within(getattr(part, "__module__", None), self.defined_in)
+            for part in (owner, found)
+        )
+
+
+Entry = Exact | ClassesOf
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries that are listed for one *reason*."""
+
+    reason: str
+    entries: tuple[Entry, ...]
+
+
+def _object_at(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _is_within(module: Any, package: str) -> bool:
+    return isinstance(module, str) and (module == package or module.startswith(f"{package}."))
+
 
 CUSTOM = "custom"
 """Purpose of the sections that a custom recipe declares: any entry of the list."""
@@ -72,7 +148,7 @@ def _keywords(text: str) -> frozenset[str]:
 # download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
 # adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
 _LOADING = _keywords(
-    # trust_remote_code is listed because false is harmless. target_names.py rejects true without trust.
+    # trust_remote_code is listed because false is harmless. prepare.py rejects true without trust.
     "pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code"
 )
 _TEXT_LOADING = _LOADING | _keywords(
@@ -133,7 +209,7 @@ _EXAMPLE_DATASETS = Group(
     ),
 )
 _HUB_DATASETS = Group(
-    "tables read by `datasets`, which has run no script of a data set since version 4; see argument_values.py",
+    "tables read by `datasets`, which has run no script of a data set since version 4; see plugins.py",
     (
         Exact("datasets.load_dataset", _DATA_READING),
         Exact("datasets.load_from_disk", _keywords("dataset_path keep_in_memory")),

@@ -1,23 +1,329 @@
-"""Import the class of a recipe, and check its plug-ins."""
+"""Check what a recipe names before anything is imported, import it, and check and convert its arguments."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.base.user_code import register_user_code
-from automodel_ckpt.config.callables.target_checks import check_targets
-from automodel_ckpt.config.callables.target_names import check_names, problem_of
-from automodel_ckpt.config.callables.trust import Rejected, Trust, import_failure, resolve
-from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.bind import INVALID, REMOTE_CODE, Binder
+from automodel_ckpt.config.callables import allowlist
+from automodel_ckpt.config.callables.allowlist import CUSTOM, Entry
+from automodel_ckpt.config.callables.builders import missing_argument, unknown_argument
+from automodel_ckpt.config.callables.plugins import (
+    CALLED_WITH,
+    Signature,
+    argument_problem,
+    is_called_directly,
+    remember,
+    signature_of,
+)
+from automodel_ckpt.config.callables.sent_values import sent_problems
+from automodel_ckpt.config.callables.trust import (
+    Rejected,
+    Trust,
+    check_name,
+    import_failure,
+    record_remote_code,
+    resolve,
+    resolve_entry,
+    trust_hint,
+)
+from automodel_ckpt.config.keys.optimizer import OptionsGroup
+from automodel_ckpt.config.load import LoadedRecipe, distinct
 from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import closest
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.config.schema_keys import closest, join
+from automodel_ckpt.config.tree.canonical_yaml import canonical_tree
+from automodel_ckpt.config.tree.references import ReferenceFailed, is_reference
+from automodel_ckpt.config.tree.references import resolve as resolve_reference
+from automodel_ckpt.config.tree.rules import MISSING, Target
+from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.errors import Problem, RecipeError
+
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
+"""Settings of transformers for which ``owner/repository`` means code that is loaded from the Hub."""
+SECTIONS = frozenset(field.name for field in dataclasses.fields(RecipeConfig))
+
+
+def check_names(loaded: LoadedRecipe, trust: Trust) -> None:
+    """Check everything that can be checked before code is imported. Raises :class:`RecipeError`."""
+    problems = [*untrusted_names(loaded.tree, trust), *sent_problems(loaded.tree, trust)]
+    if REMOTE_CODE not in trust.names:
+        problems += _remote_code(loaded)
+    problems += _task_files(loaded, trust)
+    if problems:
+        raise RecipeError.all_of(distinct([*loaded.problems, *problems]))
+
+
+def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
+    """Return a problem for each ``_target_`` in a recipe's tree that is not allowed. Imports nothing."""
+    problems: list[Problem] = []
+    for key, node, purpose in _names(tree, trust):
+        if node.value == MISSING:  # load_recipe reports it
+            continue
+        try:
+            check_name(resolve_reference(str(node.value)) or "", trust, purpose)
+        except Rejected as error:
+            problems.append(problem_of(key, error, node))
+        except ReferenceFailed:  # load_recipe reports it
+            continue
+    return problems
+
+
+def _names(
+    node: Node, trust: Trust, key: str = "", purpose: str | None = None
+) -> Iterator[tuple[str, Node, str]]:
+    """Yield (key, node of ``_target_``, purpose) for every plug-in.
+
+    *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins.
+    """
+    target = node.value.get("_target_") if isinstance(node.value, dict) else None
+    is_trusted = False
+    if target is not None:
+        yield key, target, allowlist.purpose_of(key, SECTIONS) if purpose is None else purpose
+        is_trusted = trust.covers(resolve_reference(str(target.value)) or "")
+    for name, child in node.children():
+        child_key = join(key, name)
+        child_purpose = purpose
+        if target is not None:
+            # A trusted callable may take any object of the allowlist, others only those of certain parameters.
+            nested = CUSTOM if is_trusted else allowlist.NESTED.get(name, "")
+            child_purpose = allowlist.PURPOSES.get(child_key) or nested
+        yield from _names(child, trust, child_key, child_purpose)
+
+
+def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """Yield a problem for each converted value that would run code from a model's repository."""
+    for key, value in _values(loaded.config):
+        parts = key.split(".")
+        # Everything else counts as true: transformers would take the text no as true.
+        runs_code = parts[-1] == REMOTE_CODE and value is not None and value is not False
+        # This key runs no code without trust: the recipe asks trusts_remote_code() when it reads the model.
+        runs_code = runs_code and key != f"model.{REMOTE_CODE}"
+        if isinstance(value, str) and "/" in value:
+            runs_code = runs_code or not set(parts).isdisjoint(_KERNELS)
+        if runs_code:
+            node = loaded.tree.at(key)
+            what = f"{key}: this runs code from a model repository, which is not trusted"
+            hint = f"if you trust this code, allow it with --trust {REMOTE_CODE}"
+            yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
+
+
+def _task_files(loaded: LoadedRecipe, trust: Trust) -> Iterator[Problem]:
+    """Yield a problem for a directory of task files that is not trusted: lm-evaluation-harness runs code in them."""
+    section = getattr(loaded.config, "evaluation", None)
+    if section is None or section.harness is None or section.harness.include_path is None:
+        return
+    path = Path(section.harness.include_path).expanduser()
+    if not trust.covers_file(path):
+        key = "evaluation.harness.include_path"
+        what = f"{key}: task files can contain code, and this directory is not trusted"
+        node = loaded.tree.at(key)
+        hint = f"if you trust these files, allow them with --trust {path}"
+        yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
+
+
+def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, converted value) for every scalar of a recipe, including the arguments of plug-ins."""
+    items: Any
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if getattr(value, "takes_any", False):
+            fields |= fields.pop("kwargs", {})
+        items = fields.items()
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield key, value
+        return
+    for name, item in items:
+        yield from _values(item, join(key, str(name)))
+
+
+def problem_of(key: str, error: Rejected, node: Node | None) -> Problem:
+    assert node is not None
+    if is_reference(str(node.value)):
+        # The message of the error would contain the value of the environment variable.
+        what = f"{key}: the referenced value is not allowed here"
+        return Problem(what, node.origin, str(node), "correct the environment variable")
+    return Problem(f"{key}: {error}", node.origin, str(node), error.hint)
+
+
+def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
+    """Import every plug-in, and convert its keyword arguments to the types of the parameters.
+
+    Returns the recipe with converted arguments. ``loaded`` is not modified.
+
+    Raises:
+        RecipeError: with all problems found.
+    """
+    check_names(loaded, trust)
+    record_remote_code(trust)
+    tree = loaded.tree.copy()
+    checker = _Checker(tree, type(loaded.config), trust)
+    config = checker.convert(loaded.config, "", ())
+    if problems := distinct([*loaded.problems, *checker.problems]):
+        raise RecipeError.all_of(problems)
+    tree = canonical_tree(tree, config, with_arguments=True)
+    return dataclasses.replace(loaded, config=config, tree=tree)
+
+
+class _Checker:
+    """Imports plug-ins and converts their keyword arguments to the types of the parameters.
+
+    ``problems`` collects all mistakes. ``tree`` is the checker's own copy: converting a node may rewrite it.
+    """
+
+    def __init__(self, tree: Node, schema: type[Any], trust: Trust) -> None:
+        self.tree = tree
+        self.trust = trust
+        self.problems: list[Problem] = []
+        self.binder = Binder(schema, self.problems)
+
+    def convert(
+        self, value: Any, key: str, supplied: tuple[str, ...], purpose: str | None = None
+    ) -> Any:
+        """Return a value of the configuration in which the arguments of all plug-ins are converted.
+
+        *supplied* are the names of the arguments that the recipe's class adds. *purpose* is that of the parameter of
+        an enclosing plug-in; None outside of plug-ins. A value without plug-ins is returned as it is.
+        """
+        if isinstance(value, Target):
+            if purpose is not None:
+                return self._target(value, key, supplied, purpose)
+            converted = self._target(value, key, supplied, allowlist.purpose_of(key, SECTIONS))
+            return self._section(converted, key, supplied, purpose)
+        if dataclasses.is_dataclass(value):
+            return self._section(value, key, supplied, purpose)
+        if isinstance(value, dict):
+            items = {}
+            for name, item in value.items():
+                items[name] = self.convert(item, join(key, str(name)), supplied, purpose)
+            is_changed = any(items[name] is not item for name, item in value.items())
+            return items if is_changed else value
+        if isinstance(value, list | tuple):
+            values = []
+            for index, item in enumerate(value):
+                values.append(self.convert(item, join(key, str(index)), supplied, purpose))
+            is_changed = any(new is not old for new, old in zip(values, value, strict=True))
+            return type(value)(values) if is_changed else value
+        return value
+
+    def _section(
+        self, section: Any, key: str, supplied: tuple[str, ...], purpose: str | None
+    ) -> Any:
+        """Convert the plug-ins in the fields of a section. :meth:`_target` has converted its ``kwargs``."""
+        changed = {}
+        for field in dataclasses.fields(section):
+            if field.name == "kwargs" and getattr(section, "takes_any", False):
+                continue
+            if purpose is None:
+                supplied = field.metadata.get("supplied", ())
+            before = getattr(section, field.name)
+            after = self.convert(before, join(key, field.name), supplied, purpose)
+            if after is not before:
+                changed[field.name] = after
+        return dataclasses.replace(section, **changed) if changed else section
+
+    def _target(self, target: Target, key: str, supplied: tuple[str, ...], purpose: str) -> Target:
+        """Return a plug-in with converted arguments."""
+        try:
+            function, entry = resolve_entry(target._target_, self.trust, purpose)
+        except Rejected as error:
+            self.problems.append(problem_of(key, error, self.tree.at(join(key, "_target_"))))
+            return target
+        remember(target._target_, function)
+        signature = signature_of(function)
+        is_direct = is_called_directly(key, function, {*target.kwargs, *supplied})
+        if signature.positional_only and not is_direct:
+            self._note_positional_only(key, target, signature.positional_only)
+        kwargs = {}
+        for name, value in target.kwargs.items():
+            node = self._node(join(key, name))
+            if not signature.accepts(name):
+                self._note_unknown(key, target, name, node, signature)
+                continue
+            if entry is not None:
+                self._check_allowed(target, name, node, join(key, name), entry)
+            if not isinstance(value, Target):
+                annotation = signature.types.get(name, Any)
+                value = self._value(annotation, node, join(key, name))
+            nested = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
+            kwargs[name] = self.convert(value, join(key, name), supplied, nested)
+        converted = self._with_groups(dataclasses.replace(target, kwargs=kwargs), key, signature)
+        if is_direct:
+            return converted
+        for name in signature.missing({*target.kwargs, *supplied}):
+            section = self.tree.at(key)
+            problem = missing_argument(key, target._target_, name, section)
+            if key in CALLED_WITH:
+                hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
+                problem = dataclasses.replace(problem, hint=hint)
+            self.problems.append(problem)
+        return converted
+
+    def _with_groups(self, target: Target, key: str, signature: Signature) -> Target:
+        """Convert the options of an optimizer's parameter groups to the types of the optimizer's arguments."""
+        groups = []
+        for number, group in enumerate(getattr(target, "groups", ())):
+            if not isinstance(group, OptionsGroup):
+                groups.append(group)
+                continue
+            group_key = join(key, "groups", str(number))
+            kwargs = {}
+            for name in group.kwargs:
+                node = self._node(join(group_key, name))
+                if not signature.accepts(name):
+                    self._note_unknown(group_key, target, name, node, signature)
+                    continue
+                annotation = signature.types.get(name, Any)
+                value = self._value(annotation, node, join(group_key, name))
+                kwargs[name] = self.convert(value, join(group_key, name), (), "")
+            groups.append(dataclasses.replace(group, kwargs=kwargs))
+        if not groups:
+            return target
+        converted: Target = dataclasses.replace(target, groups=groups)  # type: ignore[call-arg]
+        return converted
+
+    def _node(self, key: str) -> Node:
+        node = self.tree.at(key)
+        assert node is not None
+        return node
+
+    def _value(self, annotation: Any, node: Node, key: str) -> Any:
+        """Convert a node to the type of a parameter; None if that is impossible and a problem was added."""
+        value = self.binder.value(annotation, node, key)
+        return None if value is INVALID else value
+
+    def _check_allowed(self, target: Target, name: str, node: Node, key: str, entry: Entry) -> None:
+        """Add a problem for an argument that a callable of the allowlist accepts only with trust."""
+        reason = argument_problem(entry, name, target.kwargs[name])
+        if reason is None:
+            return
+        what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
+        self.problems.append(Problem(what, node.origin, str(node), trust_hint(target._target_)))
+
+    def _note_positional_only(self, key: str, target: Target, names: Sequence[str]) -> None:
+        what = f"{key}: {target._target_} has positional-only parameters ({', '.join(names)})"
+        where = self._node(join(key, "_target_")).origin
+        hint = "write a wrapper with keyword arguments in your own package, and trust it"
+        self.problems.append(Problem(what, where, "", hint))
+
+    def _note_unknown(
+        self, key: str, target: Target, name: str, node: Node, signature: Signature
+    ) -> None:
+        problem = unknown_argument(key, target._target_, name, node, signature.required)
+        self.problems.append(problem)
+
 
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}
 """Section -> library that it needs. The import takes seconds, so it happens once, before the ranks are forked."""

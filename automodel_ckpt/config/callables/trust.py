@@ -22,8 +22,7 @@ from typing import Any
 from automodel_ckpt.base.user_code import location_in_user_code, register_user_code
 from automodel_ckpt.config.bind import REMOTE_CODE
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.allowlist import CUSTOM
-from automodel_ckpt.config.callables.allowlist_entries import Entry
+from automodel_ckpt.config.callables.allowlist import CUSTOM, Entry
 from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import limit_error
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from automodel_ckpt.config.callables.allowlist import PURPOSES
 from automodel_ckpt.config.callables.builders import signature
-from automodel_ckpt.config.defaults import default_of
 from automodel_ckpt.config.help.listing import field_docs, section_doc
 from automodel_ckpt.config.help.plugin_help import (
     SUPPLIED,
@@ -25,7 +24,7 @@ from automodel_ckpt.config.help.plugin_help import (
 )
 from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.schema_keys import default_of, hints_of
 from automodel_ckpt.config.tree.convert import (
     choices,
     find,

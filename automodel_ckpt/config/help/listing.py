@@ -12,7 +12,6 @@ from shutil import get_terminal_size
 from typing import Any
 
 from automodel_ckpt.config.callables.allowlist import ALLOWED, PURPOSES
-from automodel_ckpt.config.defaults import default_node, default_of
 from automodel_ckpt.config.help.plugin_help import (
     DATA,
     BuilderHelp,
@@ -21,7 +20,7 @@ from automodel_ckpt.config.help.plugin_help import (
     plain,
 )
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import closest, keys_of
+from automodel_ckpt.config.schema_keys import closest, default_node, default_of, keys_of
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING

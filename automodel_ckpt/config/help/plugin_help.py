@@ -13,7 +13,7 @@ from typing import Any
 
 from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.allowlist_entries import Exact
+from automodel_ckpt.config.callables.allowlist import Exact
 from automodel_ckpt.config.callables.builders import Parameter, definition, signature
 from automodel_ckpt.config.sample_kinds import recipes_of_builder
 from automodel_ckpt.config.tree.convert import describe, members

@@ -1,6 +1,6 @@
 """How the fields of a recipe's sections restrict their values: rules, relations and conditions.
 
-This module imports only the standard library. ``sections/`` has the sections, and ``kinds/`` those of single recipes.
+This module imports only the standard library. ``keys/`` has the sections.
 """
 
 from __future__ import annotations

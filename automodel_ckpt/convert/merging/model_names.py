@@ -99,7 +99,7 @@ The command that imports passes it: it builds the model, which needs torch and t
 
 
 def possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
-    """Return prefixes, such as an attribute of a script, with which *names* are those of *missing* tensors of the model.
+    """Return prefixes, such as an attribute of a script, with which *names* are the *missing* tensors of the model.
 
     A model and its average (EMA) have a prefix each.
     """

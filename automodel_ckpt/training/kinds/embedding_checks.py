@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoModel, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import callable_of
+from automodel_ckpt.config.keys.kinds import EmbeddingConfig
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem, RecipeError

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from automodel_ckpt.base.device_copies import to_device
+from automodel_ckpt.config.keys.kinds import DistillConfig, TeacherConfig
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.kinds.distill import DistillConfig, TeacherConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import IS_TOKEN

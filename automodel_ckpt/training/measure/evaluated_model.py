@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
-from automodel_ckpt.config.keys.evaluation import GenerationConfig, HarnessConfig
+from automodel_ckpt.config.keys.monitoring import GenerationConfig, HarnessConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.measure.generation import (
     Sampling,

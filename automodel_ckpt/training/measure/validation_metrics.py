@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.config.keys.evaluation import benchmarks_of, has_benchmarks
+from automodel_ckpt.config.keys.monitoring import benchmarks_of, has_benchmarks
 from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identif
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec, tensor_specs
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, set_stored_layout
-from automodel_ckpt.config.keys.peft import PeftConfig
+from automodel_ckpt.config.keys.model import PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.fresh_base import make_base
 from automodel_ckpt.models.inspect.forward import model_without_adapters

@@ -14,8 +14,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     record_complete_tensors,
     set_stored_layout,
 )
-from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.keys.peft import PeftConfig
+from automodel_ckpt.config.keys.model import ModelConfig, PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.models.hf_names import tensor_names_in

@@ -30,7 +30,7 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     whole_shapes,
 )
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
-from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
+from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.names.registry import model_types
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError

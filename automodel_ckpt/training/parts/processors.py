@@ -9,7 +9,7 @@ from typing import Any
 
 from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.config.callables.trust import trusts_remote_code
-from automodel_ckpt.config.keys.preprocessor import PROCESSOR_SETTINGS
+from automodel_ckpt.config.keys.data import PROCESSOR_SETTINGS
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.media.media import AUDIO, media_of, takes_audio_with_text
 from automodel_ckpt.errors import RecipeError

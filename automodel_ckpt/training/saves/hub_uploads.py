@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.run.pending import TO_HUB, clear_links
-from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import SaveFailed
 
 if TYPE_CHECKING:

@@ -30,10 +30,8 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.fetched import own_name
-from automodel_ckpt.config.callables.plugins import callable_of
-from automodel_ckpt.config.callables.signatures import signature_of
-from automodel_ckpt.config.keys.init_from import InitFromConfig
-from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.callables.plugins import callable_of, signature_of
+from automodel_ckpt.config.keys.model import InitFromConfig, ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.urls import with_local_directory

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.remote.locate import locate_weights
 from automodel_ckpt.checkpoint.remote.pull import pull_weights
 from automodel_ckpt.checkpoint.run.fetched import DIRECTORY, options_for
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
+from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.parallel.ranks.agree import (
     broadcast_object,
     raise_on_all_ranks,

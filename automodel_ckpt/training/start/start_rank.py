@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.checkpoint.saving.environment import version_of
-from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import unused_without_checkpoints
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.parallel.precision import float32_precision, set_float32_precision

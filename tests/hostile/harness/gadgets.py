@@ -18,9 +18,8 @@ import torch
 import yaml
 
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.plugins import build
-from automodel_ckpt.config.callables.signatures import signature_of
-from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.plugins import build, signature_of
+from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Rejected, Trust, resolve
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig

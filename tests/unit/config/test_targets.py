@@ -13,9 +13,7 @@ import torch
 import automodel_ckpt
 from automodel_ckpt.config.callables.allowlist import defaults
 from automodel_ckpt.config.callables.plugins import build, build_function
-from automodel_ckpt.config.callables.prepare import prepare
-from automodel_ckpt.config.callables.target_checks import check_targets
-from automodel_ckpt.config.callables.target_names import check_names
+from automodel_ckpt.config.callables.prepare import check_names, check_targets, prepare
 from automodel_ckpt.config.callables.trust import Rejected, Trust, resolve
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse

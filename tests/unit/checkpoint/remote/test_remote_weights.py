@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import OWNER, RemoteRun
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
+from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.start.remote_weights import with_local_weights

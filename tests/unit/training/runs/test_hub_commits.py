@@ -13,10 +13,10 @@ import pytest
 from torch import nn
 
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.keys.init_from import InitFromSource
-from automodel_ckpt.config.keys.preprocessor import TokenizerConfig
+from automodel_ckpt.config.keys.data import TokenizerConfig
+from automodel_ckpt.config.keys.model import InitFromSource
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError

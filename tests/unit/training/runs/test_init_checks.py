@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from automodel_ckpt.config.keys.init_from import InitFromConfig
+from automodel_ckpt.config.keys.model import InitFromConfig
 from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model

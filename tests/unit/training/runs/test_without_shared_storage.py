@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig, RemoteConfig
-from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.config.keys.checkpoint import (
+    CheckpointConfig,
+    HubConfig,
+    MemoryConfig,
+    RemoteConfig,
+)
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.saves.checkpointing import check_without_shared_storage
 

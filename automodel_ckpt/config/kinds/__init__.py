@@ -1,1 +1,0 @@
-"""Sections of the recipe file that only some recipes read: one module for each kind of training."""
