@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,9 @@ _NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the o
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor under the name that it gets, its *file* and where it is in it, and how its values differ."""
+    """A tensor under the name that it gets, its place in the file, its dtype, and how its values differ."""
 
     fqn: str
-    file: Path
     info: TensorInfo
     target: GgufTensor | None
 
@@ -73,9 +73,8 @@ class _Stored:
 
     @property
     def is_decoded(self) -> bool:
-        if self.info.kind.is_quantized:
-            return True
-        return self.target is not None and bool(self.target.heads or self.target.offset)
+        is_changed = self.target is not None and bool(self.target.heads or self.target.offset)
+        return is_changed or self.info.kind.is_quantized
 
 
 class GgufFile(Format):
@@ -90,36 +89,29 @@ class GgufFile(Format):
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
         file, header = _read(path)
         model, reason = _model_of(file, header)
-        stored = _stored(file, header, model)
+        stored = _stored(header, model)
         notes = [_UNCHECKED]
         if model is None:
             notes.append(f"only weights are read, under the names of GGUF: {reason}")
         num_quantized = sum(item.info.kind.is_quantized for item in stored)
         if num_quantized:
             notes.append(f"{num_quantized} quantized tensors become F32")
-        config = None
-        if model is not None:
-            config = _config(model, stored, header.values)
+        config = {} if model is None else _config(model, stored, header.values)
         tensors, side_files = _described(file, stored, config, model)
-        omitted: tuple[str, ...] = ()
-        if "tokenizer.ggml.model" in header.values:
-            omitted = (_NO_TOKENIZER,)
         return Source(
             Path("/"),
             file.parent,
             tensors,
             notes=tuple(notes),
-            omitted=omitted,
+            omitted=(_NO_TOKENIZER,) if "tokenizer.ggml.model" in header.values else (),
             side_files=side_files,
-            stated_config=config or {},
+            stated_config=config,
         )
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         """Return the architecture, the tensor types and the tokenizer, for display."""
         _, header = _read(path)
-        kinds: dict[str, int] = {}
-        for info in header.tensors.values():
-            kinds[info.kind.name] = kinds.get(info.kind.name, 0) + 1
+        kinds = Counter(info.kind.name for info in header.tensors.values())
         types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
         lines = [f"version: {header.version}", f"tensor types: {types}"]
         for key in _SHOWN:
@@ -130,10 +122,8 @@ class GgufFile(Format):
     def inventory(self, path: Path) -> Inventory:
         """Return names, dtypes and shapes by the header alone: nothing is decoded."""
         file, header = _read(path)
-        model, _ = _model_of(file, header)
-        summaries = {}
-        for item in _stored(file, header, model):
-            summaries[item.fqn] = TensorSummary(item.dtype, item.info.shape, 1)
+        stored = _stored(header, _model_of(file, header)[0])
+        summaries = {item.fqn: TensorSummary(item.dtype, item.info.shape, 1) for item in stored}
         return Inventory(summaries, num_values=len(header.values))
 
 
@@ -173,26 +163,23 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
 
 
-def _stored(file: Path, header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
-    """Return the model's tensors in the order of the *file*, under the names that they get."""
-    targets: dict[str, GgufTensor] = {}
-    if model is not None:
-        targets = {tensor.name: tensor for tensor in model.tensors()}
+def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
+    """Return the model's tensors in the order of the file, under the names that they get."""
+    if model is None:
+        return [_Stored(name, info, None) for name, info in header.tensors.items()]
+    targets = {tensor.name: tensor for tensor in model.tensors()}
     found = []
     for name, info in header.tensors.items():
-        target = targets.get(name)
-        if model is not None and target is None:
-            continue
-        fqn = target.fqn if target is not None else name
-        found.append(_Stored(fqn, file, info, target))
+        if name in targets:
+            found.append(_Stored(targets[name].fqn, info, targets[name]))
     return found
 
 
 def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
-    nbytes: dict[str, int] = {}
+    nbytes: Counter[str] = Counter()
     for item in stored:
-        nbytes[item.dtype] = nbytes.get(item.dtype, 0) + item.info.nbytes
+        nbytes[item.dtype] += item.info.nbytes
     config = model.config()
     most = max(nbytes, key=lambda dtype: nbytes[dtype])
     if most in _DTYPES:
@@ -205,15 +192,12 @@ def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) 
 
 
 def _described(
-    source: Path,
-    stored: list[_Stored],
-    config: Mapping[str, Any] | None,
-    model: GgufModel | None,
+    source: Path, stored: list[_Stored], config: Mapping[str, Any], model: GgufModel | None
 ) -> tuple[dict[str, Tensor], Path | None]:
     """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
     decoded = [item for item in stored if item.is_decoded]
-    directory = None
-    if decoded or config is not None:
+    directory = source.parent
+    if decoded or config:
         # numpy is imported only where something is decoded: listing files has to be fast.
         from automodel_ckpt.convert.formats.gguf.decoding import decoded_blocks, require_library
 
@@ -223,29 +207,25 @@ def _described(
 
         def decode(target: Path) -> None:
             (target / _METADATA).mkdir()
-            if config is not None:
+            if config:
                 text = json.dumps(config, indent=2)
                 (target / _METADATA / "config.json").write_text(text + "\n")
             with open(target / _VALUES, "wb") as file:
                 for item in decoded:
-                    for block in decoded_blocks(item.file, item.info, item.target, head_dim):
+                    for block in decoded_blocks(source, item.info, item.target, head_dim):
                         file.write(block)
 
         directory = decoded_directory(source, _VARIANT, decode)
     tensors: dict[str, Tensor] = {}
     at = 0
     for item in stored:
-        file, start = item.file, item.info.start
+        file, start = source, item.info.start
         if item.is_decoded:
-            assert directory is not None, "there are decoded tensors"
             file, start = directory / _VALUES, at
             at += nbytes_of(item.dtype, item.info.shape)
         name = str(file.relative_to("/"))
         tensors[item.fqn] = whole_tensor(item.fqn, item.dtype, item.info.shape, name, start)
-    side_files = None
-    if directory is not None and config is not None:
-        side_files = directory / _METADATA
-    return tensors, side_files
+    return tensors, directory / _METADATA if config else None
 
 
 def _read(path: Path) -> tuple[Path, GgufHeader]:

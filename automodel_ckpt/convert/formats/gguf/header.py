@@ -17,8 +17,9 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.gguf.kinds import BY_NUMBER, Kind
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -35,6 +36,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 16
 # An array of strings of at most this many is kept; others are counted.
 _MAX_KEPT = 64
+_HINT = "download the file again, or convert it with llama.cpp"
 
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -51,10 +53,6 @@ _SCALARS: Mapping[int, struct.Struct] = {
     12: struct.Struct("<d"),
 }
 """The types of values in the metadata that have a fixed size, by number."""
-
-
-class HeaderFault(Exception):
-    """A header that cannot be used, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,47 +87,39 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises :class:`CheckpointUnusable` for a file that is not GGUF, is truncated, or contradicts itself.
     """
-    try:
+    with faults_of(path, "this GGUF file is damaged, or cannot be read", _HINT):
         descriptor = open_regular(path)
         try:
-            size = os.fstat(descriptor).st_size
-            if size < len(MAGIC):
-                raise HeaderFault("the file is empty")
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-                return _Parser(content, size).header()
+                return _Parser(content).header()
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise _unusable("this GGUF file cannot be read", path, error.strerror) from error
-    except HeaderFault as error:
-        raise _unusable("this GGUF file is damaged or not supported", path, error) from error
 
 
 class _Parser:
-    """Reads a header from front to back. Each method raises :class:`HeaderFault` at the first contradiction."""
+    """Reads a header from front to back. Each method raises :class:`Fault` at the first contradiction."""
 
-    def __init__(self, content: mmap.mmap, size: int) -> None:
+    def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        self._size = size
         self._at = 0
         self._num_elements = 0
         self._text_bytes = 0
 
     def header(self) -> GgufHeader:
         if self._bytes(4) != MAGIC:
-            raise HeaderFault("it does not begin with GGUF")
+            raise Fault("it does not begin with GGUF")
         version = self._number(4)
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:
-                raise HeaderFault("it is big-endian")
-            raise HeaderFault(f"its version is {version}, and versions 2 and 3 are read")
+                raise Fault("it is big-endian")
+            raise Fault(f"its version is {version}, and versions 2 and 3 are read")
         num_tensors = self._count(_MAX_TENSORS, "tensors")
         num_keys = self._count(_MAX_KEYS, "keys")
         values: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string(_MAX_STRING)
             if key in values:
-                raise HeaderFault(f"the key {key[:100]!r} occurs twice")
+                raise Fault(f"the key {key[:100]!r} occurs twice")
             values[key] = self._value()
         places = [self._tensor_place() for _ in range(num_tensors)]
         return GgufHeader(version, values, self._tensors(places, _alignment(values)))
@@ -138,19 +128,19 @@ class _Parser:
         """Return name, type, row-major shape and the offset in the data section."""
         name = self._string(_MAX_STRING)
         if len(name.encode()) >= _MAX_NAME or not name.isprintable():
-            raise HeaderFault(f"the name {name[:100]!r} cannot be that of a tensor")
+            raise Fault(f"the name {name[:100]!r} cannot be that of a tensor")
         num_dimensions = self._number(4)
         if num_dimensions > _MAX_DIMENSIONS:
-            raise HeaderFault(f"the tensor {name!r} has {num_dimensions} dimensions")
+            raise Fault(f"the tensor {name!r} has {num_dimensions} dimensions")
         # The file has the innermost dimension first.
         shape = tuple(self._number(8) for _ in range(num_dimensions))[::-1]
         number = self._number(4)
         kind = BY_NUMBER.get(number)
         if kind is None:
-            raise HeaderFault(f"the tensor {name!r} has the type {number}, which is not read")
+            raise Fault(f"the tensor {name!r} has the type {number}, which is not read")
         fault = shape_fault(shape)
         if fault:
-            raise HeaderFault(f"the tensor {name!r}: {fault}")
+            raise Fault(f"the tensor {name!r}: {fault}")
         return name, kind, shape, self._number(8)
 
     def _tensors(
@@ -162,17 +152,17 @@ class _Parser:
         tensors: dict[str, TensorInfo] = {}
         for name, kind, shape, offset in places:
             if name in tensors:
-                raise HeaderFault(f"the tensor {name!r} occurs twice")
+                raise Fault(f"the tensor {name!r} occurs twice")
             row = shape[-1] if shape else 1
             if row % kind.block_size:
-                raise HeaderFault(f"the rows of {name!r} are not whole blocks of {kind.name}")
+                raise Fault(f"the rows of {name!r} are not whole blocks of {kind.name}")
             nbytes = math.prod(shape) // kind.block_size * kind.block_bytes
             # Programs write them without gaps, and llama.cpp accepts no other files.
             if offset != expected:
-                raise HeaderFault(f"the tensor {name!r} begins at {offset}, not at {expected}")
+                raise Fault(f"the tensor {name!r} begins at {offset}, not at {expected}")
             start = data + offset
-            if start + nbytes > self._size:
-                raise HeaderFault(f"the tensor {name!r} ends at {start + nbytes} of {self._size}")
+            if start + nbytes > len(self._content):
+                raise Fault(f"the tensor {name!r} ends at {start + nbytes} of {len(self._content)}")
             tensors[name] = TensorInfo(name, kind, shape, start, nbytes)
             expected = -(-(offset + nbytes) // alignment) * alignment
         return tensors
@@ -190,7 +180,7 @@ class _Parser:
         length = self._count(_MAX_ELEMENTS, "elements of an array")
         self._num_elements += length
         if self._num_elements > _MAX_ELEMENTS:
-            raise HeaderFault(f"its arrays have more than {_MAX_ELEMENTS} elements")
+            raise Fault(f"its arrays have more than {_MAX_ELEMENTS} elements")
         is_kept = length <= _MAX_KEPT
         if kind == _STRING:
             if is_kept:
@@ -200,7 +190,7 @@ class _Parser:
             return ArrayOf(length)
         scalar = _SCALARS.get(kind)
         if scalar is None:
-            raise HeaderFault(f"an array has elements of the type {kind}")
+            raise Fault(f"an array has elements of the type {kind}")
         if is_kept:
             return [self._scalar(kind) for _ in range(length)]
         self._skip(length * scalar.size)
@@ -209,7 +199,7 @@ class _Parser:
     def _scalar(self, kind: int) -> Any:
         scalar = _SCALARS.get(kind)
         if scalar is None:
-            raise HeaderFault(f"a value has the unknown type {kind}")
+            raise Fault(f"a value has the unknown type {kind}")
         value = scalar.unpack(self._bytes(scalar.size))[0]
         return _shortest(value, scalar) if kind == _FLOAT else value
 
@@ -217,16 +207,16 @@ class _Parser:
         length = self._number(8)
         self._text_bytes += length
         if length > limit or self._text_bytes > _MAX_TEXT:
-            raise HeaderFault(f"a text of {length} bytes")
+            raise Fault(f"a text of {length} bytes")
         try:
             return self._bytes(length).decode()
         except UnicodeDecodeError as error:
-            raise HeaderFault("a text is not valid UTF-8") from error
+            raise Fault("a text is not valid UTF-8") from error
 
     def _count(self, limit: int, what: str) -> int:
         count = self._number(8)
         if count > limit:
-            raise HeaderFault(f"{count} {what}, and at most {limit} are read")
+            raise Fault(f"{count} {what}, and at most {limit} are read")
         return count
 
     def _number(self, nbytes: int) -> int:
@@ -238,8 +228,8 @@ class _Parser:
         return self._content[begin : self._at]
 
     def _skip(self, nbytes: int) -> None:
-        if nbytes > self._size - self._at:
-            raise HeaderFault("it ends within its header")
+        if nbytes > len(self._content) - self._at:
+            raise Fault("it ends within its header")
         self._at += nbytes
 
 
@@ -257,14 +247,5 @@ def _alignment(values: Mapping[str, Any]) -> int:
     found = values.get("general.alignment", _DEFAULT_ALIGNMENT)
     is_power = type(found) is int and 0 < found <= _MAX_ALIGNMENT and found & (found - 1) == 0
     if not is_power:
-        raise HeaderFault(f"general.alignment is {found!r:.50}, not a power of two")
+        raise Fault(f"general.alignment is {found!r:.50}, not a power of two")
     return int(found)
-
-
-def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what,
-        where=str(path),
-        value=value,
-        hint="download the file again, or convert it with llama.cpp",
-    )

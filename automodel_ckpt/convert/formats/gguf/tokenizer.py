@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.convert.formats.gguf import sentencepiece
@@ -34,7 +34,7 @@ class GgufTokenizer:
     """The keys of a tokenizer, and in *warnings* where llama.cpp may split text in another way."""
 
     keys: list[KeyValue]
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
 
 def convert_tokenizer(
@@ -83,9 +83,9 @@ def _converted(
     merges = _merges(model, where)
     if model.get("byte_fallback"):
         normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
-        found = sentencepiece.convert(model, normalizers, steps, merges, tokens, types, where)
-        keys, warnings = found.keys, found.warnings
-        tokens, types = found.tokens, found.types
+        keys, warnings = sentencepiece.convert(
+            model, normalizers, steps, merges, tokens, types, where
+        )
     else:
         keys, warnings = _byte_level(tokenizer, model, steps, merges, where)
     if len(set(tokens)) != len(tokens):
@@ -157,11 +157,8 @@ def _byte_level(
         )
         warnings = (decomposed,)
     elif tokenizer.get("normalizer") is not None:
-        raise not_convertible(
-            "this tokenizer changes the text before splitting it",
-            where,
-            f"normalizer: {kinds!r:.100}",
-        )
+        what = "this tokenizer changes the text before splitting it"
+        raise not_convertible(what, where, f"normalizer: {kinds!r:.100}")
     ignore_merges = bool(model.get("ignore_merges"))
     pre = find_pre_tokenizer(steps, ignore_merges=ignore_merges)
     if pre is None:
@@ -220,16 +217,11 @@ def _merges(model: Mapping[str, Any], where: str) -> list[str]:
     found = []
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not _is_pair(pair):
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(token, str) and " " not in token for token in pair):
             raise not_convertible("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
-
-
-def _is_pair(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return all(isinstance(token, str) and " " not in token for token in value)
 
 
 def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
@@ -250,33 +242,28 @@ def _added(
 
     *post* is the post_processor of tokenizer.json. Raises :class:`CheckpointUnusable` if it adds any other token.
     """
-    templates: list[Mapping[str, Any]] = []
+    parts: list[int | None] = []
+    num_templates = 0
     has_others = False
     for step in _steps(post, "processors"):
         if step.get("type") == "TemplateProcessing":
-            templates.append(step)
+            num_templates += 1
+            parts += [_part(part, ids) for part in step.get("single") or []]
         elif step and step.get("type") != "ByteLevel":
             has_others = True
-    parts: list[int | None] = []
-    for template in templates:
-        for part in template.get("single") or []:
-            parts.append(_part(part, ids))
-    before: list[int | None] = []
-    after: list[int | None] = []
-    if None in parts:
-        text = parts.index(None)
-        before, after = parts[:text], parts[text + 1 :]
-    elif parts:
+    # None is the text itself. -1 is no token's id: without such a token, no template can add it.
+    bos, eos = special.get("bos", -1), special.get("eos", -1)
+    before = parts[:1] == [bos]
+    after = parts[-1:] == [eos] and len(parts) > 1
+    if parts and parts != [*[bos] * before, None, *[eos] * after]:
         has_others = True
-    # -1 is no token's id: without such a token, no template can add it.
-    bos, eos = [special.get("bos", -1)], [special.get("eos", -1)]
-    if has_others or len(templates) > 1 or before not in ([], bos) or after not in ([], eos):
+    if has_others or num_templates > 1:
         raise not_convertible(
             "this tokenizer adds other tokens than one for the beginning and the end",
             where,
             "post_processor",
         )
-    return before == bos, after == eos
+    return before, after
 
 
 def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
