@@ -23,7 +23,12 @@ from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
-from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
+from automodel_ckpt.convert.names.tensorrt_llm import (
+    DividedTensor,
+    HeadsOfRank,
+    divided_tensors,
+    heads_of_rank,
+)
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -111,7 +116,7 @@ class _Model:
             text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
             raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
         self._heads: HeadsOfRank = heads
-        self.rules = list(rules(self._dimensions.num_layers))
+        self.rules = list(divided_tensors(self._dimensions))
         self._check_names()
         # The digests of each stored tensor are compared once, not for every rank.
         self._checked: set[str] = set()
@@ -142,7 +147,9 @@ class _Model:
             raise self._unusable("a tensor is not of a floating-point dtype", text)
         return stored
 
-    def _rank_tensor(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
+    def _rank_tensor(
+        self, rule: DividedTensor, sources: Sequence[Tensor], rank: int
+    ) -> _RankTensor:
         first = sources[0]
         if rule.division == "equal":
             return _RankTensor(rule.name, first.shape, ((first, first.box),))
@@ -167,7 +174,7 @@ class _Model:
             return _RankTensor(rule.name, box.sizes, ((first, box),))
         return self._fused(rule, sources, rank)
 
-    def _fused(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
+    def _fused(self, rule: DividedTensor, sources: Sequence[Tensor], rank: int) -> _RankTensor:
         """Return a rank's queries, keys and values as one tensor."""
         heads = self._heads
         num_groups = self._dimensions.num_query_groups

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import first_bytes
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.gguf.header import (
+    F32,
     MAGIC,
     GgufHeader,
     TensorInfo,
     read_gguf_header,
 )
-from automodel_ckpt.convert.formats.gguf.kinds import F32
 from automodel_ckpt.convert.formats.gguf.model import (
     GgufModel,
     GgufTensor,
@@ -135,16 +135,13 @@ def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
         factors = _factors(path, infos.get(_FACTORS))
         model = model_of_metadata(header.values, shapes, factors, str(path))
     except CheckpointUnusable as error:
-        problem = error.problems[0]
-        return None, f"{problem.what} ({problem.value})"
+        return None, f"{error.problems[0].what} ({error.problems[0].value})"
     # First: a number of layers can be of any size, and every layer takes memory.
     fault = layers_fault(model.num_layers, shapes)
     if fault is None:
         shapes.pop(_FACTORS, None)
         fault = name_faults({tensor.name: tensor.shape for tensor in model.tensors()}, shapes)
-    if fault is not None:
-        return None, fault
-    return model, ""
+    return (None, fault) if fault is not None else (model, "")
 
 
 def _factors(path: Path, info: TensorInfo | None) -> list[float]:
@@ -152,12 +149,8 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
     if info is None:
         return []
     if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
-        raise CheckpointUnusable(
-            "the divisors of frequencies are not a vector of F32",
-            where=str(path),
-            value=_FACTORS,
-            hint="convert the file again",
-        )
+        what = "the divisors of frequencies are not a vector of F32"
+        raise unusable(what, path, _FACTORS, "convert the file again")
     with open(path, "rb") as file:
         file.seek(info.start)
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
@@ -235,10 +228,10 @@ def _read(path: Path) -> tuple[Path, GgufHeader]:
     # Source: llama.cpp, tools/gguf-split.
     count = header.values.get("split.count", 1)
     if count not in (0, 1):
-        raise CheckpointUnusable(
+        raise unusable(
             "this file is a part of a model in several GGUF files",
-            where=str(path),
-            value=f"split.count {count!r:.20}",
-            hint="join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUT.gguf",
+            path,
+            f"split.count {count!r:.20}",
+            "join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUT.gguf",
         )
     return real, header

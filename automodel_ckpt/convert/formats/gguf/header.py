@@ -1,6 +1,7 @@
 """The header of a GGUF file: metadata and the places of tensors. It is not trusted: sizes are limited and validated.
 
-Source: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Numbers are little-endian.
+Source: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), and for the types of tensors
+``enum ggml_type`` of ggml and ``enum llama_ftype`` of llama.cpp. Numbers are little-endian.
 The library ``gguf`` is not used here: it allocates what a header claims.
 """
 
@@ -18,7 +19,6 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.convert.formats.gguf.kinds import BY_NUMBER, Kind
 from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 
 MAGIC = b"GGUF"
@@ -37,6 +37,57 @@ _MAX_ALIGNMENT = 1 << 16
 # An array of strings of at most this many is kept; others are counted.
 _MAX_KEPT = 64
 _HINT = "download the file again, or convert it with llama.cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of tensor: its *number* in files, and *block_bytes* for each *block_size* elements of a row.
+
+    *dtype* is the safetensors dtype of the same bytes; None for quantized tensors. *file_type* is the number of a file
+    that mostly has tensors of this type; None for types that this program does not write.
+    """
+
+    name: str
+    number: int
+    block_size: int
+    block_bytes: int
+    dtype: str | None = None
+    file_type: int | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is None
+
+
+F32 = Kind("F32", 0, 1, 4, "F32", 0)
+F16 = Kind("F16", 1, 1, 2, "F16", 1)
+BF16 = Kind("BF16", 30, 1, 2, "BF16", 32)
+Q8_0 = Kind("Q8_0", 8, 32, 34, None, 7)
+_KINDS = (
+    F32,
+    F16,
+    BF16,
+    Kind("F64", 28, 1, 8, "F64"),
+    Q8_0,
+    Kind("Q4_0", 2, 32, 18, None, 2),
+    Kind("Q4_1", 3, 32, 20, None, 3),
+    Kind("Q5_0", 6, 32, 22, None, 8),
+    Kind("Q5_1", 7, 32, 24, None, 9),
+    # Read only: the library gguf dequantizes them, and does not quantize them.
+    Kind("Q2_K", 10, 256, 84),
+    Kind("Q3_K", 11, 256, 110),
+    Kind("Q4_K", 12, 256, 144),
+    Kind("Q5_K", 13, 256, 176),
+    Kind("Q6_K", 14, 256, 210),
+    Kind("IQ4_NL", 20, 32, 18),
+    Kind("IQ4_XS", 23, 256, 136),
+)
+BY_NUMBER: Mapping[int, Kind] = {kind.number: kind for kind in _KINDS}
+"""The types that are read, by their number in files."""
+WRITABLE: Mapping[str, Kind] = {kind.name: kind for kind in _KINDS if kind.file_type is not None}
+"""The types that ``ckpt export --to gguf --type`` accepts, by name."""
+QUANTIZATION_VERSION = 2
+"""The version of the block layouts, ``general.quantization_version`` (``GGML_QNT_VERSION`` of ggml)."""
 
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -117,16 +168,16 @@ class _Parser:
         num_keys = self._count(_MAX_KEYS, "keys")
         values: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self._string(_MAX_STRING)
+            key = self._string()
             if key in values:
                 raise Fault(f"the key {key[:100]!r} occurs twice")
-            values[key] = self._value()
+            values[key] = self._value(self._number(4))
         places = [self._tensor_place() for _ in range(num_tensors)]
         return GgufHeader(version, values, self._tensors(places, _alignment(values)))
 
     def _tensor_place(self) -> tuple[str, Kind, tuple[int, ...], int]:
         """Return name, type, row-major shape and the offset in the data section."""
-        name = self._string(_MAX_STRING)
+        name = self._string()
         if len(name.encode()) >= _MAX_NAME or not name.isprintable():
             raise Fault(f"the name {name[:100]!r} cannot be that of a tensor")
         num_dimensions = self._number(4)
@@ -167,13 +218,16 @@ class _Parser:
             expected = -(-(offset + nbytes) // alignment) * alignment
         return tensors
 
-    def _value(self) -> Any:
-        kind = self._number(4)
+    def _value(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string(_MAX_STRING)
+            return self._string()
         if kind == _ARRAY:
             return self._array()
-        return self._scalar(kind)
+        scalar = _SCALARS.get(kind)
+        if scalar is None:
+            raise Fault(f"a value has the unknown type {kind}")
+        value = scalar.unpack(self._bytes(scalar.size))[0]
+        return _shortest(value, scalar) if kind == _FLOAT else value
 
     def _array(self) -> Any:
         kind = self._number(4)
@@ -181,32 +235,23 @@ class _Parser:
         self._num_elements += length
         if self._num_elements > _MAX_ELEMENTS:
             raise Fault(f"its arrays have more than {_MAX_ELEMENTS} elements")
-        is_kept = length <= _MAX_KEPT
-        if kind == _STRING:
-            if is_kept:
-                return [self._string(_MAX_STRING) for _ in range(length)]
+        if kind == _ARRAY:
+            raise Fault("an array has elements that are arrays")
+        if length <= _MAX_KEPT:
+            return [self._value(kind) for _ in range(length)]
+        if kind in _SCALARS:
+            self._skip(length * _SCALARS[kind].size)
+        elif kind == _STRING:
             for _ in range(length):
                 self._skip(self._number(8))
-            return ArrayOf(length)
-        scalar = _SCALARS.get(kind)
-        if scalar is None:
+        else:
             raise Fault(f"an array has elements of the type {kind}")
-        if is_kept:
-            return [self._scalar(kind) for _ in range(length)]
-        self._skip(length * scalar.size)
         return ArrayOf(length)
 
-    def _scalar(self, kind: int) -> Any:
-        scalar = _SCALARS.get(kind)
-        if scalar is None:
-            raise Fault(f"a value has the unknown type {kind}")
-        value = scalar.unpack(self._bytes(scalar.size))[0]
-        return _shortest(value, scalar) if kind == _FLOAT else value
-
-    def _string(self, limit: int) -> str:
+    def _string(self) -> str:
         length = self._number(8)
         self._text_bytes += length
-        if length > limit or self._text_bytes > _MAX_TEXT:
+        if length > _MAX_STRING or self._text_bytes > _MAX_TEXT:
             raise Fault(f"a text of {length} bytes")
         try:
             return self._bytes(length).decode()

@@ -147,8 +147,11 @@ def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
         expected = _attention_scale(architecture, numbers)
         scale = config.get("query_pre_attn_scalar", 256)
         if scale != expected:
-            value = f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}"
-            raise not_convertible("llama.cpp scales attention differently", where, value)
+            raise not_convertible(
+                "llama.cpp scales attention differently",
+                where,
+                f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}",
+            )
     is_tied = bool(config.get("tie_word_embeddings", architecture.tied_by_default))
     if architecture.must_be_tied and not is_tied:
         raise not_convertible(
@@ -201,25 +204,27 @@ def model_of_metadata(
 
 def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
     classes = config.get("architectures")
-    model_class = None
+    model_class = str(classes) if classes else None
     if isinstance(classes, list) and len(classes) == 1:
         model_class = classes[0]
-    elif classes:
-        model_class = str(classes)
     found = by_class(model_class, config.get("model_type"))
     if found is None:
         known = ", ".join(known.model_class for known in ARCHITECTURES)
         named = classes or config.get("model_type")
-        value = f"architectures: {named!r:.200} (known: {known})"
-        raise not_convertible("this architecture is not converted to GGUF", where, value)
+        raise not_convertible(
+            "this architecture is not converted to GGUF",
+            where,
+            f"architectures: {named!r:.200} (known: {known})",
+        )
     if "quantization_config" in config:
         raise not_convertible("quantized weights are not converted", where, "quantization_config")
     for key, setting in found.fixed.items():
         # null and false both mean that a feature is off.
         given = config.get(key, setting)
         if given != setting and (given or setting):
-            value = f"{key}: {given!r:.100}"
-            raise not_convertible(f"GGUF's {found.name} has no such variant", where, value)
+            raise not_convertible(
+                f"GGUF's {found.name} has no such variant", where, f"{key}: {given!r:.100}"
+            )
     return found
 
 
@@ -245,8 +250,9 @@ def _numbers(
         numbers[setting.config] = read(config, setting.config, where, default)
     kv_heads, head_dim = int(numbers["num_key_value_heads"]), int(numbers["head_dim"])
     if head_dim % 2 or heads % kv_heads:
-        value = f"{heads}, {kv_heads} of {head_dim}"
-        raise not_convertible("these attention heads do not fit together", where, value)
+        raise not_convertible(
+            "these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}"
+        )
     return numbers
 
 
@@ -268,8 +274,11 @@ def _check_rotation(config: Mapping[str, Any], architecture: Architecture, where
         # 1 means that the layer has rotary positions, despite the name of the key.
         is_equal &= flag == int((number + 1) % period != 0)
     if not is_equal:
-        value = f"no_rope_layers: {flags!r:.100}, no_rope_layer_interval: {interval!r:.50}"
-        raise not_convertible("llama.cpp rotates other layers", where, value)
+        raise not_convertible(
+            "llama.cpp rotates other layers",
+            where,
+            f"no_rope_layers: {flags!r:.100}, no_rope_layer_interval: {interval!r:.50}",
+        )
 
 
 def _context_limit(
@@ -290,8 +299,11 @@ def _context_limit(
         for number, layer_type in enumerate(given[:num_layers]):
             expected = "sliding_attention" if (number + 1) % period else "full_attention"
             if layer_type != expected:
-                value = f"layer_types[{number}]: {layer_type!r:.50}"
-                raise not_convertible("llama.cpp has full attention in other layers", where, value)
+                raise not_convertible(
+                    "llama.cpp has full attention in other layers",
+                    where,
+                    f"layer_types[{number}]: {layer_type!r:.50}",
+                )
         return None
     if isinstance(types, list):
         slides = "sliding_attention" in types
@@ -322,11 +334,9 @@ def name_faults(
     expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
 ) -> str | None:
     """Return a text if the tensors that were *found* (name to shape) are not the *expected* ones, or None."""
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
+    if missing := sorted(expected.keys() - found.keys()):
         return f"missing: {missing[:3]}"
-    extra = sorted(found.keys() - expected.keys())
-    if extra:
+    if extra := sorted(found.keys() - expected.keys()):
         return f"not in this architecture: {extra[:3]}"
     for fqn, shape in expected.items():
         if tuple(found[fqn]) != tuple(shape):

@@ -149,8 +149,11 @@ def _scaling(
         number = positive_number(settings, name, where, defaults.get(name))
         scaling[name] = int(number) if name == _LENGTH else number
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        value = "low_freq_factor is not below high_freq_factor"
-        raise not_convertible("config.json holds no usable value", where, value)
+        raise not_convertible(
+            "config.json holds no usable value",
+            where,
+            "low_freq_factor is not below high_freq_factor",
+        )
     return scaling
 
 

@@ -11,6 +11,7 @@ Source: llama.cpp's ``llm_tokenizer_spm_session`` in ``src/llama-vocab.cpp``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,28 +42,20 @@ def convert(
     :class:`CheckpointUnusable` for a tokenizer that llama.cpp would not follow.
     """
     if model.get("ignore_merges"):
-        raise not_convertible(
-            "this tokenizer merges words otherwise than llama.cpp's of its kind",
-            where,
-            "ignore_merges",
-        )
+        what = "this tokenizer merges words otherwise than llama.cpp's of its kind"
+        raise not_convertible(what, where, "ignore_merges")
     bytes_of_text = {f"<0x{byte:02X}>": None for byte in range(256)}
     missing = [byte for byte in bytes_of_text if byte not in model["vocab"]]
     if missing:
         raise not_convertible("a token for a byte is missing", where, missing[0])
     prefix, warnings = _space_prefix(normalizers, steps, where)
     deviating = _deviations(model["vocab"], merges)
-    if len(deviating) > _MAX_DEVIATING * len(model["vocab"]):
-        raise not_convertible(
-            "the merges are not those of scores, which llama.cpp needs",
-            where,
-            f"{counted(len(deviating), 'token')}, for example {deviating[0]!r:.80}",
-        )
     if deviating:
-        warnings = (
-            *warnings,
-            f"llama.cpp may split text with {counted(len(deviating), 'token')} otherwise, such as {deviating[0]!r:.80}",
-        )
+        example = f"{counted(len(deviating), 'token')}, for example {deviating[0]!r:.80}"
+        if len(deviating) > _MAX_DEVIATING * len(model["vocab"]):
+            what = "the merges are not those of scores, which llama.cpp needs"
+            raise not_convertible(what, where, example)
+        warnings = (*warnings, f"llama.cpp may split text otherwise with {example}")
     keys: list[KeyValue] = [
         ("tokenizer.ggml.model", "string", "llama"),
         ("tokenizer.ggml.pre", "string", "default"),
@@ -89,7 +82,8 @@ def _space_prefix(
     if kinds and normalizers[-1] == _SPACES_REPLACED:
         prepended = kinds[:-1] == ["Prepend"] and normalizers[0].get("prepend") == SPACE
         # Splits at spaces find none after the normalizer.
-        if (prepended or len(kinds) == 1) and (not steps or _is_split_at_space(steps)):
+        splits_at_space = step_kinds == ["Split"] and steps[0].get("pattern") == {"String": " "}
+        if (prepended or len(kinds) == 1) and (not steps or splits_at_space):
             return prepended, ()
     if not kinds and step_kinds == ["Metaspace"] and not steps[0].get("split"):
         scheme = steps[0].get("prepend_scheme", "always")
@@ -99,21 +93,12 @@ def _space_prefix(
             differs = "text that begins with a space"
             if scheme == "first":
                 differs += ", or follows a special token,"
-            return True, (
-                f"llama.cpp puts a space in front of {differs} where the tokenizer does not",
-            )
+            warning = f"llama.cpp puts a space in front of {differs} where the tokenizer does not"
+            return True, (warning,)
     raise not_convertible(
         "this tokenizer changes the text before splitting it",
         where,
         f"normalizer: {kinds!r:.100}, pre_tokenizer: {step_kinds!r:.100}",
-    )
-
-
-def _is_split_at_space(steps: Sequence[Mapping[str, Any]]) -> bool:
-    return (
-        len(steps) == 1
-        and steps[0].get("type") == "Split"
-        and steps[0].get("pattern") == {"String": " "}
     )
 
 
@@ -133,18 +118,18 @@ def _scores(merges: Sequence[str], tokens: Sequence[str], types: Sequence[int]) 
 
 def _deviations(vocab: Mapping[str, int], merges: Sequence[str]) -> list[str]:
     """Return the tokens that scores could make of other pairs, or at another time, than the *merges*."""
-    known: dict[str, int] = {}
+    known: Counter[str] = Counter()
     found: dict[str, None] = {}
     last = None
     for merge in merges:
         token = merge.replace(" ", "")
         if token in known and token != last:
             found[token] = None
-        known[token] = known.get(token, 0) + 1
+        known[token] += 1
         last = token
     for token in vocab:
         cuts = range(1, len(token))
         num_pairs = sum(1 for cut in cuts if token[:cut] in vocab and token[cut:] in vocab)
-        if num_pairs != known.get(token, 0):
+        if num_pairs != known[token]:
             found[token] = None
     return list(found)

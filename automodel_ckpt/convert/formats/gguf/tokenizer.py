@@ -59,11 +59,15 @@ def convert_tokenizer(
         json.dumps([tokenizer, settings, template], ensure_ascii=False).encode()
         return _converted(tokenizer, settings, vocab_size, where, template, ends)
     except UnicodeEncodeError as error:
-        what = "a text in the tokenizer's files is not valid Unicode"
-        raise not_convertible(what, where, ascii(error.object[error.start : error.end])) from None
+        raise not_convertible(
+            "a text in the tokenizer's files is not valid Unicode",
+            where,
+            ascii(error.object[error.start : error.end]),
+        ) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another structure
-        what = "this is not a tokenizer of Hugging Face's"
-        raise not_convertible(what, where, repr(error)[:200]) from error
+        raise not_convertible(
+            "this is not a tokenizer of Hugging Face's", where, repr(error)[:200]
+        ) from error
 
 
 def _converted(
@@ -90,18 +94,17 @@ def _converted(
         keys, warnings = _byte_level(tokenizer, model, steps, merges, where)
     if len(set(tokens)) != len(tokens):
         raise not_convertible("two tokens have the same text", where, "model.vocab")
+    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
     keys += [
         ("tokenizer.ggml.tokens", "array", tokens),
         ("tokenizer.ggml.token_type", "array", types),
+        *((f"tokenizer.ggml.{name}_token_id", "uint32", index) for name, index in special.items()),
+        ("tokenizer.ggml.add_bos_token", "bool", begins),
+        ("tokenizer.ggml.add_eos_token", "bool", adds_end),
     ]
-    for name, index in special.items():
-        keys.append((f"tokenizer.ggml.{name}_token_id", "uint32", index))
     turn_end = _end_of_turn(ends, tokens, special, template)
     if turn_end is not None:
         keys.append(("tokenizer.ggml.eot_token_id", "uint32", turn_end))
-    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
-    keys.append(("tokenizer.ggml.add_bos_token", "bool", begins))
-    keys.append(("tokenizer.ggml.add_eos_token", "bool", adds_end))
     if isinstance(template, str):
         keys.append(("tokenizer.chat_template", "string", template))
     if "eos" not in special:
@@ -133,11 +136,8 @@ def _check_model(model: Mapping[str, Any], where: str) -> None:
         )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise not_convertible(
-                "this tokenizer has what llama.cpp's lacks",
-                where,
-                f"model.{key}: {model[key]!r:.100}",
-            )
+            value = f"model.{key}: {model[key]!r:.100}"
+            raise not_convertible("this tokenizer has what llama.cpp's lacks", where, value)
 
 
 def _byte_level(
@@ -157,8 +157,11 @@ def _byte_level(
         )
         warnings = (decomposed,)
     elif tokenizer.get("normalizer") is not None:
-        what = "this tokenizer changes the text before splitting it"
-        raise not_convertible(what, where, f"normalizer: {kinds!r:.100}")
+        raise not_convertible(
+            "this tokenizer changes the text before splitting it",
+            where,
+            f"normalizer: {kinds!r:.100}",
+        )
     ignore_merges = bool(model.get("ignore_merges"))
     pre = find_pre_tokenizer(steps, ignore_merges=ignore_merges)
     if pre is None:
@@ -195,19 +198,15 @@ def _tokens(
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [_UNUSED] * vocab_size
     entries: list[tuple[Any, Any, int]] = []
-    for text, index in model["vocab"].items():
-        entries.append((text, index, _NORMAL))
+    entries += [(text, index, _NORMAL) for text, index in model["vocab"].items()]
+    # Added tokens come last: for an id that is in both lists, theirs is the type.
     for entry in tokenizer.get("added_tokens") or []:
         kind = _CONTROL if entry.get("special") else _USER_DEFINED
         entries.append((entry.get("content"), entry.get("id"), kind))
-    # Added tokens come last: for an id that is in both lists, theirs is the type.
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
-            raise not_convertible(
-                "a token has no place in the model's vocabulary",
-                where,
-                f"{text!r:.80}: {index!r:.40}",
-            )
+            value = f"{text!r:.80}: {index!r:.40}"
+            raise not_convertible("a token has no place in the model's vocabulary", where, value)
         tokens[index], types[index] = text, kind
     return tokens, types
 
