@@ -90,11 +90,11 @@ def check_no_links(root: Path, paths: Iterable[str]) -> None:
             raise unusable("a checkpoint contains a symbolic link", root / path, target)
 
 
-def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+def unusable(
+    what: str,
+    where: Path,
+    value: object,
+    hint: str = "take the files from another copy, or use another checkpoint",
+) -> CheckpointUnusable:
     """Return an error for a damaged file or directory *where*, with the *value* that shows the damage."""
-    return CheckpointUnusable(
-        what,
-        where=str(where),
-        value=value,
-        hint="take the files from another copy, or use another checkpoint",
-    )
+    return CheckpointUnusable(what, where=str(where), value=value, hint=hint)

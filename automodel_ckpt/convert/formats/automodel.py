@@ -98,10 +98,8 @@ class AutoModel(Format):
 
 
 def _weights_of(path: Path, follow_links: bool) -> Format | None:
-    for known in _WEIGHTS:
-        if known.detect(path / _MODEL, follow_links=follow_links):
-            return known
-    return None
+    path = path / _MODEL
+    return next((each for each in _WEIGHTS if each.detect(path, follow_links=follow_links)), None)
 
 
 def _counters(path: Path) -> Mapping[Any, Any]:
@@ -123,8 +121,6 @@ def _schedule(
     peak = state.get("max_lr") if state is not None else None
     if state is None or optimizer is None or type(peak) not in (int, float):
         return state
-    rates: list[float] = []
-    for group in optimizer.groups:
-        factor = group.options.get("lr_mult", 1.0)
-        rates.append(float(peak) * (factor if type(factor) in (int, float) else 1.0))  # type: ignore[arg-type]
-    return {**state, "base_lrs": rates}
+    factors = [group.options.get("lr_mult", 1.0) for group in optimizer.groups]
+    rates = [peak * (each if type(each) in (int, float) else 1.0) for each in factors]
+    return {**state, "base_lrs": list(map(float, rates))}

@@ -26,15 +26,18 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.deepspeed_files import (
-    FlatVector,
+    NOT_PRINTABLE,
     Partition,
     RankFiles,
     Shape,
     StateFile,
+    Vector,
     check_ranks,
     divided_error,
     is_tag_directory,
+    length_of,
     shapes_in,
+    slices_of,
 )
 from automodel_ckpt.convert.formats.files import UNCHECKED, names_in
 from automodel_ckpt.convert.formats.format import Counters, Format
@@ -122,11 +125,11 @@ def _tag_directory(path: Path) -> Path:
         raise unusable("this file does not name a directory beside it", path / pointer, tag[:200])
     directory = path / tag
     if directory.is_symlink() or not is_tag_directory(directory):
-        raise CheckpointUnusable(
+        raise unusable(
             "the directory that this file names has no files of DeepSpeed",
-            where=str(path / pointer),
-            value=tag,
-            hint="name the directory of another save, for example global_step100",
+            path / pointer,
+            tag,
+            "name the directory of another save, for example global_step100",
         )
     return directory
 
@@ -140,15 +143,22 @@ class _Model:
     def __init__(self, tag: Path) -> None:
         self._tag = tag
         self._files = RankFiles(tag)
-        self._states = StateFile(tag, self._files.model[0])
-        self._check_states()
+        self._states = states = StateFile(tag, self._files.model[0])
+        value = states.value
+        if not isinstance(value, dict) or "module" not in value:
+            raise unusable("this file has no states of a model", states.path, type(value).__name__)
+        # The model may be divided by more than ZeRO.
+        ranks = value.get("mp_world_size")
+        if type(ranks) is int and ranks > 1:
+            raise divided_error(states.path, "tensor parallelism", f"mp_world_size {ranks}")
+        if value.get("ds_autoep_layers"):
+            raise divided_error(states.path, "expert parallelism", "ds_autoep_layers")
         self._tensors: dict[str, Tensor] = {}
         self._notes = [UNCHECKED]
         self._omitted: list[str] = []
-        self._tied = self._states.mapping("shared_params")
+        self._tied = states.mapping("shared_params")
         if not all(map(is_text_name, self._tied.values())):
-            what = "a name of the model is not printable text"
-            raise unusable(what, self._states.path, "shared_params")
+            raise unusable(NOT_PRINTABLE, states.path, "shared_params")
         self._add_parameters()
         self._add_rest()
         self._add_texts()
@@ -176,40 +186,23 @@ class _Model:
             side_files=side_files,
         )
 
-    def _check_states(self) -> None:
-        """Raise :class:`CheckpointUnusable` if the model was divided by more than ZeRO, as far as its states show."""
-        states = self._states
-        if not isinstance(states.value, dict) or "module" not in states.value:
-            kind = type(states.value).__name__
-            raise unusable("this file has no states of a model", states.path, kind)
-        ranks = states.value.get("mp_world_size")
-        if type(ranks) is int and ranks > 1:
-            raise divided_error(states.path, "tensor parallelism", f"mp_world_size {ranks}")
-        if states.value.get("ds_autoep_layers"):
-            raise divided_error(states.path, "expert parallelism", "ds_autoep_layers")
-
     def _add_texts(self) -> None:
         value = self._states.value
         counters = [f"{key} {value[key]}" for key in _COUNTERS if type(value.get(key)) is int]
         if counters:
             self._omitted.append(f"counters ({', '.join(counters)})")
-        others = []
-        for key, item in value.items():
-            if (
-                key not in _MODEL_KEYS
-                and key not in _COUNTERS
-                and item is not None
-                and is_text_name(key)
-            ):
-                others.append(key[:40])
+        used = _MODEL_KEYS.union(_COUNTERS)
+        others = [
+            key[:40]
+            for key, item in value.items()
+            if key not in used and item is not None and is_text_name(key)
+        ]
         if others:
             self._omitted.append(f"other entries ({', '.join(others[:_MAX_LISTED])})")
         if self._omitted:
             self._notes.append(f"left out: {', '.join(self._omitted)}")
 
-    def _add(
-        self, fqn: str, shape: Shape, vectors: Sequence[FlatVector], position: int, dtype: str
-    ) -> None:
+    def _add(self, fqn: str, shape: Shape, vectors: Sequence[Vector], position: int) -> None:
         """Add a parameter that is divided evenly among *vectors*, in each from *position* on.
 
         The end of the last parts is padding.
@@ -220,30 +213,51 @@ class _Model:
         for rank, vector in enumerate(vectors):
             first = min(rank * share, num_elements)
             last = min(first + share, num_elements)
-            if position + share > vector.num_elements:
-                what = f"the ranks' parts do not have the size of the parameter {fqn!r}"
-                raise unusable(what, self._tag, f"{vector.num_elements} elements")
-            slices.extend(vector.slices(fqn, shape, range(first, last), position))
-        self._add_tensor(Tensor(fqn, dtype, shape, tuple(slices)))
+            if position + share > length_of(vector):
+                raise unusable(
+                    f"the ranks' parts do not have the size of the parameter {fqn!r}",
+                    self._tag,
+                    f"{length_of(vector)} elements",
+                )
+            slices.extend(slices_of(vector, fqn, shape, range(first, last), position))
+        self._add_tensor(Tensor(fqn, vectors[0][0].dtype, shape, tuple(slices)))
+
+    def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[StateFile, Any]]) -> None:
+        """Add a parameter of which each file has a flat part, or one file a tensor of its shape."""
+        file, view = parts[0]
+        if len(parts) == 1 and isinstance(view, StoredView) and view.shape == shape:
+            self._add_tensor(file.tensor(fqn, view))
+            return
+        what = f"the part of the parameter {fqn!r}"
+        segments = [file.segment(what, view) for file, view in parts]
+        share = -(-math.prod(shape) // len(segments))
+        if any((each.dtype, each.length) != (segments[0].dtype, share) for each in segments):
+            raise unusable(
+                f"the parts of the parameter {fqn!r} do not have its size, or several dtypes",
+                file.path,
+                f"{len(segments)} parts of {list(shape)}",
+            )
+        self._add(fqn, shape, [[segment] for segment in segments], 0)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         fault = tiling_fault([stored.box for stored in tensor.slices], tensor.shape)
         if tensor.fqn in self._tensors:
             fault = "it is stored twice"
         if fault:
-            what = f"the slices of the parameter {tensor.fqn!r} do not make it up"
-            raise unusable(what, self._tag, fault)
+            raise unusable(
+                f"the slices of the parameter {tensor.fqn!r} do not make it up", self._tag, fault
+            )
         self._tensors[tensor.fqn] = tensor
 
     def _add_parameters(self) -> None:
         """Add the parameters that the optimizer trains: the master weights, if there are files with them."""
         shapes = self._states.value.get("param_shapes")
-        num_model_files = len(self._files.model)
-        if (self._tag / _ZERO).is_dir() and not (self._tag / _ZERO).is_symlink():
-            self._add_universal(self._groups(shapes))
+        zero = self._tag / _ZERO
+        if zero.is_dir() and not zero.is_symlink():
+            self._add_universal(zero, self._groups(shapes))
             self._notes.append("the weights are the float32 weights of a universal checkpoint")
             self._omitted.append("optimizer state (moments, steps) of each parameter")
-            self._add_frozen(num_model_files)
+            self._add_frozen(len(self._files.model))
             return
         num_ranks = len(self._files.optimizer)
         if num_ranks and shapes is not None:
@@ -253,11 +267,11 @@ class _Model:
                 f"the weights are the optimizer's master weights, from the files of {counted(num_ranks, 'rank')}"
             )
         elif self._files.is_partitioned:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the files with the parameters are missing: with ZeRO stage 3, only they have them",
-                where=str(self._tag),
-                value="no *_optim_states.pt",
-                hint="copy the files *_optim_states.pt of all ranks into this directory",
+                self._tag,
+                "no *_optim_states.pt",
+                "copy the files *_optim_states.pt of all ranks into this directory",
             )
         else:
             reason = "the run did not use ZeRO"
@@ -272,8 +286,9 @@ class _Model:
 
     def _groups(self, value: Any) -> list[dict[str, Shape]]:
         if not isinstance(value, (list, tuple)):
-            what = "the shapes of the parameters are missing"
-            raise unusable(what, self._states.path, "param_shapes")
+            raise unusable(
+                "the shapes of the parameters are missing", self._states.path, "param_shapes"
+            )
         return [shapes_in(self._states, group) for group in value]
 
     def _add_partitions(self, groups: Sequence[dict[str, Shape]]) -> None:
@@ -282,76 +297,77 @@ class _Model:
         first = ranks[0]
         for rank in ranks:
             if rank.facts != first.facts:
-                what = "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes"
-                raise unusable(what, rank.path, f"as in {first.path.name}")
+                raise unusable(
+                    "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes",
+                    rank.path,
+                    f"as in {first.path.name}",
+                )
         check_ranks(self._files.optimizer, first.num_ranks, self._tag)
         stated = self._states.value.get("dp_world_size")
         # Ranks that share a sequence count as one there.
         if type(stated) is int and (stated < 1 or first.num_ranks % stated):
-            what = "the files of the optimizer's and the model's states are of different numbers of ranks"
-            raise unusable(what, self._tag, f"dp_world_size {stated}, not {first.num_ranks}")
+            raise unusable(
+                "the files of the optimizer's and the model's states are of different numbers of ranks",
+                self._tag,
+                f"dp_world_size {stated}, not {first.num_ranks}",
+            )
         if (first.stage == 3) != self._files.is_partitioned:
-            what = "the files of the optimizer's and the model's states are of different stages of ZeRO"
-            raise unusable(what, self._tag, f"stage {first.stage} in {first.path.name}")
+            raise unusable(
+                "the files of the optimizer's and the model's states are of different stages of ZeRO",
+                self._tag,
+                f"stage {first.stage} in {first.path.name}",
+            )
         if first.stage == 3:
             # All groups follow one another in each rank's part.
             merged = [(name, shape) for shapes in groups for name, shape in shapes.items()]
-            vectors = [FlatVector(rank.segments) for rank in ranks]
-            self._add_group(merged, vectors, [0] * len(merged), first.dtype)
+            self._add_group(merged, [rank.segments for rank in ranks], [0] * len(merged))
             return
         if len(groups) != len(first.segments):
-            what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
-            raise unusable(what, first.path, len(first.segments))
+            raise unusable(
+                f"the model has {len(groups)} groups of parameters, the optimizer another number",
+                first.path,
+                len(first.segments),
+            )
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
-            vector = FlatVector(rank.segments[index] for rank in ranks)
-            paddings = first.paddings(index, len(shapes))
-            self._add_group(list(shapes.items()), [vector], paddings, first.dtype)
+            vector = [rank.segments[index] for rank in ranks]
+            self._add_group(list(shapes.items()), [vector], first.paddings(index, len(shapes)))
 
     def _add_group(
         self,
         shapes: Sequence[tuple[str, Shape]],
-        vectors: Sequence[FlatVector],
+        vectors: Sequence[Vector],
         paddings: Sequence[int],
-        dtype: str,
     ) -> None:
         """Add parameters that follow one another in *vectors*, each with a *padding* after it."""
         position = 0
         for (fqn, shape), padding in zip(shapes, paddings, strict=True):
-            self._add(fqn, shape, vectors, position, dtype)
+            self._add(fqn, shape, vectors, position)
             position += -(-math.prod(shape) // len(vectors)) + padding
         # One vector is padded to twice the number of ranks, and that padding is stored only in part.
         unit = 2 * len(self._files.optimizer) if len(vectors) == 1 else 1
         for vector in vectors:
-            if vector.num_elements >= position + unit:
+            if length_of(vector) >= position + unit:
                 what = "the ranks' parts do not have the size of the parameters"
-                value = f"{vector.num_elements} elements, not {position}"
-                raise unusable(what, self._tag, value)
+                raise unusable(what, self._tag, f"{length_of(vector)} elements, not {position}")
 
-    def _add_universal(self, groups: Iterable[dict[str, Shape]]) -> None:
+    def _add_universal(self, zero: Path, groups: Iterable[dict[str, Shape]]) -> None:
         """Add the parameters in ``zero/NAME/fp32.pt`` (source: deepspeed/checkpoint/ds_to_universal.py, 0.19).
 
         The conversion also writes buffers there, as float32 whatever they were. They are taken from ``module``.
         """
         # Compared with the listing: a name with a slash or ".." is never in it.
-        names = set(names_in(self._tag / _ZERO))
+        names = set(names_in(zero))
         for shapes in groups:
             for fqn, shape in shapes.items():
-                directory = self._tag / _ZERO / fqn
-                if fqn not in names or directory.is_symlink():
-                    what = f"the file of the parameter {fqn!r} is missing"
-                    raise unusable(what, self._tag / _ZERO, "no such name")
+                if fqn not in names or (zero / fqn).is_symlink():
+                    raise unusable(
+                        f"the file of the parameter {fqn!r} is missing", zero, "no such name"
+                    )
                 file = StateFile(self._tag, f"{_ZERO}/{fqn}/fp32.pt")
                 view = file.value.get("param") if isinstance(file.value, dict) else file.value
-                if isinstance(view, StoredView) and view.shape == shape:
-                    self._add_tensor(file.tensor(fqn, view))
-                    continue
                 # Converted from ZeRO stage 3, it is flat.
-                segment = file.segment(f"the parameter {fqn!r}", view)
-                if segment.num_elements != math.prod(shape):
-                    what = f"the parameter {fqn!r} does not have its shape"
-                    raise unusable(what, file.path, f"{segment.num_elements} elements")
-                self._add(fqn, shape, [FlatVector([segment])], 0, segment.dtype)
+                self._add_parts(fqn, shape, [(file, view)])
 
     def _add_frozen(self, num_ranks: int) -> None:
         """Add the parameters that the optimizer does not train.
@@ -361,46 +377,29 @@ class _Model:
         shapes = shapes_in(self._states, self._states.mapping("frozen_param_shapes"))
         if not shapes:
             return
-        files = {0: self._states}
+        files = [self._states]
         if self._files.is_partitioned:
             check_ranks(self._files.model, num_ranks, self._tag)
-            files |= {
-                rank: StateFile(self._tag, self._files.model[rank]) for rank in range(1, num_ranks)
-            }
-        parts = {rank: file.mapping("frozen_param_fragments") for rank, file in files.items()}
+            others = (self._files.model[rank] for rank in range(1, num_ranks))
+            files += [StateFile(self._tag, name) for name in others]
+        parts = [(file, file.mapping("frozen_param_fragments")) for file in files]
         for fqn, shape in shapes.items():
-            view = parts[0].get(fqn)
-            if not self._files.is_partitioned:
-                if not isinstance(view, StoredView) or view.shape != shape:
-                    what = f"the frozen parameter {fqn!r} does not have its shape"
-                    raise unusable(what, self._states.path, f"{view!r:.100}, not {list(shape)}")
-                self._add_tensor(self._states.tensor(fqn, view))
-                continue
-            segments = [
-                file.segment(f"the part of {fqn!r}", parts[rank].get(fqn))
-                for rank, file in files.items()
-            ]
-            if len({segment.dtype for segment in segments}) > 1:
-                raise unusable(f"the parts of {fqn!r} have several dtypes", self._tag, fqn)
-            share = -(-math.prod(shape) // len(segments))
-            if any(segment.num_elements != share for segment in segments):
-                what = f"the parts of the frozen parameter {fqn!r} do not have its size"
-                raise unusable(what, self._tag, f"{len(segments)} parts of {list(shape)}")
-            vectors = [FlatVector([segment]) for segment in segments]
-            self._add(fqn, shape, vectors, 0, segments[0].dtype)
+            self._add_parts(fqn, shape, [(file, views.get(fqn)) for file, views in parts])
 
     def _add_rest(self) -> None:
         """Add what only ``module`` has: buffers, and the parameters whose data is nowhere else."""
         states, is_partitioned = self._states, self._files.is_partitioned
-        module = states.mapping("module")
-        buffers = states.value.get("buffer_names")
+        module, buffers = states.mapping("module"), states.value.get("buffer_names")
         for fqn, view in module.items():
             if not isinstance(view, StoredView):
                 # Extra state is no tensor.
                 if has_tensor(view):
                     kind = view.kind if isinstance(view, Opaque) else type(view).__name__
-                    what = "a tensor of the model is of a class that is not read"
-                    raise unusable(what, states.path, f"{fqn[:200]}: {kind}")
+                    raise unusable(
+                        "a tensor of the model is of a class that is not read",
+                        states.path,
+                        f"{fqn[:200]}: {kind}",
+                    )
                 continue
             stored = self._tensors.get(fqn)
             tied_to = self._tied.get(fqn)
@@ -408,12 +407,18 @@ class _Model:
                 # With stage 3, a parameter is empty here, and has no data in this file. A buffer may be empty.
                 is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
                 if is_partitioned and not is_buffer and view.shape == (0,):
-                    what = f"the data of the parameter {fqn!r} is missing"
-                    raise unusable(what, states.path, "not in param_shapes")
+                    raise unusable(
+                        f"the data of the parameter {fqn!r} is missing",
+                        states.path,
+                        "not in param_shapes",
+                    )
                 self._add_tensor(states.tensor(fqn, view))
             elif stored is not None and not is_partitioned and stored.shape != view.shape:
-                what = f"the shapes of {fqn!r} in param_shapes and module are different"
-                raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
+                raise unusable(
+                    f"the shapes of {fqn!r} in param_shapes and module are different",
+                    states.path,
+                    f"{list(stored.shape)}, {list(view.shape)}",
+                )
 
 
 def _check_places(ranks: Sequence[Partition], index: int) -> None:
@@ -428,7 +433,10 @@ def _check_places(ranks: Sequence[Partition], index: int) -> None:
         for fqn, start, num_elements in rank.places(index):
             begin = rank_begin + start
             if ends.setdefault(fqn, begin) != begin:
-                what = f"the part of {fqn!r:.200} does not continue the part of the rank before"
-                raise unusable(what, rank.path, f"element {begin}, not {ends[fqn]}")
+                raise unusable(
+                    f"the part of {fqn!r:.200} does not continue the part of the rank before",
+                    rank.path,
+                    f"element {begin}, not {ends[fqn]}",
+                )
             ends[fqn] = begin + num_elements
-        rank_begin += rank.segments[index].num_elements
+        rank_begin += rank.segments[index].length

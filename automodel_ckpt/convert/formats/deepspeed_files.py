@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _MAX_DIMENSIONS = 64
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_LISTED = 8
+NOT_PRINTABLE = "a name of the model is not printable text"
 
 Shape = tuple[int, ...]
 
@@ -59,34 +60,36 @@ class RankFiles:
         self.optimizer: dict[int, str] = {}
         self.is_partitioned = False
         for name in names_in(tag):
+            if _OTHER_FILE.fullmatch(name):
+                raise divided_error(tag, "pipeline or expert parallelism", name)
             match = _RANK_FILE.fullmatch(name)
             if match is None:
-                if _OTHER_FILE.fullmatch(name):
-                    raise divided_error(tag, "pipeline or expert parallelism", name)
                 continue
             if int(match[2]):
                 raise divided_error(tag, "tensor parallelism", name)
             files = self.model if match[3] == "model" else self.optimizer
             rank = int(match[1] or 0)
             if rank in files:
-                value = f"{files[rank]}, {name}"
-                raise unusable(f"two files claim to be those of rank {rank}", tag, value)
+                raise unusable(
+                    f"two files claim to be those of rank {rank}", tag, f"{files[rank]}, {name}"
+                )
             files[rank] = name
             self.is_partitioned |= files is self.model and match[1] is not None
         if 0 not in self.model:
-            what = "the file of the model's states is missing"
-            raise unusable(what, tag, "no mp_rank_00_model_states.pt")
+            raise unusable(
+                "the file of the model's states is missing", tag, "no mp_rank_00_model_states.pt"
+            )
         used = [*self.model.values(), *self.optimizer.values()]
         check_no_links(tag, used)
         check_regular_files(tag, used)
 
 
 def divided_error(path: Path, kind: str, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
+    return unusable(
         f"a checkpoint of DeepSpeed with {kind} cannot be read",
-        where=str(path),
-        value=value,
-        hint="convert it to Hugging Face files or to one file of torch.save with the program that trained it, "
+        path,
+        value,
+        "convert it to Hugging Face files or to one file of torch.save with the program that trained it, "
         "and use that",
     )
 
@@ -97,22 +100,26 @@ def check_ranks(ranks: Collection[int], num_ranks: int, tag: Path) -> None:
     if len(ranks) == num_ranks == max(ranks) + 1:
         return
     listed = ", ".join(map(str, sorted(ranks)[:_MAX_LISTED]))
-    raise CheckpointUnusable(
+    raise unusable(
         f"files of some of the {counted(num_ranks, 'rank')} are missing, or of more ranks are here",
-        where=str(tag),
-        value=f"files of {counted(len(ranks), 'rank')}: {listed}",
-        hint="copy the files of all ranks into this directory: each node may have written its own",
+        tag,
+        f"files of {counted(len(ranks), 'rank')}: {listed}",
+        "copy the files of all ranks into this directory: each node may have written its own",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
-    """*num_elements* consecutive elements of a flat vector, stored at byte *start* of *file*."""
+class Segment:
+    """*length* consecutive elements of a flat vector, stored at byte *start* of *file*."""
 
     dtype: str
     file: str
     start: int
-    num_elements: int
+    length: int
+
+
+Vector = Sequence[Segment]
+"""A flat vector: the concatenation of segments, which all have the same dtype."""
 
 
 class StateFile:
@@ -133,11 +140,10 @@ class StateFile:
             raise unusable(f"the file has no mapping {key!r}", self.path, type(found).__name__)
         for name in found:
             if not is_text_name(name):
-                what = "a name of the model is not printable text"
-                raise unusable(what, self.path, repr(name)[:200])
+                raise unusable(NOT_PRINTABLE, self.path, repr(name)[:200])
         return found
 
-    def segment(self, what: str, view: Any) -> _Segment:
+    def segment(self, what: str, view: Any) -> Segment:
         """Return the flat tensor *view* as a segment. *what* is its name in errors."""
         is_flat = (
             isinstance(view, StoredView) and len(view.shape) == 1 and not view.num_outer_dimensions
@@ -146,7 +152,7 @@ class StateFile:
             raise unusable(f"{what} is not a flat tensor of floats", self.path, repr(view)[:200])
         stored = self.tensor(what, view)
         start = stored.slices[0].start if stored.slices else 0
-        return _Segment(view.dtype, self.name, start, view.shape[0])
+        return Segment(view.dtype, self.name, start, view.shape[0])
 
     def tensor(self, fqn: str, view: StoredView) -> Tensor:
         """Return a complete tensor as slices of this file."""
@@ -166,39 +172,42 @@ def shapes_in(states: StateFile, mapping: Any) -> dict[str, Shape]:
             or len(shape) > _MAX_DIMENSIONS
             or shape_fault(shape)
         ):
-            value = f"{name!r:.200}: {extents!r:.200}"
-            raise unusable("the shape of a parameter is damaged", states.path, value)
+            raise unusable(
+                "the shape of a parameter is damaged",
+                states.path,
+                f"{name!r:.200}: {extents!r:.200}",
+            )
         found[name] = shape
     return found
 
 
-class FlatVector:
-    """The concatenation of *segments*, which all have the same dtype (a safetensors code)."""
+def length_of(vector: Vector) -> int:
+    """Return the number of elements of *vector*."""
+    return sum(segment.length for segment in vector)
 
-    def __init__(self, segments: Iterable[_Segment]) -> None:
-        self._segments = tuple(segments)
-        self.num_elements = sum(segment.num_elements for segment in self._segments)
 
-    def slices(self, fqn: str, shape: Shape, elements: range, position: int) -> Iterator[Slice]:
-        """Yield the slices that the row-major *elements* of a tensor make up; the first is element *position* here.
+def slices_of(
+    vector: Vector, fqn: str, shape: Shape, elements: range, position: int
+) -> Iterator[Slice]:
+    """Yield the slices that the row-major *elements* of a tensor make up; the first is element *position* of *vector*.
 
-        A range of elements of a row-major tensor is a few boxes, each of which is contiguous in the vector.
-        """
-        first, begin = elements.start, 0
-        for segment in self._segments:
-            end = begin + segment.num_elements
-            if position < end and first < elements.stop:
-                itemsize = DTYPE_BITS[segment.dtype] // 8
-                num_elements = min(end - position, elements.stop - first)
-                start = segment.start + (position - begin) * itemsize
-                for box in row_major_boxes(shape, first, first + num_elements):
-                    nbytes = box.numel * itemsize
-                    where = (box.offsets, box.sizes, segment.file, start, nbytes)
-                    yield Slice(fqn, segment.dtype, *where)
-                    start += nbytes
-                first += num_elements
-                position += num_elements
-            begin = end
+    A range of elements of a row-major tensor is a few boxes, each of which is contiguous in the vector.
+    """
+    first, begin = elements.start, 0
+    for segment in vector:
+        end = begin + segment.length
+        if position < end and first < elements.stop:
+            itemsize = DTYPE_BITS[segment.dtype] // 8
+            num_elements = min(end - position, elements.stop - first)
+            start = segment.start + (position - begin) * itemsize
+            for box in row_major_boxes(shape, first, first + num_elements):
+                nbytes = box.numel * itemsize
+                where = (box.offsets, box.sizes, segment.file, start, nbytes)
+                yield Slice(fqn, segment.dtype, *where)
+                start += nbytes
+            first += num_elements
+            position += num_elements
+        begin = end
 
 
 class Partition:
@@ -214,18 +223,15 @@ class Partition:
         if not isinstance(groups, (list, tuple)) or not groups:
             raise unusable(f"the file has no list {key!r}", file.path, type(groups).__name__)
         self.segments = [file.segment(key, group) for group in groups]
-        self.dtype = self.segments[0].dtype
-        if any(segment.dtype != self.dtype for segment in self.segments):
+        if len({segment.dtype for segment in self.segments}) > 1:
             raise unusable("the parts of the parameters have several dtypes", file.path, key)
         self.num_ranks = self._num_ranks(state)
         # Elements after each parameter that belong to none, for each group.
         self._paddings = state.get("param_alignment_paddings")
         self._places = state.get("param_slice_mappings")
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        """What all ranks have in common."""
-        return self.stage, self.num_ranks, len(self.segments), self.dtype, self._paddings
+        dtype = self.segments[0].dtype
+        # What all ranks have in common.
+        self.facts = (self.stage, self.num_ranks, len(self.segments), dtype, self._paddings)
 
     def paddings(self, index: int, num_parameters: int) -> tuple[int, ...]:
         """Return the paddings of a group."""
@@ -234,8 +240,9 @@ class Partition:
         groups = self._paddings if isinstance(self._paddings, (list, tuple)) else []
         found = counts(groups[index]) if index < len(groups) else None
         if found is None or len(found) != num_parameters:
-            what = "the paddings of the parameters are damaged"
-            raise unusable(what, self.path, repr(self._paddings)[:200])
+            raise unusable(
+                "the paddings of the parameters are damaged", self.path, repr(self._paddings)[:200]
+            )
         return found
 
     def places(self, index: int) -> Iterator[tuple[str, int, int]]:
@@ -260,8 +267,9 @@ class Partition:
         value = state.get("partition_count")
         numbers = counts(value if isinstance(value, (list, tuple)) else [value])
         if not numbers:
-            what = "the number of ranks (partition_count) is missing"
-            raise unusable(what, self.path, repr(value)[:100])
+            raise unusable(
+                "the number of ranks (partition_count) is missing", self.path, repr(value)[:100]
+            )
         if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
             # Parameters of experts are divided among fewer ranks than the others.
             raise divided_error(self.path, "expert parallelism", f"partition_count {value!r:.100}")

@@ -13,7 +13,6 @@ from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.errors import CheckpointUnusable
 
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 # Parsed JSON takes up to 25 times its size in memory.
@@ -59,9 +58,7 @@ def check_regular_files(directory: Path, names: Iterable[str]) -> None:
             if stat.S_ISLNK(status.st_mode):
                 value = f"a symbolic link to {os.readlink(path)}"
                 hint = "replace it by a copy of the file that it leads to, or remove it"
-            raise CheckpointUnusable(
-                "a file of the model is not a regular file", where=str(path), value=value, hint=hint
-            )
+            raise unusable("a file of the model is not a regular file", path, value, hint)
         if is_sparse(status):
             # A file of some bytes on disk could claim terabytes of zeros, which an export would write.
             raise unusable("this shard is nearly all hole", path, f"{status.st_size} bytes")

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.names.conversion import Conversion
-from automodel_ckpt.errors import CheckpointUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +166,8 @@ class UnsupportedFormat(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Raise :class:`CheckpointUnusable`, which names the format and the way to convert it."""
-        raise CheckpointUnusable(
-            f"this format cannot be read: {self.describe(path)}",
-            where=str(path),
-            value=path.name,
-            hint=self.hint,
+        raise unusable(
+            f"this format cannot be read: {self.describe(path)}", path, path.name, self.hint
         )
 
     def describe(self, path: Path) -> str:

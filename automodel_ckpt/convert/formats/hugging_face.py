@@ -1,4 +1,4 @@
-"""Hugging Face files: whole tensors in one or several safetensors files, as an export or a download consists of."""
+"""Hugging Face files: whole tensors in safetensors files, as an export or a download consists of; PEFT adapters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from automodel_ckpt.checkpoint.files.safetensors_header import (
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import UNCHECKED, names_in
+from automodel_ckpt.convert.formats.files import UNCHECKED, first_bytes, names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
+from automodel_ckpt.convert.formats.torch.torch_files import BIN_FILE, BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
 # How transformers numbers the files of a model.
@@ -31,6 +32,8 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
 SINGLE_FILE = "model.safetensors"
 _MLX_NAME = re.compile(r"\.switch_mlp\.|\.self_attn\.unembed_out\.weight$", re.ASCII)
 _MAX_NAMED = 5
+OLD_ADAPTER = "adapter_model.bin"
+_MODELS = frozenset({layout.HF_INDEX, "model.safetensors", BIN_FILE, BIN_INDEX})
 
 
 class HuggingFaceFiles(Format):
@@ -59,11 +62,13 @@ class HuggingFaceFiles(Format):
         export = find_export_manifest(path, follow_links=follow_links)
         weight_map = weight_map_of(path, export, follow_links=follow_links)
         names = safetensors_in(path)
-        others: list[str] = []
+        omitted: tuple[str, ...] = ()
         if SINGLE_FILE in names and SINGLE_FILE not in (weight_map or {}).values():
             # transformers reads this file, and neither the index of an earlier model nor other files: Mistral's
             # consolidated.safetensors has the same weights under other names.
             others = [name for name in names if name != SINGLE_FILE]
+            if others:
+                omitted = (f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}",)
             weight_map, names = None, [SINGLE_FILE]
         elif weight_map is not None:
             names = sorted(set(weight_map.values()))
@@ -71,32 +76,23 @@ class HuggingFaceFiles(Format):
             _check_numbers(path, names)
         tensors, files = _tensors_in_files(path, names, export, follow_links)
         _check_not_mlx(path, tensors)
-        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
-        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
-        # compared with the model's names later; other callers compare the index.
-        misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
-        source = replace(source, misplaced=tuple(misplaced))
-        if others:
-            what = f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}"
-            source = replace(source, omitted=(*source.omitted, what))
         absent = sorted((weight_map or {}).keys() - files.keys())
         if absent:
             what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
-            source = replace(
-                source, omitted=(*source.omitted, f"{what}, such as {absent[0][:200]}")
-            )
-        return source
+            omitted = (*omitted, f"{what}, such as {absent[0][:200]}")
+        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
+        # compared with the model's names later; other callers compare the index.
+        misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
+        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        return replace(source, misplaced=tuple(misplaced), omitted=(*source.omitted, *omitted))
 
 
 def _check_not_mlx_adapter(directory: Path) -> None:
     """Raise :class:`CheckpointUnusable` for an adapter of mlx-lm, before its files are read as those of a model."""
     found = weights_of_another_program(directory)
     if found == MLX_ADAPTER:
-        raise CheckpointUnusable(
-            f"this format cannot be read: {found[0]}",
-            where=str(directory),
-            value="adapters.safetensors",
-            hint=found[1],
+        raise unusable(
+            f"this format cannot be read: {found[0]}", directory, "adapters.safetensors", found[1]
         )
 
 
@@ -106,11 +102,11 @@ def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     for fqn, tensor in tensors.items():
         is_packed = tensor.dtype == "U32" and f"{fqn.removesuffix('.weight')}.scales" in tensors
         if is_packed or _MLX_NAME.search(fqn):
-            raise CheckpointUnusable(
+            raise unusable(
                 "this format cannot be read: weights of MLX",
-                where=str(directory),
-                value=fqn,
-                hint="use the original model, from which mlx_lm.convert made this one",
+                directory,
+                fqn,
+                "use the original model, from which mlx_lm.convert made this one",
             )
 
 
@@ -220,8 +216,77 @@ def _tensors_in_files(
         found = tensors_in_file(directory, name, export, follow_links=follow_links)
         for fqn in found:
             if fqn in files:
-                what = f"two files hold the tensor {fqn!r}"
-                raise unusable(what, directory / name, f"also in {files[fqn]}")
+                raise unusable(
+                    f"two files hold the tensor {fqn!r}", directory / name, f"also in {files[fqn]}"
+                )
             files[fqn] = name
         tensors |= found
     return tensors, files
+
+
+# ---------------------------------------------------------------- one file, and adapters
+
+
+class SafetensorsFile(Format):
+    """A file that ends in .safetensors, or begins like one: eight bytes of length, then JSON."""
+
+    name = "a safetensors file"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        if not path.is_file():
+            return False
+        return path.suffix == ".safetensors" or first_bytes(path, 9)[8:] == b"{"
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Raises :class:`CheckpointUnusable` for a file with only a part of a model."""
+        directory = path.parent.resolve()
+        export = find_export_manifest(directory, follow_links=True)
+        weight_map = weight_map_of(directory, export, follow_links=True)
+        if weight_map is not None:
+            num_files = len(set(weight_map.values()))
+            if num_files > 1:
+                value = f"one of {num_files}: name the directory"
+                raise _incomplete("this file is a part of a model", path, value)
+        if SHARDING_INFO in read_header(path).metadata:
+            what = "this file is a rank's shard of a model"
+            raise _incomplete(what, path, "name the directory of the shards")
+        if path.name == layout.ADAPTER_MODEL:
+            what = "this file is an adapter, not a model"
+            raise _incomplete(what, path, "name its directory")
+        tensors = tensors_in_file(directory, path.name, export, follow_links=True)
+        return source_of_files(directory, [path.name], tensors, export, follow_links=True)
+
+
+def _incomplete(what: str, path: Path, value: str) -> CheckpointUnusable:
+    hint = "name a directory of *.safetensors, or a file with all tensors of the model"
+    return unusable(what, path, value, hint)
+
+
+class PeftAdapter(Format):
+    """A directory with the file of an adapter. Its tensors have PEFT's names. Other weights in it are not read."""
+
+    name = "PEFT adapter"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return has_adapter(path)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        export = find_export_manifest(path, follow_links=follow_links)
+        names = [layout.ADAPTER_MODEL]
+        tensors = tensors_in_file(path, names[0], export, follow_links=follow_links)
+        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        return replace(source, omitted=_weights_beside(path))
+
+
+def has_adapter(path: Path) -> bool:
+    """Return whether the directory *path* has the weights of an adapter."""
+    return os.path.lexists(path / layout.ADAPTER_MODEL)
+
+
+def _weights_beside(path: Path) -> tuple[str, ...]:
+    """Describe the weights beside the adapter: torchtune saves the merged model in the same directory."""
+    found = set(names_in(path)) & _MODELS
+    if not found:
+        return ()
+    names = " and ".join(sorted(found))
+    return (f"the model in {names}: to use it, move {layout.ADAPTER_MODEL} to another directory",)

@@ -71,22 +71,22 @@ class LightningFile(TorchFile):
         model = value.get(_MODEL) if isinstance(value, dict) else None
         if not isinstance(model, dict):
             return None
-        state, reason = _only_item(value.get(_OPTIMIZERS) or None)
-        optimizer = None
-        if state is not None:
-            names = [name for name in model if isinstance(name, str)]
-            plain = plain_names(value, names)
-            optimizer = optimizer_state(
-                state,
-                archive,
-                parameters,
-                root=path.parent,
-                file=path.name,
-                rename=lambda name: plain.get(name, without_wrappers(name)),
-            )
         found = _state_beside(value, path)
-        omitted = (f"{_OPTIMIZERS} ({reason})",) if reason else ()
-        return replace(found, optimizer=optimizer, omitted=(*found.omitted, *omitted))
+        state, reason = _only_item(value.get(_OPTIMIZERS) or None)
+        if reason:
+            return replace(found, omitted=(*found.omitted, f"{_OPTIMIZERS} ({reason})"))
+        if state is None:
+            return found
+        plain = plain_names(value, [name for name in model if isinstance(name, str)])
+        optimizer = optimizer_state(
+            state,
+            archive,
+            parameters,
+            root=path.parent,
+            file=path.name,
+            rename=lambda name: plain.get(name, without_wrappers(name)),
+        )
+        return replace(found, optimizer=optimizer)
 
 
 class LightningDistributed(PyTorchDcp):
@@ -121,32 +121,28 @@ class LightningDistributed(PyTorchDcp):
 
         The counters, the progress of the loops and the schedule are in ``meta.pt``.
         """
-        source = self.open(path)
         content = read_content(path)
         meta = read_archive(path / META_FILE).value
-        if not isinstance(meta, dict):
-            meta = {}
-        found = _state_beside(meta, path / META_FILE)
-        omitted = list(found.omitted)
+        found = _state_beside(meta if isinstance(meta, dict) else {}, path / META_FILE)
         keys = _optimizer_keys(content)
-        optimizer = None
-        if len(keys) == 1:
-            prefix = _prefix(content)
-            optimizer = read_optimizer(
-                path,
-                content,
-                keys[0],
-                source.tensors,
-                rename=lambda name: without_wrappers(name).removeprefix(prefix),
-            )
-        elif keys:
-            omitted.append(f"{len(keys)} optimizers; only one can be transferred")
-        return replace(found, optimizer=optimizer, omitted=tuple(omitted))
+        if len(keys) > 1:
+            others = f"{len(keys)} optimizers; only one can be transferred"
+            return replace(found, omitted=(*found.omitted, others))
+        if not keys:
+            return found
+        prefix = _prefix(content)
+        optimizer = read_optimizer(
+            path,
+            content,
+            keys[0],
+            self.open(path).tensors,
+            rename=lambda name: without_wrappers(name).removeprefix(prefix),
+        )
+        return replace(found, optimizer=optimizer)
 
 
 def _state_beside(value: Mapping[Any, Any], path: Path) -> TrainingState:
     """Return the counters and the schedule in the object *value* of the file *path*, without the optimizer."""
-    omitted = list(_other_keys(value))
     with faults_of(path):
         counters = _counters(value)
         schedule, reason = _only_item(value.get(_SCHEDULES) or None)
@@ -156,8 +152,7 @@ def _state_beside(value: Mapping[Any, Any], path: Path) -> TrainingState:
                 key: item for key, item in plain_values(schedule).items() if isinstance(key, str)
             }
         epoch = finished_epochs(value.get("loops"), counters.epoch)
-    if reason:
-        omitted.append(f"{_SCHEDULES} ({reason})")
+    omitted = [*_other_keys(value), *([f"{_SCHEDULES} ({reason})"] if reason else [])]
     return TrainingState(counters.step, epoch, None, None, plain, tuple(omitted))
 
 
@@ -195,10 +190,7 @@ def finished_epochs(loops: Any, epoch: int | None) -> int | None:
     completed, ready = current.get("completed"), current.get("ready")
     if not (_is_count(completed) and _is_count(ready)):
         return epoch
-    is_running = ready > completed
-    if is_running and batches.get("is_last_batch") is True:
-        return completed + 1
-    return completed
+    return completed + (ready > completed and batches.get("is_last_batch") is True)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -208,11 +200,11 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _other_keys(value: Mapping[Any, Any]) -> Iterable[str]:
     """Yield the keys of what is not transferred."""
-    others: list[str] = []
-    for key, item in value.items():
-        is_empty = isinstance(item, (dict, list)) and not item
-        if key not in _USED and item is not None and not is_empty:
-            others.append(str(key)[:100])
+    others = [
+        str(key)[:100]
+        for key, item in value.items()
+        if key not in _USED and item is not None and item != {} and item != []
+    ]
     yield from others[:_MAX_NAMED]
     if len(others) > _MAX_NAMED:
         yield f"{len(others) - _MAX_NAMED} other entries"
@@ -226,12 +218,8 @@ def _prefix(content: DcpContent) -> str:
 
 def _optimizer_keys(content: DcpContent) -> list[str]:
     """Return the keys of all optimizers in the state dict: ``optimizer_0`` and so on."""
-    found: dict[str, None] = {}
-    for fqn in (*content.tensors, *content.values):
-        first = str(content.paths.get(fqn, (fqn,))[0])
-        if _OPTIMIZER_KEY.fullmatch(first):
-            found[first] = None
-    return list(found)
+    firsts = (str(content.paths.get(fqn, (fqn,))[0]) for fqn in (*content.tensors, *content.values))
+    return list(dict.fromkeys(filter(_OPTIMIZER_KEY.fullmatch, firsts)))
 
 
 def _states_version(path: Path) -> bool:

@@ -6,13 +6,16 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.convert.formats.accelerate_fsdp import AccelerateFsdp
 from automodel_ckpt.convert.formats.automodel import AutoModel
 from automodel_ckpt.convert.formats.deepspeed import DeepSpeed
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.gguf.gguf_file import GgufFile
-from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
+from automodel_ckpt.convert.formats.hugging_face import (
+    HuggingFaceFiles,
+    PeftAdapter,
+    SafetensorsFile,
+)
 from automodel_ckpt.convert.formats.lightning import LightningDistributed, LightningFile
 from automodel_ckpt.convert.formats.nemo.megatron import (
     MegatronCore,
@@ -22,43 +25,38 @@ from automodel_ckpt.convert.formats.nemo.megatron import (
 )
 from automodel_ckpt.convert.formats.nemo.nemo import NemoDirectory, NemoFile
 from automodel_ckpt.convert.formats.nemo.tensorrt_llm import QnemoFile, TensorRtLlmDirectory
-from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
-from automodel_ckpt.convert.formats.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.formats.tensorflow.tensorflow import TensorFlowCheckpoint
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.convert.formats.torch.torch_files import TorchFile, TorchModelDirectory
-from automodel_ckpt.convert.formats.trainer import TransformersTrainer
+from automodel_ckpt.convert.formats.trainer import AccelerateFsdp, TransformersTrainer
 from automodel_ckpt.convert.formats.unsupported_files import (
-    Hdf5File,
-    LfsPointer,
+    HDF5,
+    LFS_POINTER,
+    NUMPY,
+    PICKLE,
+    TAR,
+    UNKNOWN,
+    ZIP,
     LitGptModel,
-    NumpyArchive,
     OtherWeights,
-    Pickle,
-    TarArchive,
-    UnknownFile,
     VerlShards,
-    ZipArchive,
 )
 from automodel_ckpt.convert.imports.source_files import has_links_outside
 
-MEGATRON: tuple[Format, ...] = (MegatronCore(), MegatronRun(), MegatronRanks(), Nemo2())
 DCP = PyTorchDcp()
-ADAPTER = PeftAdapter()
-HUGGING_FACE = HuggingFaceFiles()
-SHARDS = SafetensorsShards()
-SINGLE_FILE: Format = SafetensorsFile()
-TORCH_FILE: Format = TorchFile()
 
 FORMATS: tuple[Format, ...] = (
     # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
     # A model of NeMo can have a directory for each rank, as Megatron-LM's.
     NemoDirectory(),
-    *MEGATRON,
+    MegatronCore(),
+    MegatronRun(),
+    MegatronRanks(),
+    Nemo2(),
     # Hugging Face files or an adapter, beside the state of the training.
     TransformersTrainer(),
-    ADAPTER,
+    PeftAdapter(),
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
     DeepSpeed(),
     # A directory of PyTorch DCP, too.
@@ -69,8 +67,8 @@ FORMATS: tuple[Format, ...] = (
     # It also has config.json and *.safetensors.
     TensorRtLlmDirectory(),
     # Both are recognized by *.safetensors: first the one that looks into a header.
-    HUGGING_FACE,
-    SHARDS,
+    HuggingFaceFiles(),
+    SafetensorsShards(),
     # Older than safetensors: a directory often has the model in both, and safetensors has digests here.
     TorchModelDirectory(),
     # The oldest of the formats that one directory can have, as that of BERT: a directory, or an index file.
@@ -81,18 +79,18 @@ FORMATS: tuple[Format, ...] = (
     OtherWeights(),
     # Single files. The first bytes count more than the suffix .safetensors.
     GgufFile(),
-    NumpyArchive(),
+    NUMPY,
     LightningFile(),
-    TORCH_FILE,
-    ZipArchive(),
+    TorchFile(),
+    ZIP,
     NemoFile(),
     QnemoFile(),
-    TarArchive(),
-    Pickle(),
-    Hdf5File(),
-    LfsPointer(),
-    SINGLE_FILE,
-    UnknownFile(),
+    TAR,
+    PICKLE,
+    HDF5,
+    LFS_POINTER,
+    SafetensorsFile(),
+    UNKNOWN,
 )
 
 
@@ -119,9 +117,9 @@ def detect(path: Path, *, follow_links: bool = False, readable_only: bool = Fals
     With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
     """
     for known in FORMATS:
-        if readable_only and not known.is_readable:
-            continue
-        if known.detect(path, follow_links=follow_links):
+        if (known.is_readable or not readable_only) and known.detect(
+            path, follow_links=follow_links
+        ):
             return known
     return None
 

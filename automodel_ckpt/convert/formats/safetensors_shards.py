@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unu
 from automodel_ckpt.convert.formats.files import check_regular_files, names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
-from automodel_ckpt.errors import CheckpointUnusable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
@@ -45,9 +44,10 @@ class SafetensorsShards(Format):
         for name in names:
             _add_slices_of(path / name, found)
         plain = names_without_wrappers(found)
-        tensors: dict[str, Tensor] = {}
-        for fqn, parts in found.items():
-            tensors[plain[fqn]] = _tensor(fqn, parts, path).renamed(plain[fqn])
+        tensors = {
+            plain[fqn]: _tensor(fqn, parts, path).renamed(plain[fqn])
+            for fqn, parts in found.items()
+        }
         notes = [_UNCHECKED]
         if any(parts.shape is None for parts in found.values()):
             notes.append(_NO_SHAPES)
@@ -65,25 +65,33 @@ class _Found:
 def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
     header = read_header(path)
     info = _sharding_info(header, path)
-    for fqn in header.tensors:
-        stored, shape = _slice(fqn, header, info, path)
+    for fqn, entry in header.tensors.items():
+        stated = info.get(fqn)
+        if not isinstance(stated, dict):
+            stated = {}
+        offsets = counts(stated.get("saved_offsets"))
+        if offsets is None or len(offsets) != len(entry.shape):
+            what = f"the header does not state where its slice of {fqn!r} belongs"
+            raise unusable(what, path, repr(info.get(fqn))[:200])
+        nbytes = entry.end - entry.start
         parts = found.setdefault(fqn, _Found())
-        parts.slices.append(stored)
-        if shape is None:
-            continue
-        if parts.shape is not None and parts.shape != shape:
+        parts.slices.append(
+            Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, nbytes)
+        )
+        shape = counts(stated.get("global_shape"))
+        if shape is not None and parts.shape not in (None, shape):
             raise unusable(f"shards disagree on the shape of {fqn!r}", path, list(shape))
-        parts.shape = shape
+        parts.shape = parts.shape if shape is None else shape
 
 
 def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
-        raise CheckpointUnusable(
+        raise unusable(
             "this file is not a shard: its header does not state where its slices belong",
-            where=str(path),
-            value=f"no {SHARDING_INFO}",
-            hint="remove the file if it is not one of the shards; complete Hugging Face files need no consolidation",
+            path,
+            f"no {SHARDING_INFO}",
+            "remove the file if it is not one of the shards; complete Hugging Face files need no consolidation",
         )
     try:
         info = parse_json(text)
@@ -94,49 +102,33 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
     return info
 
 
-def _slice(
-    fqn: str, header: Header, info: Mapping[str, Any], path: Path
-) -> tuple[Slice, tuple[int, ...] | None]:
-    """Return the slice of a tensor in one shard, and the tensor's global shape if the header states it."""
-    entry = header.tensors[fqn]
-    stated = info.get(fqn)
-    offsets = None
-    shape = None
-    if isinstance(stated, dict):
-        offsets = counts(stated.get("saved_offsets"))
-        if "global_shape" in stated:
-            shape = counts(stated["global_shape"])
-    if offsets is None or len(offsets) != len(entry.shape):
-        what = f"the header does not state where its slice of {fqn!r} belongs"
-        raise unusable(what, path, repr(stated)[:200])
-    nbytes = entry.end - entry.start
-    stored = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, nbytes)
-    return stored, shape
-
-
 def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
     """Return the tensor that the slices make up. Raises :class:`CheckpointUnusable` if they do not tile its shape."""
     slices = found.slices
     dtypes = {stored.dtype for stored in slices}
     num_dimensions = {len(stored.sizes) for stored in slices}
     if len(dtypes) > 1 or len(num_dimensions) > 1:
-        where = directory / slices[-1].file
-        raise unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
+        raise unusable(
+            f"shards disagree on the dtype or rank of {fqn!r}",
+            directory / slices[-1].file,
+            sorted(dtypes),
+        )
     # PyTorch's writer states no global shape. Then a missing last shard only makes the tensor
     # smaller, which nothing here can detect: the note _NO_SHAPES reports it.
     shape = _extents(slices) if found.shape is None else found.shape
     fault = tiling_fault([stored.box for stored in slices], shape)
     if fault:
         files = ", ".join(sorted({stored.file for stored in slices}))
-        what = f"the slices of {fqn!r} do not make it up: {fault}"
-        raise unusable(what, directory, f"slices in {files}")
+        raise unusable(
+            f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}"
+        )
     return Tensor(fqn, slices[0].dtype, shape, tuple(slices))
 
 
 def _extents(slices: list[Slice]) -> tuple[int, ...]:
     """Return the smallest shape that contains all slices."""
-    shape = [0] * len(slices[0].sizes)
-    for stored in slices:
-        for axis, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
-            shape[axis] = max(shape[axis], offset + size)
-    return tuple(shape)
+    ends = [
+        [offset + size for offset, size in zip(stored.offsets, stored.sizes, strict=True)]
+        for stored in slices
+    ]
+    return tuple(map(max, zip(*ends, strict=True)))

@@ -13,17 +13,22 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.convert.formats.files import check_regular_files, names_in, read_json
 from automodel_ckpt.convert.formats.format import Counters, Format
-from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
-from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
+from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles, PeftAdapter
+from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
-from automodel_ckpt.convert.formats.torch.torch_files import TorchModelDirectory, read_archive
+from automodel_ckpt.convert.formats.torch.torch_files import (
+    TorchFile,
+    TorchModelDirectory,
+    read_archive,
+)
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
@@ -40,6 +45,10 @@ _DEEPSPEED_FILE = "latest"
 _RANDOM_FILE = re.compile(r"rng_state(_[0-9]{1,6})?\.pth", re.ASCII)
 # The formats of the weights, in order of precedence. An adapter's directory has no other weights.
 _WEIGHTS: tuple[Format, ...] = (PeftAdapter(), HuggingFaceFiles(), TorchModelDirectory())
+_FSDP_FILE = "pytorch_model_fsdp.bin"
+_FSDP_DIRECTORY = "pytorch_model_fsdp_0"
+_FSDP_OPTIMIZER = "optimizer_0"
+_LEFT = "only the weights of accelerate's files are read"
 # Counters below this are exact in all numbers of a run.
 _MAX_COUNT = 2**53
 
@@ -81,14 +90,11 @@ class TransformersTrainer(Format):
             return {}
         found: dict[str, Any] = {}
         history = state.get("log_history")
+        # Later lines replace earlier ones.
         for line in history if isinstance(history, list) else []:
-            if not isinstance(line, dict):
-                continue
-            # Later lines replace earlier ones.
-            if "loss" in line:
-                found["train_loss"] = line["loss"]
-            if "eval_loss" in line:
-                found["val_loss"] = line["eval_loss"]
+            for key, name in (("loss", "train_loss"), ("eval_loss", "val_loss")):
+                if isinstance(line, dict) and key in line:
+                    found[name] = line[key]
         return found
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
@@ -110,12 +116,8 @@ class TransformersTrainer(Format):
                 path / STATE_FILE,
                 repr(state.get("global_step"))[:100],
             )
-        optimizer = None
-        if OPTIMIZER_FILE in names:
-            optimizer = _optimizer(path, parameters)
-        scheduler = None
-        if SCHEDULER_FILE in names:
-            scheduler = _scheduler(path)
+        optimizer = _optimizer(path, parameters) if OPTIMIZER_FILE in names else None
+        scheduler = _scheduler(path) if SCHEDULER_FILE in names else None
         omitted = [
             name for name in names if _RANDOM_FILE.fullmatch(name) or name == _ARGUMENTS_FILE
         ]
@@ -132,10 +134,7 @@ class TransformersTrainer(Format):
 
 
 def _weights_of(path: Path, follow_links: bool) -> Format | None:
-    for known in _WEIGHTS:
-        if known.detect(path, follow_links=follow_links):
-            return known
-    return None
+    return next((each for each in _WEIGHTS if each.detect(path, follow_links=follow_links)), None)
 
 
 def _optimizer(path: Path, parameters: Parameters) -> OptimizerState:
@@ -147,17 +146,18 @@ def _scheduler(path: Path) -> dict[str, Any]:
     """Return the plain values of the scheduler's state."""
     value = read_archive(path / SCHEDULER_FILE).value
     if not isinstance(value, dict):
-        what = "the state of the learning-rate schedule is not a mapping"
-        raise unusable(what, path / SCHEDULER_FILE, type(value).__name__)
+        raise unusable(
+            "the state of the learning-rate schedule is not a mapping",
+            path / SCHEDULER_FILE,
+            type(value).__name__,
+        )
     return {key: item for key, item in value.items() if isinstance(key, str)}
 
 
 def count_of(value: object) -> int | None:
     """Return a counter; None for any other value."""
     # Not isinstance: True is an int, too.
-    if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        return None
-    return value
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else None
 
 
 def finished_epochs(state: Mapping[str, Any]) -> int | None:
@@ -194,6 +194,58 @@ def _accumulation_steps(path: Path, names: list[str]) -> int | None:
     except CheckpointUnusable:
         # They are only used for this number, and may contain anything.
         return None
-    if not isinstance(arguments, Opaque) or not isinstance(arguments.state, dict):
-        return None
-    return count_of(arguments.state.get("gradient_accumulation_steps"))
+    stated = arguments.get("gradient_accumulation_steps") if isinstance(arguments, Opaque) else None
+    return count_of(stated)
+
+
+# ---------------------------------------------------------------- accelerate with FSDP
+
+
+class AccelerateFsdp(Format):
+    """The model and the optimizer with FSDP, each in one file or, if sharded, a DCP directory.
+
+    ``Accelerator.save_state`` and transformers' Trainer write (source: accelerate/utils/fsdp_utils.py and
+    checkpointing.py, 1.15):
+
+    * with full state dicts ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, files of ``torch.save``;
+    * with sharded ones ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, directories of PyTorch DCP, in which the state
+      dicts are nested under ``model`` and ``optimizer``;
+    * ``scheduler.bin``, or ``scheduler.pt`` and ``trainer_state.json`` in a checkpoint of the Trainer.
+
+    Only the weights are read. Without FSDP, accelerate writes Hugging Face files.
+    """
+
+    name = "accelerate with FSDP"
+    has_own_names = True
+    # accelerate saves none, and transformers' Trainer that of its model.
+    saves_config = True
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return _FSDP_FILE in names_in(path) or _is_dcp(path / _FSDP_DIRECTORY)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Links are never followed: accelerate writes all files to one directory."""
+        if _is_dcp(path / _FSDP_DIRECTORY):
+            check_no_links(path, [_FSDP_DIRECTORY])
+            source = PyTorchDcp().open(path / _FSDP_DIRECTORY)
+        else:
+            check_no_links(path, [_FSDP_FILE])
+            check_regular_files(path, [_FSDP_FILE])
+            source = TorchFile().open(path / _FSDP_FILE)
+        side_files = path if (path / "config.json").is_file() else None
+        return replace(source, side_files=side_files)
+
+    def parts(self, path: Path) -> frozenset[str]:
+        return frozenset({_FSDP_DIRECTORY, _FSDP_OPTIMIZER})
+
+    def counters(self, path: Path) -> Counters:
+        """Return the steps and epochs of the Trainer, if it saved the files."""
+        state = read_json(path, STATE_FILE) or {}
+        return Counters(count_of(state.get("global_step")), finished_epochs(state))
+
+    def training_left(self, path: Path) -> str:
+        return _LEFT
+
+
+def _is_dcp(path: Path) -> bool:
+    return layout.DCP_METADATA in names_in(path)

@@ -7,6 +7,7 @@ Single files are recognized by their first bytes, directories by names of files.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,84 +18,79 @@ from automodel_ckpt.base.other_weights import (
     kind_of_file,
     weights_of_another_program,
 )
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import first_bytes, names_in
 from automodel_ckpt.convert.formats.format import UnsupportedFormat
 from automodel_ckpt.convert.formats.nemo.tar_files import is_gzip, is_tar
-from automodel_ckpt.errors import CheckpointUnusable
 
 _HEAD_BYTES = 512
+
+
 _VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt", re.ASCII)
-_SAVE_AGAIN = (
-    "save it again in the format of PyTorch 1.6 and later, and use that file: "
-    "python -c \"import torch; torch.save(torch.load('FILE', weights_only=True), 'FILE.pt')\""
-)
 
 
-class _FileByContent(UnsupportedFormat):
-    """A file that is recognized by its first bytes. Raises OSError in :meth:`detect` if it cannot be read."""
+class FileByContent(UnsupportedFormat):
+    """A file that is recognized by its first bytes: *matches* them. *detect* raises OSError if it cannot be read."""
+
+    def __init__(self, name: str, hint: str, matches: Callable[[bytes], bool]) -> None:
+        self.name = name  # type: ignore[misc]
+        self.hint = hint  # type: ignore[misc]
+        self.matches = matches
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         return path.is_file() and self.matches(first_bytes(path, _HEAD_BYTES))
 
-    def matches(self, head: bytes) -> bool:
-        """Return whether a file that begins with *head* has this format."""
-        raise NotImplementedError
+
+def first_zip_entry(head: bytes) -> str:
+    """Return the name of a zip archive's first entry (source: the format's local file header), or an empty string."""
+    if not _is_zip(head):
+        return ""
+    length = int.from_bytes(head[26:28], "little")
+    return head[30 : 30 + length].decode(errors="replace")
 
 
-class NumpyArchive(_FileByContent):
-    name = "an archive of NumPy arrays"
-    hint = "save its arrays with safetensors.numpy.save_file, and import that"
-
-    def matches(self, head: bytes) -> bool:
-        return _first_zip_entry(head).endswith((".npy", ".npz"))
+def _is_zip(head: bytes) -> bool:
+    return head[:4] == b"PK\x03\x04"
 
 
-class ZipArchive(_FileByContent):
-    name = "a zip archive"
-    hint = "unpack it, and import the directory of the model's files"
-
-    def matches(self, head: bytes) -> bool:
-        return _is_zip(head)
-
-
-class TarArchive(_FileByContent):
-    """An archive that is neither a model of NeMo nor of TensorRT-LLM, or too damaged to recognize one."""
-
-    name = "a tar or gzip archive"
-    hint = (
-        "unpack it (tar), and use the directory; a .nemo file contains model_config.yaml: if this is one, take it "
-        "from another copy"
-    )
-
-    def matches(self, head: bytes) -> bool:
-        return is_gzip(head) or is_tar(head)
-
-
-class Pickle(_FileByContent):
-    name = "a pickle, such as torch.save wrote before PyTorch 1.6"
-    hint = _SAVE_AGAIN
-
-    def matches(self, head: bytes) -> bool:
-        # The opcode PROTO and a protocol number. torch.save writes protocol 2.
-        return head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-
-
-class Hdf5File(_FileByContent):
-    name = "HDF5, as Keras writes"
-    hint = "load it with the program that wrote it, and save it as safetensors"
-
-    def matches(self, head: bytes) -> bool:
-        return head[:8] == b"\x89HDF\r\n\x1a\n"
-
-
-class LfsPointer(_FileByContent):
-    """What a clone of a repository has in the place of a large file if Git LFS is not installed."""
-
-    name = "a pointer of Git LFS in the place of the file"
-    hint = "download the file itself: git lfs pull, or hf download"
-
-    def matches(self, head: bytes) -> bool:
-        return head.startswith(POINTER)
+NUMPY = FileByContent(
+    "an archive of NumPy arrays",
+    "save its arrays with safetensors.numpy.save_file, and import that",
+    lambda head: first_zip_entry(head).endswith((".npy", ".npz")),
+)
+ZIP = FileByContent(
+    "a zip archive", "unpack it, and import the directory of the model's files", _is_zip
+)
+# An archive that is neither a model of NeMo nor of TensorRT-LLM, or too damaged to recognize one.
+TAR = FileByContent(
+    "a tar or gzip archive",
+    "unpack it (tar), and use the directory; a .nemo file contains model_config.yaml: if this is one, take it "
+    "from another copy",
+    lambda head: is_gzip(head) or is_tar(head),
+)
+# The opcode PROTO and a protocol number. torch.save writes protocol 2.
+PICKLE = FileByContent(
+    "a pickle, such as torch.save wrote before PyTorch 1.6",
+    "save it again in the format of PyTorch 1.6 and later, and use that file: "
+    "python -c \"import torch; torch.save(torch.load('FILE', weights_only=True), 'FILE.pt')\"",
+    lambda head: head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+)
+HDF5 = FileByContent(
+    "HDF5, as Keras writes",
+    "load it with the program that wrote it, and save it as safetensors",
+    lambda head: head[:8] == b"\x89HDF\r\n\x1a\n",
+)
+# What a clone of a repository has in the place of a large file if Git LFS is not installed.
+LFS_POINTER = FileByContent(
+    "a pointer of Git LFS in the place of the file",
+    "download the file itself: git lfs pull, or hf download",
+    lambda head: head.startswith(POINTER),
+)
+UNKNOWN = FileByContent(
+    "unknown",
+    "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file",
+    lambda head: True,
+)
 
 
 class VerlShards(UnsupportedFormat):
@@ -120,13 +116,8 @@ class OtherWeights(UnsupportedFormat):
         return _other_weights(path) is not None
 
     def open(self, path: Path, *, follow_links: bool = False) -> NoReturn:
-        _, hint = _other_weights(path) or ("", "")
-        raise CheckpointUnusable(
-            f"this format cannot be read: {self.describe(path)}",
-            where=str(path),
-            value=path.name,
-            hint=hint,
-        )
+        name, hint = _other_weights(path) or ("", "")
+        raise unusable(f"this format cannot be read: {name}", path, path.name, hint)
 
     def describe(self, path: Path) -> str:
         found = _other_weights(path)
@@ -152,25 +143,3 @@ class LitGptModel(UnsupportedFormat):
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         return "lit_model.pth" in names_in(path)
-
-
-class UnknownFile(_FileByContent):
-    """Any other file. Register it last."""
-
-    name = "unknown"
-    hint = "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file"
-
-    def matches(self, head: bytes) -> bool:
-        return True
-
-
-def _is_zip(head: bytes) -> bool:
-    return head[:4] == b"PK\x03\x04"
-
-
-def _first_zip_entry(head: bytes) -> str:
-    """Return the name of a zip archive's first entry (source: the format's local file header), or an empty string."""
-    if not _is_zip(head):
-        return ""
-    length = int.from_bytes(head[26:28], "little")
-    return head[30 : 30 + length].decode(errors="replace")

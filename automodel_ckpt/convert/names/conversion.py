@@ -8,7 +8,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
@@ -80,11 +80,11 @@ def required_conversion(directory: Path) -> Conversion:
     """Return the conversion that ``config.json`` in *directory* implies. Raises :class:`CheckpointUnusable`."""
     conversion = conversion_in(directory)
     if conversion is None:
-        raise CheckpointUnusable(
+        raise unusable(
             "there is no config.json of a Hugging Face model",
-            where=str(directory),
-            value="no such file" if directory.is_dir() else "no such directory",
-            hint="use a directory with the model's config.json, for example a download from the Hub",
+            directory,
+            "no such file" if directory.is_dir() else "no such directory",
+            "use a directory with the model's config.json, for example a download from the Hub",
         )
     return conversion
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -117,8 +118,7 @@ def split_tensor(
         first += wanted.num_rows
     parts: list[Tensor] = []
     for target, own in zip(targets, located, strict=True):
-        own.sort(key=lambda entry: entry[0])
-        rows = [entry[1] for entry in own]
+        rows = [each for _, each in sorted(own, key=operator.itemgetter(0))]
         parts.append(join_rows(target, [tensor], rows, strided=rule.permuted))
     return parts
 
@@ -129,8 +129,11 @@ def _joined(
     """Return the tensor of the other program that consists of *parts*."""
     kinds = {(part.dtype, part.shape[1:]) for part in parts}
     if len(kinds) > 1:
-        text = ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts)
-        raise _unusable("these tensors are fused and do not match", text, where)
+        raise _unusable(
+            "these tensors are fused and do not match",
+            ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts),
+            where,
+        )
     is_scalar = len(parts) == 1 and not parts[0].shape
     if rule.padded or is_scalar:
         return parts[0].renamed(name)
@@ -158,8 +161,11 @@ def _check_all_used(tensors: Mapping[str, Tensor], used: set[str], where: str) -
     unknown = sorted(tensors.keys() - used)
     if unknown:
         more = len(unknown) - _MAX_LISTED
-        text = ", ".join(unknown[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
-        raise _unusable("the converter has no rule for tensors of the model", text, where)
+        raise _unusable(
+            "the converter has no rule for tensors of the model",
+            ", ".join(unknown[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else ""),
+            where,
+        )
 
 
 def _wrong_rows(tensor: Tensor, where: str) -> CheckpointUnusable:

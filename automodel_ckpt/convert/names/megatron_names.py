@@ -17,8 +17,9 @@ from automodel_ckpt.convert.names.slicing import RowRange, join_rows, stack, uns
 from automodel_ckpt.errors import CheckpointUnusable
 
 # What wrappers and NeMo put before the names of the model.
-_PREFIXES = ("model.", "module.")
-_ROOTS = ("embedding.", "decoder.", "output_layer.", "rotary_pos_emb.")
+_PREFIX = re.compile(
+    r"(model\.|module\.)*(?=embedding\.|decoder\.|output_layer\.|rotary_pos_emb\.)", re.ASCII
+)
 # What a run stores beside the model: optimizers (chained if experts have their own), the state of each rank.
 _OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 _NORMS = {
@@ -58,23 +59,19 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     halves: dict[str, dict[int, Tensor]] = {}
     for stored_name, tensor in tensors.items():
         for name, one in _unstacked(without_prefix(stored_name), tensor, where):
-            for suffix, number in _HALVES.items():
-                if name.endswith(suffix):
-                    whole = name.removesuffix(suffix) + "linear_fc1.weight"
-                    halves.setdefault(whole, {})[number] = one
-                    break
-            else:
-                if name.endswith(_MLP_NORM) and name in found:
-                    # Our exports of models with experts have the norm under both names.
-                    continue
-                if name in found:
-                    raise _unusable("a tensor is stored twice", name, where)
+            suffix = next(filter(name.endswith, _HALVES), None)
+            if suffix is not None:
+                whole = name.removesuffix(suffix) + "linear_fc1.weight"
+                halves.setdefault(whole, {})[_HALVES[suffix]] = one
+            elif name not in found:
                 found[name] = one.renamed(name)
+            elif not name.endswith(_MLP_NORM):
+                # Our exports of models with experts have the norm under both names.
+                raise _unusable("a tensor is stored twice", name, where)
     for name, pair in halves.items():
         if len(pair) != 2 or name in found or pair[0].shape != pair[1].shape:
             raise _unusable("the two halves of a tensor are not there or do not match", name, where)
-        num_rows = pair[0].shape[0]
-        ranges = [RowRange(0, 0, num_rows), RowRange(1, 0, num_rows)]
+        ranges = [RowRange(half, 0, pair[0].shape[0]) for half in (0, 1)]
         found[name] = join_rows(name, [pair[0], pair[1]], ranges)
     return found
 
@@ -112,14 +109,8 @@ def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor
 
 def without_prefix(name: str) -> str:
     """Return *name* without what wrappers and NeMo put before the names of the model."""
-    while not name.startswith(_ROOTS):
-        for prefix in _PREFIXES:
-            if name.startswith(prefix):
-                name = name.removeprefix(prefix)
-                break
-        else:
-            return name
-    return name
+    prefix = _PREFIX.match(name)
+    return name if prefix is None else name[prefix.end() :]
 
 
 def _unstacked(name: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tensor]]:
@@ -157,8 +148,11 @@ def _experts(rest: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tenso
 
 def _checked_unstack(name: str, tensor: Tensor, where: str) -> list[Tensor]:
     if not tensor.shape or tensor.shape[0] > _MAX_STACKED:
-        text = f"{name} of shape {list(tensor.shape)}"
-        raise _unusable("this tensor does not stack layers or experts", text, where)
+        raise _unusable(
+            "this tensor does not stack layers or experts",
+            f"{name} of shape {list(tensor.shape)}",
+            where,
+        )
     return unstack(tensor)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from automodel_ckpt.convert.names.converter import Converter
-from automodel_ckpt.convert.names.llama import LLAMA
-from automodel_ckpt.convert.names.mixtral import MIXTRAL
-from automodel_ckpt.convert.names.qwen import QWEN2, QWEN3, QWEN3_MOE
+from automodel_ckpt.convert.names.llama import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONVERTERS: tuple[Converter, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices, nbytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,8 @@ def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
     slices: list[Slice] = []
     for number, tensor in enumerate(tensors):
         for stored in contiguous_slices(tensor):
-            offsets = (number, *stored.offsets)
-            sizes = (1, *stored.sizes)
             strides = None if stored.strides is None else (0, *stored.strides)
+            offsets, sizes = (number, *stored.offsets), (1, *stored.sizes)
             slices.append(
                 replace(stored, fqn=fqn, offsets=offsets, sizes=sizes, digest=None, strides=strides)
             )
@@ -83,7 +82,6 @@ def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
 
 def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
     """Yield what the slices of *tensor* have of its rows ``first .. first + num_rows``, at their offsets in it."""
-    itemsize = DTYPE_BITS[tensor.dtype] // 8
     for stored in contiguous_slices(tensor):
         begin = max(stored.offsets[0], first)
         end = min(stored.offsets[0] + stored.sizes[0], first + num_rows)
@@ -92,9 +90,7 @@ def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
         if end - begin == stored.sizes[0]:
             yield replace(stored, digest=None)
             continue
-        row_bytes = itemsize
-        for size in stored.sizes[1:]:
-            row_bytes *= size
+        row_bytes = nbytes_of(tensor.dtype, stored.sizes[1:])
         yield replace(
             stored,
             offsets=(begin, *stored.offsets[1:]),
@@ -105,28 +101,22 @@ def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
         )
 
 
-def _merged_strided(slices: Sequence[Slice]) -> Iterator[Slice]:
-    """Yield *slices*, with single rows joined that follow each other in the tensor, and at one distance in the file."""
-    previous: Slice | None = None
+def _merged_strided(slices: Sequence[Slice]) -> list[Slice]:
+    """Return *slices*, with single rows joined that follow each other in the tensor, at one distance in the file."""
+    merged: list[Slice] = []
     for stored in slices:
-        if previous is not None:
-            joined = _joined_at_a_distance(previous, stored)
-            if joined is not None:
-                previous = joined
-                continue
-            yield previous
-        previous = stored
-    if previous is not None:
-        yield previous
+        joined = _joined_at_a_distance(merged[-1], stored) if merged else None
+        if joined is None:
+            merged.append(stored)
+        else:
+            merged[-1] = joined
+    return merged
 
 
 def _joined_at_a_distance(one: Slice, row: Slice) -> Slice | None:
     """Return the slice of the rows of *one* and the single *row* after them; None if they are no such slice."""
-    if row.sizes[0] != 1 or row.file != one.file or not row.nbytes:
-        return None
-    if row.sizes[1:] != one.sizes[1:]:
-        return None
-    if row.offsets != (one.offsets[0] + one.sizes[0], *one.offsets[1:]):
+    follows = row.offsets == (one.offsets[0] + one.sizes[0], *one.offsets[1:])
+    if not follows or row.sizes != (1, *one.sizes[1:]) or row.file != one.file or not row.nbytes:
         return None
     one_strides = _element_strides(one)
     row_strides = _element_strides(row)

@@ -17,13 +17,60 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions
+from automodel_ckpt.convert.names.rules import Rule, fuse, rename
+from automodel_ckpt.convert.names.slicing import RowRange
 
 Division = Literal["vocabulary", "rows", "columns", "equal", "qkv"]
 
 
+def _in_layer(name: str, hugging_face: str) -> Rule:
+    return rename(
+        f"transformer.layers.{{layer}}.{name}.weight",
+        f"model.layers.{{layer}}.{hugging_face}.weight",
+    )
+
+
+def by_kind_of_head(dimensions: Dimensions, num_rows: int, num_parts: int) -> list[RowRange]:
+    """All queries, then all keys, then all values."""
+    num_groups = dimensions.num_query_groups
+    heads = (dimensions.num_heads, num_groups, num_groups)
+    return [RowRange(part, 0, num * dimensions.head_size) for part, num in enumerate(heads)]
+
+
+_LAYER = "transformer.layers.{layer}."
+_HUGGING_FACE = "model.layers.{layer}."
+_RULES: tuple[tuple[Rule, Division], ...] = (
+    (rename("transformer.vocab_embedding.weight", "model.embed_tokens.weight"), "vocabulary"),
+    (rename("transformer.ln_f.weight", "model.norm.weight"), "equal"),
+    # Absent where the output layer shares the weight of the embedding.
+    (rename("lm_head.weight", "lm_head.weight", optional=True), "vocabulary"),
+    (_in_layer("input_layernorm", "input_layernorm"), "equal"),
+    (_in_layer("post_layernorm", "post_attention_layernorm"), "equal"),
+    (
+        fuse(
+            _LAYER + "attention.qkv.weight",
+            (
+                _HUGGING_FACE + "self_attn.q_proj.weight",
+                _HUGGING_FACE + "self_attn.k_proj.weight",
+                _HUGGING_FACE + "self_attn.v_proj.weight",
+            ),
+            by_kind_of_head,
+        ),
+        "qkv",
+    ),
+    (_in_layer("attention.dense", "self_attn.o_proj"), "columns"),
+    (_in_layer("mlp.fc", "mlp.gate_proj"), "rows"),
+    (_in_layer("mlp.gate", "mlp.up_proj"), "rows"),
+    (_in_layer("mlp.proj", "mlp.down_proj"), "columns"),
+)
+TENSORRT_LLAMA = Converter(("llama", "mistral"), tuple(rule for rule, _ in _RULES))
+"""The rules for the tensors of one rank."""
+
+
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DividedTensor:
     """A tensor of TensorRT-LLM, its Hugging Face tensors (three for ``qkv``), and how ranks divide it."""
 
     name: str
@@ -31,33 +78,11 @@ class Rule:
     division: Division
 
 
-_GLOBAL = (
-    Rule("transformer.vocab_embedding.weight", ("model.embed_tokens.weight",), "vocabulary"),
-    Rule("transformer.ln_f.weight", ("model.norm.weight",), "equal"),
-    Rule("lm_head.weight", ("lm_head.weight",), "vocabulary"),
-)
-_LAYER = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), "equal"),
-    Rule("post_layernorm.weight", ("post_attention_layernorm.weight",), "equal"),
-    Rule(
-        "attention.qkv.weight",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "qkv",
-    ),
-    Rule("attention.dense.weight", ("self_attn.o_proj.weight",), "columns"),
-    Rule("mlp.fc.weight", ("mlp.gate_proj.weight",), "rows"),
-    Rule("mlp.gate.weight", ("mlp.up_proj.weight",), "rows"),
-    Rule("mlp.proj.weight", ("mlp.down_proj.weight",), "columns"),
-)
-
-
-def rules(num_layers: int) -> Iterator[Rule]:
-    """Yield the rules of a model, with full names on both sides."""
-    yield from _GLOBAL
-    for layer in range(num_layers):
-        for rule in _LAYER:
-            names = tuple(f"model.layers.{layer}.{name}" for name in rule.hugging_face)
-            yield Rule(f"transformer.layers.{layer}.{rule.name}", names, rule.division)
+def divided_tensors(dimensions: Dimensions) -> Iterator[DividedTensor]:
+    """Yield the tensors of a model."""
+    for rule, division in _RULES:
+        for name, hugging_face in rule.expanded(dimensions):
+            yield DividedTensor(name, hugging_face, division)
 
 
 @dataclass(frozen=True, slots=True)

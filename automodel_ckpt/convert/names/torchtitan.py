@@ -12,17 +12,17 @@ Versions before 0.3 and Meta's files have other names for the output layer and t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.rules import Rule, rename
 from automodel_ckpt.convert.names.slicing import RowRange
-from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
 _TORCHTITAN = "layers.{layer}."
@@ -43,27 +43,17 @@ def by_rotated_pair(dimensions: Dimensions, num_rows: int, num_parts: int) -> li
     size = dimensions.head_size
     if size % 2 or num_rows % size:
         return []  # the converter reports tensors that do not match the config
-    ranges: list[RowRange] = []
-    for first in range(0, num_rows, size):
-        ranges += _rotated(0, first, size)
-    return ranges
-
-
-def _rotated(part: int, first: int, size: int) -> Iterator[RowRange]:
-    """Yield the rows of the head that begins at row *first*, in torchtitan's order."""
     half = size // 2
-    for row in range(first, first + half):
-        yield RowRange(part, row, 1)
-        yield RowRange(part, row + half, 1)
+    ranges: list[RowRange] = []
+    for head in range(0, num_rows, size):
+        for row in range(head, head + half):
+            ranges += [RowRange(0, row, 1), RowRange(0, row + half, 1)]
+    return ranges
 
 
 def _rotary(torchtitan: str, hugging_face: str) -> Rule:
     return Rule(torchtitan, (hugging_face,), by_rotated_pair, permuted=True)
 
-
-_QUERY = _HUGGING_FACE + "self_attn.q_proj.weight"
-_KEY = _HUGGING_FACE + "self_attn.k_proj.weight"
-_VALUE = _HUGGING_FACE + "self_attn.v_proj.weight"
 
 TORCHTITAN_LLAMA = Converter(
     ("llama",),
@@ -74,9 +64,9 @@ TORCHTITAN_LLAMA = Converter(
         rename(_OUTPUT, "lm_head.weight", optional=True),
         rename(_TORCHTITAN + "attention_norm.weight", _HUGGING_FACE + "input_layernorm.weight"),
         rename(_TORCHTITAN + "ffn_norm.weight", _HUGGING_FACE + "post_attention_layernorm.weight"),
-        _rotary(_QKV + "wq.weight", _QUERY),
-        _rotary(_QKV + "wk.weight", _KEY),
-        rename(_QKV + "wv.weight", _VALUE),
+        _rotary(_QKV + "wq.weight", _HUGGING_FACE + "self_attn.q_proj.weight"),
+        _rotary(_QKV + "wk.weight", _HUGGING_FACE + "self_attn.k_proj.weight"),
+        rename(_QKV + "wv.weight", _HUGGING_FACE + "self_attn.v_proj.weight"),
         rename(_TORCHTITAN + "attention.wo.weight", _HUGGING_FACE + "self_attn.o_proj.weight"),
         rename(_TORCHTITAN + "feed_forward.w1.weight", _HUGGING_FACE + "mlp.gate_proj.weight"),
         rename(_TORCHTITAN + "feed_forward.w2.weight", _HUGGING_FACE + "mlp.down_proj.weight"),
@@ -132,11 +122,11 @@ def required_torchtitan_conversion(
     found = torchtitan_conversion(directory, model_types=model_types)
     if found is not None:
         return found
-    raise CheckpointUnusable(
+    raise unusable(
         "torchtitan's names cannot be converted to those of this model",
-        where=str(directory / _CONFIG),
-        value=f"its model_type is not {' or '.join(model_types)}, or there is no config.json",
-        hint="let torchtitan save in Hugging Face format (last_save_in_hf), or import weights without a config.json",
+        directory / _CONFIG,
+        f"its model_type is not {' or '.join(model_types)}, or there is no config.json",
+        "let torchtitan save in Hugging Face format (last_save_in_hf), or import weights without a config.json",
     )
 
 

@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.formats.gguf.kinds import (
+from automodel_ckpt.convert.formats.gguf.header import (
     F32,
     Q8_0,
     QUANTIZATION_VERSION,
@@ -81,7 +81,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
     """Write the model as a GGUF file.
 
     Vectors (norms, biases) are written as F32, other tensors as *tensor_type*: a name in ``WRITABLE`` of
-    ``convert/formats/gguf/kinds.py``, in any case, for example ``Q8_0``. By default they have the dtype of the
+    ``convert/formats/gguf/header.py``, in any case, for example ``Q8_0``. By default they have the dtype of the
     checkpoint, which may be cast to bf16, fp16 or fp32.
     """
     try:

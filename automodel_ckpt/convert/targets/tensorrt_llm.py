@@ -22,7 +22,12 @@ from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
-from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
+from automodel_ckpt.convert.names.tensorrt_llm import (
+    DividedTensor,
+    HeadsOfRank,
+    divided_tensors,
+    heads_of_rank,
+)
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -88,7 +93,7 @@ class _Model:
             text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
             raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
         self._heads: HeadsOfRank = heads
-        self._rules = list(rules(self._dimensions.num_layers))
+        self._rules = list(divided_tensors(self._dimensions))
         known = {name for rule in self._rules for name in rule.hugging_face}
         for name in sorted(self._source.tensors.keys() - known)[:1]:
             raise _unusable("TensorRT-LLM's Llama has no such tensor", name, self._where)
@@ -114,7 +119,9 @@ class _Model:
             raise _unusable("a tensor is not of a floating-point dtype", text, self._where)
         return stored
 
-    def _rank_tensor(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
+    def _rank_tensor(
+        self, rule: DividedTensor, sources: Sequence[Tensor], rank: int
+    ) -> _RankTensor:
         first = sources[0]
         if rule.division == "equal":
             return _RankTensor(rule.name, first.shape, [(first, first.box)])
@@ -138,7 +145,7 @@ class _Model:
         box = Box(tuple(offsets), tuple(sizes))
         return _RankTensor(rule.name, box.sizes, [(first, box)])
 
-    def _fused(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
+    def _fused(self, rule: DividedTensor, sources: Sequence[Tensor], rank: int) -> _RankTensor:
         """Return a rank's queries, keys and values as one tensor."""
         heads, dimensions = self._heads, self._dimensions
         keys = (dimensions.num_query_groups, heads.first_key_row(rank), heads.key_rows)

@@ -32,21 +32,12 @@ class Sampling:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``model.generate``."""
         arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.temperature == 0:
             # The config's values would be reported as unused.
-            return {
-                **arguments,
-                "do_sample": False,
-                "temperature": None,
-                "top_p": None,
-                "top_k": None,
-            }
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        for name, value in given.items():
-            if value is not None:
-                arguments[name] = value
-                arguments["do_sample"] = True
-        return arguments
+            return {**arguments, **dict.fromkeys(given), "do_sample": False}
+        given = {name: value for name, value in given.items() if value is not None}
+        return arguments | given | ({"do_sample": True} if given else {})
 
 
 @dataclass(frozen=True)
@@ -105,11 +96,12 @@ def inputs_of(
             return_dict=True,
             return_tensors="pt",
         )
-    inputs = {}
-    for name, value in encoded.items():
+    inputs = {
+        name: value.to(device)
+        for name, value in encoded.items()
         # Tokenizers of some models return types of tokens that their model does not take.
-        if isinstance(value, torch.Tensor) and name != "token_type_ids":
-            inputs[name] = value.to(device)
+        if isinstance(value, torch.Tensor) and name != "token_type_ids"
+    }
     if not inputs["input_ids"].shape[1]:
         raise RecipeError(
             "the prompt has no tokens",
@@ -186,7 +178,5 @@ def _end_tokens(model: Any) -> set[int]:
 
 def _padding(model: Any, tokenizer: Any) -> int | None:
     """The padding token, which transformers asks for although one sequence needs none."""
-    for candidate in (model.generation_config.pad_token_id, tokenizer.pad_token_id):
-        if candidate is not None:
-            return int(candidate)
-    return next(iter(_end_tokens(model)), None)
+    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, *_end_tokens(model))
+    return next((int(each) for each in candidates if each is not None), None)

@@ -22,7 +22,7 @@ from huggingface_hub.utils._http import close_session
 
 from automodel_ckpt.checkpoint.run.pending import link
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.hub.background import LINK
 from automodel_ckpt.hub.pusher import Pusher
 from tests.support.servers.hub_server import HubServer, Request, Reset

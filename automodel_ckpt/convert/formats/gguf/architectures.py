@@ -271,7 +271,4 @@ def by_class(model_class: object, model_type: object) -> Architecture | None:
 
 def by_name(name: object) -> Architecture | None:
     """Return the architecture that a GGUF file of ``general.architecture`` *name* is read as; None if unknown."""
-    for known in ARCHITECTURES:
-        if name == known.name:
-            return known
-    return None
+    return next((known for known in ARCHITECTURES if known.name == name), None)

@@ -43,15 +43,14 @@ def decoded_blocks(
     values are yielded in single precision.
     """
     rows = _rows(path, info)
-    order = None
+    order = np.arange(rows.shape[0])
     if target is not None and target.heads is not None:
         # The inverse: where each row of transformers is in llama.cpp's.
         order = np.argsort(rotary_order(target.heads, head_dim))
     row_length = info.shape[-1] if info.shape else 1
     num_rows = max(1, _BLOCK_BYTES // max(4 * row_length, 1))
     for first in range(0, rows.shape[0], num_rows):
-        last = min(first + num_rows, rows.shape[0])
-        block = rows[first:last] if order is None else rows[order[first:last]]
+        block = rows[order[first : first + num_rows]]
         if info.kind.is_quantized:
             library = require_library()
             number = library.GGMLQuantizationType[info.kind.name]

@@ -11,23 +11,24 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import first_bytes
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.gguf.header import (
+    F32,
     MAGIC,
     GgufHeader,
     TensorInfo,
     read_gguf_header,
 )
-from automodel_ckpt.convert.formats.gguf.kinds import F32
 from automodel_ckpt.convert.formats.gguf.model import (
     GgufModel,
     GgufTensor,
@@ -59,10 +60,9 @@ _NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the o
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor under the name that it gets, its *file* and where it is in it, and how its values differ."""
+    """A tensor under the name that it gets, its place in the file, its dtype, and how its values differ."""
 
     fqn: str
-    file: Path
     info: TensorInfo
     target: GgufTensor | None
 
@@ -73,9 +73,8 @@ class _Stored:
 
     @property
     def is_decoded(self) -> bool:
-        if self.info.kind.is_quantized:
-            return True
-        return self.target is not None and bool(self.target.heads or self.target.offset)
+        is_changed = self.target is not None and bool(self.target.heads or self.target.offset)
+        return is_changed or self.info.kind.is_quantized
 
 
 class GgufFile(Format):
@@ -90,36 +89,29 @@ class GgufFile(Format):
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
         file, header = _read(path)
         model, reason = _model_of(file, header)
-        stored = _stored(file, header, model)
+        stored = _stored(header, model)
         notes = [_UNCHECKED]
         if model is None:
             notes.append(f"only weights are read, under the names of GGUF: {reason}")
         num_quantized = sum(item.info.kind.is_quantized for item in stored)
         if num_quantized:
             notes.append(f"{num_quantized} quantized tensors become F32")
-        config = None
-        if model is not None:
-            config = _config(model, stored, header.values)
+        config = {} if model is None else _config(model, stored, header.values)
         tensors, side_files = _described(file, stored, config, model)
-        omitted: tuple[str, ...] = ()
-        if "tokenizer.ggml.model" in header.values:
-            omitted = (_NO_TOKENIZER,)
         return Source(
             Path("/"),
             file.parent,
             tensors,
             notes=tuple(notes),
-            omitted=omitted,
+            omitted=(_NO_TOKENIZER,) if "tokenizer.ggml.model" in header.values else (),
             side_files=side_files,
-            stated_config=config or {},
+            stated_config=config,
         )
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         """Return the architecture, the tensor types and the tokenizer, for display."""
         _, header = _read(path)
-        kinds: dict[str, int] = {}
-        for info in header.tensors.values():
-            kinds[info.kind.name] = kinds.get(info.kind.name, 0) + 1
+        kinds = Counter(info.kind.name for info in header.tensors.values())
         types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
         lines = [f"version: {header.version}", f"tensor types: {types}"]
         for key in _SHOWN:
@@ -130,10 +122,8 @@ class GgufFile(Format):
     def inventory(self, path: Path) -> Inventory:
         """Return names, dtypes and shapes by the header alone: nothing is decoded."""
         file, header = _read(path)
-        model, _ = _model_of(file, header)
-        summaries = {}
-        for item in _stored(file, header, model):
-            summaries[item.fqn] = TensorSummary(item.dtype, item.info.shape, 1)
+        stored = _stored(header, _model_of(file, header)[0])
+        summaries = {item.fqn: TensorSummary(item.dtype, item.info.shape, 1) for item in stored}
         return Inventory(summaries, num_values=len(header.values))
 
 
@@ -145,16 +135,13 @@ def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
         factors = _factors(path, infos.get(_FACTORS))
         model = model_of_metadata(header.values, shapes, factors, str(path))
     except CheckpointUnusable as error:
-        problem = error.problems[0]
-        return None, f"{problem.what} ({problem.value})"
+        return None, f"{error.problems[0].what} ({error.problems[0].value})"
     # First: a number of layers can be of any size, and every layer takes memory.
     fault = layers_fault(model.num_layers, shapes)
     if fault is None:
         shapes.pop(_FACTORS, None)
         fault = name_faults({tensor.name: tensor.shape for tensor in model.tensors()}, shapes)
-    if fault is not None:
-        return None, fault
-    return model, ""
+    return (None, fault) if fault is not None else (model, "")
 
 
 def _factors(path: Path, info: TensorInfo | None) -> list[float]:
@@ -162,37 +149,30 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
     if info is None:
         return []
     if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
-        raise CheckpointUnusable(
-            "the divisors of frequencies are not a vector of F32",
-            where=str(path),
-            value=_FACTORS,
-            hint="convert the file again",
-        )
+        what = "the divisors of frequencies are not a vector of F32"
+        raise unusable(what, path, _FACTORS, "convert the file again")
     with open(path, "rb") as file:
         file.seek(info.start)
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
 
 
-def _stored(file: Path, header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
-    """Return the model's tensors in the order of the *file*, under the names that they get."""
-    targets: dict[str, GgufTensor] = {}
-    if model is not None:
-        targets = {tensor.name: tensor for tensor in model.tensors()}
+def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
+    """Return the model's tensors in the order of the file, under the names that they get."""
+    if model is None:
+        return [_Stored(name, info, None) for name, info in header.tensors.items()]
+    targets = {tensor.name: tensor for tensor in model.tensors()}
     found = []
     for name, info in header.tensors.items():
-        target = targets.get(name)
-        if model is not None and target is None:
-            continue
-        fqn = target.fqn if target is not None else name
-        found.append(_Stored(fqn, file, info, target))
+        if name in targets:
+            found.append(_Stored(targets[name].fqn, info, targets[name]))
     return found
 
 
 def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
-    nbytes: dict[str, int] = {}
+    nbytes: Counter[str] = Counter()
     for item in stored:
-        nbytes[item.dtype] = nbytes.get(item.dtype, 0) + item.info.nbytes
+        nbytes[item.dtype] += item.info.nbytes
     config = model.config()
     most = max(nbytes, key=lambda dtype: nbytes[dtype])
     if most in _DTYPES:
@@ -205,15 +185,12 @@ def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) 
 
 
 def _described(
-    source: Path,
-    stored: list[_Stored],
-    config: Mapping[str, Any] | None,
-    model: GgufModel | None,
+    source: Path, stored: list[_Stored], config: Mapping[str, Any], model: GgufModel | None
 ) -> tuple[dict[str, Tensor], Path | None]:
     """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
     decoded = [item for item in stored if item.is_decoded]
-    directory = None
-    if decoded or config is not None:
+    directory = source.parent
+    if decoded or config:
         # numpy is imported only where something is decoded: listing files has to be fast.
         from automodel_ckpt.convert.formats.gguf.decoding import decoded_blocks, require_library
 
@@ -223,29 +200,25 @@ def _described(
 
         def decode(target: Path) -> None:
             (target / _METADATA).mkdir()
-            if config is not None:
+            if config:
                 text = json.dumps(config, indent=2)
                 (target / _METADATA / "config.json").write_text(text + "\n")
             with open(target / _VALUES, "wb") as file:
                 for item in decoded:
-                    for block in decoded_blocks(item.file, item.info, item.target, head_dim):
+                    for block in decoded_blocks(source, item.info, item.target, head_dim):
                         file.write(block)
 
         directory = decoded_directory(source, _VARIANT, decode)
     tensors: dict[str, Tensor] = {}
     at = 0
     for item in stored:
-        file, start = item.file, item.info.start
+        file, start = source, item.info.start
         if item.is_decoded:
-            assert directory is not None, "there are decoded tensors"
             file, start = directory / _VALUES, at
             at += nbytes_of(item.dtype, item.info.shape)
         name = str(file.relative_to("/"))
         tensors[item.fqn] = whole_tensor(item.fqn, item.dtype, item.info.shape, name, start)
-    side_files = None
-    if directory is not None and config is not None:
-        side_files = directory / _METADATA
-    return tensors, side_files
+    return tensors, directory / _METADATA if config else None
 
 
 def _read(path: Path) -> tuple[Path, GgufHeader]:
@@ -255,10 +228,10 @@ def _read(path: Path) -> tuple[Path, GgufHeader]:
     # Source: llama.cpp, tools/gguf-split.
     count = header.values.get("split.count", 1)
     if count not in (0, 1):
-        raise CheckpointUnusable(
+        raise unusable(
             "this file is a part of a model in several GGUF files",
-            where=str(path),
-            value=f"split.count {count!r:.20}",
-            hint="join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUT.gguf",
+            path,
+            f"split.count {count!r:.20}",
+            "join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUT.gguf",
         )
     return real, header

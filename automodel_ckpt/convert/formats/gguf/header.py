@@ -1,6 +1,7 @@
 """The header of a GGUF file: metadata and the places of tensors. It is not trusted: sizes are limited and validated.
 
-Source: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Numbers are little-endian.
+Source: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), and for the types of tensors
+``enum ggml_type`` of ggml and ``enum llama_ftype`` of llama.cpp. Numbers are little-endian.
 The library ``gguf`` is not used here: it allocates what a header claims.
 """
 
@@ -17,8 +18,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
-from automodel_ckpt.convert.formats.gguf.kinds import BY_NUMBER, Kind
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -35,6 +36,58 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 16
 # An array of strings of at most this many is kept; others are counted.
 _MAX_KEPT = 64
+_HINT = "download the file again, or convert it with llama.cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of tensor: its *number* in files, and *block_bytes* for each *block_size* elements of a row.
+
+    *dtype* is the safetensors dtype of the same bytes; None for quantized tensors. *file_type* is the number of a file
+    that mostly has tensors of this type; None for types that this program does not write.
+    """
+
+    name: str
+    number: int
+    block_size: int
+    block_bytes: int
+    dtype: str | None = None
+    file_type: int | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is None
+
+
+F32 = Kind("F32", 0, 1, 4, "F32", 0)
+F16 = Kind("F16", 1, 1, 2, "F16", 1)
+BF16 = Kind("BF16", 30, 1, 2, "BF16", 32)
+Q8_0 = Kind("Q8_0", 8, 32, 34, None, 7)
+_KINDS = (
+    F32,
+    F16,
+    BF16,
+    Kind("F64", 28, 1, 8, "F64"),
+    Q8_0,
+    Kind("Q4_0", 2, 32, 18, None, 2),
+    Kind("Q4_1", 3, 32, 20, None, 3),
+    Kind("Q5_0", 6, 32, 22, None, 8),
+    Kind("Q5_1", 7, 32, 24, None, 9),
+    # Read only: the library gguf dequantizes them, and does not quantize them.
+    Kind("Q2_K", 10, 256, 84),
+    Kind("Q3_K", 11, 256, 110),
+    Kind("Q4_K", 12, 256, 144),
+    Kind("Q5_K", 13, 256, 176),
+    Kind("Q6_K", 14, 256, 210),
+    Kind("IQ4_NL", 20, 32, 18),
+    Kind("IQ4_XS", 23, 256, 136),
+)
+BY_NUMBER: Mapping[int, Kind] = {kind.number: kind for kind in _KINDS}
+"""The types that are read, by their number in files."""
+WRITABLE: Mapping[str, Kind] = {kind.name: kind for kind in _KINDS if kind.file_type is not None}
+"""The types that ``ckpt export --to gguf --type`` accepts, by name."""
+QUANTIZATION_VERSION = 2
+"""The version of the block layouts, ``general.quantization_version`` (``GGML_QNT_VERSION`` of ggml)."""
 
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -51,10 +104,6 @@ _SCALARS: Mapping[int, struct.Struct] = {
     12: struct.Struct("<d"),
 }
 """The types of values in the metadata that have a fixed size, by number."""
-
-
-class HeaderFault(Exception):
-    """A header that cannot be used, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,68 +138,60 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises :class:`CheckpointUnusable` for a file that is not GGUF, is truncated, or contradicts itself.
     """
-    try:
+    with faults_of(path, "this GGUF file is damaged, or cannot be read", _HINT):
         descriptor = open_regular(path)
         try:
-            size = os.fstat(descriptor).st_size
-            if size < len(MAGIC):
-                raise HeaderFault("the file is empty")
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-                return _Parser(content, size).header()
+                return _Parser(content).header()
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise _unusable("this GGUF file cannot be read", path, error.strerror) from error
-    except HeaderFault as error:
-        raise _unusable("this GGUF file is damaged or not supported", path, error) from error
 
 
 class _Parser:
-    """Reads a header from front to back. Each method raises :class:`HeaderFault` at the first contradiction."""
+    """Reads a header from front to back. Each method raises :class:`Fault` at the first contradiction."""
 
-    def __init__(self, content: mmap.mmap, size: int) -> None:
+    def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        self._size = size
         self._at = 0
         self._num_elements = 0
         self._text_bytes = 0
 
     def header(self) -> GgufHeader:
         if self._bytes(4) != MAGIC:
-            raise HeaderFault("it does not begin with GGUF")
+            raise Fault("it does not begin with GGUF")
         version = self._number(4)
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:
-                raise HeaderFault("it is big-endian")
-            raise HeaderFault(f"its version is {version}, and versions 2 and 3 are read")
+                raise Fault("it is big-endian")
+            raise Fault(f"its version is {version}, and versions 2 and 3 are read")
         num_tensors = self._count(_MAX_TENSORS, "tensors")
         num_keys = self._count(_MAX_KEYS, "keys")
         values: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self._string(_MAX_STRING)
+            key = self._string()
             if key in values:
-                raise HeaderFault(f"the key {key[:100]!r} occurs twice")
-            values[key] = self._value()
+                raise Fault(f"the key {key[:100]!r} occurs twice")
+            values[key] = self._value(self._number(4))
         places = [self._tensor_place() for _ in range(num_tensors)]
         return GgufHeader(version, values, self._tensors(places, _alignment(values)))
 
     def _tensor_place(self) -> tuple[str, Kind, tuple[int, ...], int]:
         """Return name, type, row-major shape and the offset in the data section."""
-        name = self._string(_MAX_STRING)
+        name = self._string()
         if len(name.encode()) >= _MAX_NAME or not name.isprintable():
-            raise HeaderFault(f"the name {name[:100]!r} cannot be that of a tensor")
+            raise Fault(f"the name {name[:100]!r} cannot be that of a tensor")
         num_dimensions = self._number(4)
         if num_dimensions > _MAX_DIMENSIONS:
-            raise HeaderFault(f"the tensor {name!r} has {num_dimensions} dimensions")
+            raise Fault(f"the tensor {name!r} has {num_dimensions} dimensions")
         # The file has the innermost dimension first.
         shape = tuple(self._number(8) for _ in range(num_dimensions))[::-1]
         number = self._number(4)
         kind = BY_NUMBER.get(number)
         if kind is None:
-            raise HeaderFault(f"the tensor {name!r} has the type {number}, which is not read")
+            raise Fault(f"the tensor {name!r} has the type {number}, which is not read")
         fault = shape_fault(shape)
         if fault:
-            raise HeaderFault(f"the tensor {name!r}: {fault}")
+            raise Fault(f"the tensor {name!r}: {fault}")
         return name, kind, shape, self._number(8)
 
     def _tensors(
@@ -162,71 +203,65 @@ class _Parser:
         tensors: dict[str, TensorInfo] = {}
         for name, kind, shape, offset in places:
             if name in tensors:
-                raise HeaderFault(f"the tensor {name!r} occurs twice")
+                raise Fault(f"the tensor {name!r} occurs twice")
             row = shape[-1] if shape else 1
             if row % kind.block_size:
-                raise HeaderFault(f"the rows of {name!r} are not whole blocks of {kind.name}")
+                raise Fault(f"the rows of {name!r} are not whole blocks of {kind.name}")
             nbytes = math.prod(shape) // kind.block_size * kind.block_bytes
             # Programs write them without gaps, and llama.cpp accepts no other files.
             if offset != expected:
-                raise HeaderFault(f"the tensor {name!r} begins at {offset}, not at {expected}")
+                raise Fault(f"the tensor {name!r} begins at {offset}, not at {expected}")
             start = data + offset
-            if start + nbytes > self._size:
-                raise HeaderFault(f"the tensor {name!r} ends at {start + nbytes} of {self._size}")
+            if start + nbytes > len(self._content):
+                raise Fault(f"the tensor {name!r} ends at {start + nbytes} of {len(self._content)}")
             tensors[name] = TensorInfo(name, kind, shape, start, nbytes)
             expected = -(-(offset + nbytes) // alignment) * alignment
         return tensors
 
-    def _value(self) -> Any:
-        kind = self._number(4)
+    def _value(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string(_MAX_STRING)
+            return self._string()
         if kind == _ARRAY:
             return self._array()
-        return self._scalar(kind)
+        scalar = _SCALARS.get(kind)
+        if scalar is None:
+            raise Fault(f"a value has the unknown type {kind}")
+        value = scalar.unpack(self._bytes(scalar.size))[0]
+        return _shortest(value, scalar) if kind == _FLOAT else value
 
     def _array(self) -> Any:
         kind = self._number(4)
         length = self._count(_MAX_ELEMENTS, "elements of an array")
         self._num_elements += length
         if self._num_elements > _MAX_ELEMENTS:
-            raise HeaderFault(f"its arrays have more than {_MAX_ELEMENTS} elements")
-        is_kept = length <= _MAX_KEPT
-        if kind == _STRING:
-            if is_kept:
-                return [self._string(_MAX_STRING) for _ in range(length)]
+            raise Fault(f"its arrays have more than {_MAX_ELEMENTS} elements")
+        if kind == _ARRAY:
+            raise Fault("an array has elements that are arrays")
+        if length <= _MAX_KEPT:
+            return [self._value(kind) for _ in range(length)]
+        if kind in _SCALARS:
+            self._skip(length * _SCALARS[kind].size)
+        elif kind == _STRING:
             for _ in range(length):
                 self._skip(self._number(8))
-            return ArrayOf(length)
-        scalar = _SCALARS.get(kind)
-        if scalar is None:
-            raise HeaderFault(f"an array has elements of the type {kind}")
-        if is_kept:
-            return [self._scalar(kind) for _ in range(length)]
-        self._skip(length * scalar.size)
+        else:
+            raise Fault(f"an array has elements of the type {kind}")
         return ArrayOf(length)
 
-    def _scalar(self, kind: int) -> Any:
-        scalar = _SCALARS.get(kind)
-        if scalar is None:
-            raise HeaderFault(f"a value has the unknown type {kind}")
-        value = scalar.unpack(self._bytes(scalar.size))[0]
-        return _shortest(value, scalar) if kind == _FLOAT else value
-
-    def _string(self, limit: int) -> str:
+    def _string(self) -> str:
         length = self._number(8)
         self._text_bytes += length
-        if length > limit or self._text_bytes > _MAX_TEXT:
-            raise HeaderFault(f"a text of {length} bytes")
+        if length > _MAX_STRING or self._text_bytes > _MAX_TEXT:
+            raise Fault(f"a text of {length} bytes")
         try:
             return self._bytes(length).decode()
         except UnicodeDecodeError as error:
-            raise HeaderFault("a text is not valid UTF-8") from error
+            raise Fault("a text is not valid UTF-8") from error
 
     def _count(self, limit: int, what: str) -> int:
         count = self._number(8)
         if count > limit:
-            raise HeaderFault(f"{count} {what}, and at most {limit} are read")
+            raise Fault(f"{count} {what}, and at most {limit} are read")
         return count
 
     def _number(self, nbytes: int) -> int:
@@ -238,8 +273,8 @@ class _Parser:
         return self._content[begin : self._at]
 
     def _skip(self, nbytes: int) -> None:
-        if nbytes > self._size - self._at:
-            raise HeaderFault("it ends within its header")
+        if nbytes > len(self._content) - self._at:
+            raise Fault("it ends within its header")
         self._at += nbytes
 
 
@@ -257,14 +292,5 @@ def _alignment(values: Mapping[str, Any]) -> int:
     found = values.get("general.alignment", _DEFAULT_ALIGNMENT)
     is_power = type(found) is int and 0 < found <= _MAX_ALIGNMENT and found & (found - 1) == 0
     if not is_power:
-        raise HeaderFault(f"general.alignment is {found!r:.50}, not a power of two")
+        raise Fault(f"general.alignment is {found!r:.50}, not a power of two")
     return int(found)
-
-
-def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what,
-        where=str(path),
-        value=value,
-        hint="download the file again, or convert it with llama.cpp",
-    )

@@ -25,8 +25,7 @@ from automodel_ckpt.convert.formats.gguf.values import (
     positive_number,
 )
 
-_LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
-_BLOCK_NUMBER = re.compile(r"blk\.([0-9]+)\.", re.ASCII)
+_LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.([0-9]+)\.", re.ASCII)
 _OUTPUT = "output.weight"
 
 
@@ -100,7 +99,16 @@ class GgufModel:
         return found
 
     def _tensor(self, fqn: str, name: str, kind: str) -> GgufTensor:
-        shape = tuple(self._size(word) for word in SHAPES[kind])
+        numbers = self.numbers
+        sizes = {
+            "vocabulary": self.vocab_size,
+            "hidden": int(numbers["hidden_size"]),
+            "inner": int(numbers["intermediate_size"]),
+            "head": self.head_dim,
+            "queries": int(numbers["num_attention_heads"]) * self.head_dim,
+            "keys": int(numbers["num_key_value_heads"]) * self.head_dim,
+        }
+        shape = tuple(sizes[word] for word in SHAPES[kind])
         heads = None
         if self.architecture.is_interleaved and kind == "attn_q.weight":
             heads = int(self.numbers["num_attention_heads"])
@@ -108,18 +116,6 @@ class GgufModel:
             heads = int(self.numbers["num_key_value_heads"])
         offset = self.architecture.norm_offset if kind.endswith("norm.weight") else 0
         return GgufTensor(fqn, name, shape, heads, offset)
-
-    def _size(self, word: str) -> int:
-        numbers = self.numbers
-        sizes = {
-            "vocabulary": numbers["vocab_size"],
-            "hidden": numbers["hidden_size"],
-            "inner": numbers["intermediate_size"],
-            "head": numbers["head_dim"],
-            "queries": numbers["num_attention_heads"] * numbers["head_dim"],
-            "keys": numbers["num_key_value_heads"] * numbers["head_dim"],
-        }
-        return int(sizes[word])
 
     def config(self) -> dict[str, Any]:
         """Return config.json of the model, for transformers."""
@@ -147,6 +143,15 @@ def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
     """
     architecture = _architecture(config, where)
     numbers = _numbers(config, architecture, where)
+    if architecture.scale_of_hidden_layers:
+        expected = _attention_scale(architecture, numbers)
+        scale = config.get("query_pre_attn_scalar", 256)
+        if scale != expected:
+            raise not_convertible(
+                "llama.cpp scales attention differently",
+                where,
+                f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}",
+            )
     is_tied = bool(config.get("tie_word_embeddings", architecture.tied_by_default))
     if architecture.must_be_tied and not is_tied:
         raise not_convertible(
@@ -155,13 +160,9 @@ def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
             "tie_word_embeddings: false",
         )
     _check_rotation(config, architecture, where)
-    return GgufModel(
-        architecture,
-        numbers,
-        read_positions(config, architecture.positions, where),
-        is_tied,
-        _context_limit(config, architecture, numbers, where),
-    )
+    positions = read_positions(config, architecture.positions, where)
+    limit = _context_limit(config, architecture, numbers, where)
+    return GgufModel(architecture, numbers, positions, is_tied, limit)
 
 
 def model_of_metadata(
@@ -182,51 +183,48 @@ def model_of_metadata(
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise not_convertible("there is no embedding", where, "token_embd.weight")
-    numbers: dict[str, int | float] = {}
     hidden = positive_integer(values, f"{name}.embedding_length", where)
     heads = positive_integer(values, f"{name}.attention.head_count", where)
-    defaults = {
-        "vocab_size": embedding[0],
+    config: dict[str, Any] = {
+        "architectures": [architecture.model_class],
         "head_dim": hidden // heads,
         "num_key_value_heads": heads,
     }
     for setting in (*SIZES, *architecture.settings):
         key = f"{name}.{setting.gguf}"
-        if key not in values and setting.is_optional:
-            continue
-        default: float | None = defaults.get(setting.config)
-        if default is None:
-            default = architecture.defaults.get(setting.config)
-        read = positive_integer if setting.kind == "uint32" else positive_number
-        numbers[setting.config] = read(values, key, where, default)
+        if key in values:
+            config[setting.config] = values[key]
     # Padding of the vocabulary is in the tensor, and not always in the key.
-    numbers["vocab_size"] = embedding[0]
-    head_dim = int(numbers["head_dim"])
-    positions = positions_of(values, str(name), where, factors, head_dim)
-    return GgufModel(architecture, numbers, positions, _OUTPUT not in shapes)
+    config["vocab_size"] = embedding[0]
+    config["tie_word_embeddings"] = _OUTPUT not in shapes
+    config["query_pre_attn_scalar"] = _attention_scale(architecture, config)
+    config |= positions_of(values, str(name), where, factors, config["head_dim"])
+    return read_model(config, where)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
     classes = config.get("architectures")
-    model_class = None
+    model_class = str(classes) if classes else None
     if isinstance(classes, list) and len(classes) == 1:
         model_class = classes[0]
-    elif classes:
-        model_class = str(classes)
     found = by_class(model_class, config.get("model_type"))
     if found is None:
         known = ", ".join(known.model_class for known in ARCHITECTURES)
         named = classes or config.get("model_type")
-        value = f"architectures: {named!r:.200} (known: {known})"
-        raise not_convertible("this architecture is not converted to GGUF", where, value)
+        raise not_convertible(
+            "this architecture is not converted to GGUF",
+            where,
+            f"architectures: {named!r:.200} (known: {known})",
+        )
     if "quantization_config" in config:
         raise not_convertible("quantized weights are not converted", where, "quantization_config")
     for key, setting in found.fixed.items():
         # null and false both mean that a feature is off.
         given = config.get(key, setting)
         if given != setting and (given or setting):
-            value = f"{key}: {given!r:.100}"
-            raise not_convertible(f"GGUF's {found.name} has no such variant", where, value)
+            raise not_convertible(
+                f"GGUF's {found.name} has no such variant", where, f"{key}: {given!r:.100}"
+            )
     return found
 
 
@@ -252,40 +250,35 @@ def _numbers(
         numbers[setting.config] = read(config, setting.config, where, default)
     kv_heads, head_dim = int(numbers["num_key_value_heads"]), int(numbers["head_dim"])
     if head_dim % 2 or heads % kv_heads:
-        value = f"{heads}, {kv_heads} of {head_dim}"
-        raise not_convertible("these attention heads do not fit together", where, value)
-    if architecture.scale_of_hidden_layers:
-        expected = _attention_scale(architecture, numbers)
-        scale = config.get("query_pre_attn_scalar", 256)
-        if scale != expected:
-            value = f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}"
-            raise not_convertible("llama.cpp scales attention differently", where, value)
+        raise not_convertible(
+            "these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}"
+        )
     return numbers
 
 
-def _attention_scale(architecture: Architecture, numbers: Mapping[str, int | float]) -> int:
+def _attention_scale(architecture: Architecture, numbers: Mapping[str, Any]) -> Any:
     """Return the number whose root llama.cpp divides attention scores of Gemma by."""
-    if numbers["num_hidden_layers"] == architecture.scale_of_hidden_layers:
-        return int(numbers["hidden_size"] // numbers["num_attention_heads"])
-    return int(numbers["head_dim"])
+    if numbers.get("num_hidden_layers") == architecture.scale_of_hidden_layers:
+        return numbers["hidden_size"] // numbers["num_attention_heads"]
+    return numbers["head_dim"]
 
 
 def _check_rotation(config: Mapping[str, Any], architecture: Architecture, where: str) -> None:
     """Raise :class:`CheckpointUnusable` if other layers have rotary positions than llama.cpp's."""
     period = architecture.no_rotation_period
-    flags = config.get("no_rope_layers")
-    if not period or flags is None:
-        interval = config.get("no_rope_layer_interval", period)
-        if period and interval != period:
-            value = f"no_rope_layer_interval: {interval!r:.50}"
-            raise not_convertible("llama.cpp rotates other layers", where, value)
+    if not period:
         return
-    is_list = isinstance(flags, list)
-    for number, flag in enumerate(flags if is_list else [None]):
+    flags, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", period)
+    is_equal = isinstance(flags, list) or (flags is None and interval == period)
+    for number, flag in enumerate(flags if isinstance(flags, list) else ()):
         # 1 means that the layer has rotary positions, despite the name of the key.
-        if flag != int((number + 1) % period != 0):
-            value = f"no_rope_layers: {flags!r:.100}"
-            raise not_convertible("llama.cpp rotates other layers", where, value)
+        is_equal &= flag == int((number + 1) % period != 0)
+    if not is_equal:
+        raise not_convertible(
+            "llama.cpp rotates other layers",
+            where,
+            f"no_rope_layers: {flags!r:.100}, no_rope_layer_interval: {interval!r:.50}",
+        )
 
 
 def _context_limit(
@@ -306,8 +299,11 @@ def _context_limit(
         for number, layer_type in enumerate(given[:num_layers]):
             expected = "sliding_attention" if (number + 1) % period else "full_attention"
             if layer_type != expected:
-                value = f"layer_types[{number}]: {layer_type!r:.50}"
-                raise not_convertible("llama.cpp has full attention in other layers", where, value)
+                raise not_convertible(
+                    "llama.cpp has full attention in other layers",
+                    where,
+                    f"layer_types[{number}]: {layer_type!r:.50}",
+                )
         return None
     if isinstance(types, list):
         slides = "sliding_attention" in types
@@ -325,11 +321,8 @@ def layers_fault(num_layers: int, names: Iterable[str]) -> str | None:
     The names are those of Hugging Face or of GGUF. Called before anything is computed for each layer: the number in an
     untrusted file can be of any size.
     """
-    layers: set[str] = set()
-    for name in names:
-        match = _LAYER_NUMBER.match(name) or _BLOCK_NUMBER.match(name)
-        if match is not None:
-            layers.add(match[1])
+    matches = [_LAYER_NUMBER.match(name) for name in names]
+    layers = {match[1] for match in matches if match is not None}
     if num_layers == len(layers):
         return None
     return (
@@ -341,11 +334,9 @@ def name_faults(
     expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
 ) -> str | None:
     """Return a text if the tensors that were *found* (name to shape) are not the *expected* ones, or None."""
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
+    if missing := sorted(expected.keys() - found.keys()):
         return f"missing: {missing[:3]}"
-    extra = sorted(found.keys() - expected.keys())
-    if extra:
+    if extra := sorted(found.keys() - expected.keys()):
         return f"not in this architecture: {extra[:3]}"
     for fqn, shape in expected.items():
         if tuple(found[fqn]) != tuple(shape):

@@ -13,21 +13,15 @@ from typing import Any
 
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, not_convertible, positive_number
 
+_LENGTH = "original_max_position_embeddings"
 # The numbers that each kind of scaling of positions needs.
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-# Llama 3.1, 3.2 and 3.3 have these values; their factors differ.
-_LLAMA_3_LOW, _LLAMA_3_HIGH = 1.0, 4.0
 _ORIGINAL_LENGTHS = tuple(2**power for power in range(3, 24))
 
 
@@ -43,25 +37,21 @@ class Positions:
     scaling: Mapping[str, Any]
     local_theta: float | None = None
 
-    @property
-    def kind(self) -> str:
-        return str(self.scaling.get("rope_type", "default"))
-
     def key_values(self, prefix: str) -> list[KeyValue]:
         """Return the keys ``PREFIX.rope.*``. Llama 3.1's scaling is a tensor instead (:meth:`factors`)."""
         found: list[KeyValue] = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
         if self.local_theta is not None:
             found.append((f"{prefix}.rope.freq_base_swa", "float32", self.local_theta))
-        if self.kind not in ("linear", "yarn"):
+        kind = self.scaling.get("rope_type")
+        if kind not in ("linear", "yarn"):
             return found
         scaling = f"{prefix}.rope.scaling"
-        found.append((f"{scaling}.type", "string", self.kind))
-        found.append((f"{scaling}.factor", "float32", float(self.scaling["factor"])))
-        if self.kind == "yarn":
-            length = int(self.scaling["original_max_position_embeddings"])
-            found.append((f"{scaling}.original_context_length", "uint32", length))
+        found.append((f"{scaling}.type", "string", kind))
+        found.append((f"{scaling}.factor", "float32", self.scaling["factor"]))
+        if kind == "yarn":
+            found.append((f"{scaling}.original_context_length", "uint32", self.scaling[_LENGTH]))
             for name in _YARN_BETAS:
-                found.append((f"{scaling}.yarn_{name}", "float32", float(self.scaling[name])))
+                found.append((f"{scaling}.yarn_{name}", "float32", self.scaling[name]))
         return found
 
     def factors(self, head_dim: int) -> list[float]:
@@ -70,16 +60,13 @@ class Positions:
         Llama 3.1's scaling: long waves are divided by the factor, short ones are unchanged, and those between are
         interpolated.
         """
-        if self.kind != "llama3":
+        if self.scaling.get("rope_type") != "llama3":
             return []
-        factor = float(self.scaling["factor"])
-        low = float(self.scaling["low_freq_factor"])
-        high = float(self.scaling["high_freq_factor"])
-        original_length = float(self.scaling["original_max_position_embeddings"])
+        factor, low, high, length = (self.scaling[name] for name in _NUMBERS["llama3"])
         factors = []
         for index in range(0, head_dim, 2):
             # The number of waves in the context of pretraining.
-            waves = original_length * self.theta ** (-index / head_dim) / (2 * math.pi)
+            waves = length * self.theta ** (-index / head_dim) / (2 * math.pi)
             smooth = min(max((waves - low) / (high - low), 0.0), 1.0)
             factors.append(1 / ((1 - smooth) / factor + smooth))
         return factors
@@ -99,11 +86,9 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     # A wrong order loads without an error in llama.cpp, and generates nonsense.
     half = head_dim // 2
     rows: list[int] = []
-    for head in range(num_heads):
-        first = head * head_dim
+    for first in range(0, num_heads * head_dim, head_dim):
         for pair in range(half):
-            rows.append(first + pair)
-            rows.append(first + half + pair)
+            rows += [first + pair, first + half + pair]
     return rows
 
 
@@ -129,10 +114,7 @@ def read_positions(config: Mapping[str, Any], known: frozenset[str], where: str)
                 "GGUF has no scaling of positions for sliding attention", where, local["rope_type"]
             )
         local_theta = positive_number(local, "rope_theta", where)
-    settings: dict[str, Any] = {"rope_type": found}
-    if isinstance(found, Mapping):
-        settings = dict(found)
-        settings["rope_type"] = settings.get("rope_type", settings.get("type", "default"))
+    settings: Mapping[str, Any] = found if isinstance(found, Mapping) else {"rope_type": found}
     theta = positive_number(settings, "rope_theta", where, theta)
     return Positions(theta, _scaling(settings, config, known, where), local_theta)
 
@@ -140,7 +122,7 @@ def read_positions(config: Mapping[str, Any], known: frozenset[str], where: str)
 def _scaling(
     settings: Mapping[str, Any], config: Mapping[str, Any], known: frozenset[str], where: str
 ) -> dict[str, Any]:
-    kind = settings["rope_type"]
+    kind = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(kind, str) or kind not in known or kind not in _NUMBERS:
         raise not_convertible(
             "GGUF has no such scaling of positions for this architecture",
@@ -149,18 +131,10 @@ def _scaling(
         )
     if kind == "default":
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind}
-    for name in _NUMBERS[kind]:
-        default = None
-        if name == "original_max_position_embeddings" and kind == "yarn":
-            default = positive_number(config, "max_position_embeddings", where)
-        scaling[name] = positive_number(settings, name, where, default)
-    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        value = "low_freq_factor is not below high_freq_factor"
-        raise not_convertible("config.json holds no usable value", where, value)
+    defaults: dict[str, float] = {}
     if kind == "yarn":
-        for name, beta in _YARN_BETAS.items():
-            scaling[name] = positive_number(settings, name, where, beta)
+        length = positive_number(config, "max_position_embeddings", where)
+        defaults = {**_YARN_BETAS, _LENGTH: length}
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if settings.get(name) is not None:
                 raise not_convertible(
@@ -170,37 +144,42 @@ def _scaling(
                 )
         if settings.get("truncate", True) is not True:
             raise not_convertible("llama.cpp rounds YaRN's range", where, "truncate: false")
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for name in _NUMBERS[kind]:
+        number = positive_number(settings, name, where, defaults.get(name))
+        scaling[name] = int(number) if name == _LENGTH else number
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise not_convertible(
+            "config.json holds no usable value",
+            where,
+            "low_freq_factor is not below high_freq_factor",
+        )
     return scaling
 
 
 def positions_of(
     values: Mapping[str, Any], prefix: str, where: str, factors: Sequence[float], head_dim: int
-) -> Positions:
-    """Return the positions that the metadata *values* of a GGUF file describe; the inverse of ``key_values``.
+) -> dict[str, Any]:
+    """Return the keys of config.json for the metadata *values* of a GGUF file, for :func:`read_positions`.
 
     *factors* are the values of ``rope_freqs.weight``, empty if there is no such tensor. Raises
     :class:`CheckpointUnusable` for a scaling that config.json cannot describe.
     """
-    theta = positive_number(values, f"{prefix}.rope.freq_base", where, 10_000.0)
-    local_theta = None
-    if f"{prefix}.rope.freq_base_swa" in values:
-        local_theta = positive_number(values, f"{prefix}.rope.freq_base_swa", where)
-    if factors:
-        return Positions(theta, _llama_3_scaling(factors, theta, head_dim, where), local_theta)
+    found = {
+        "rope_theta": values.get(f"{prefix}.rope.freq_base"),
+        "rope_local_base_freq": values.get(f"{prefix}.rope.freq_base_swa"),
+    }
     kind = values.get(f"{prefix}.rope.scaling.type", "none")
-    if kind == "none":
-        return Positions(theta, {}, local_theta)
-    if kind not in ("linear", "yarn"):
-        raise not_convertible("unknown scaling of positions", where, f"{kind!r:.100}")
-    scaling: dict[str, Any] = {"rope_type": kind}
-    scaling["factor"] = positive_number(values, f"{prefix}.rope.scaling.factor", where)
-    if kind == "yarn":
-        length = positive_number(values, f"{prefix}.rope.scaling.original_context_length", where)
-        scaling["original_max_position_embeddings"] = int(length)
-        for name, beta in _YARN_BETAS.items():
-            key = f"{prefix}.rope.scaling.yarn_{name}"
-            scaling[name] = positive_number(values, key, where, beta)
-    return Positions(theta, scaling, local_theta)
+    if factors:
+        theta = positive_number(found, "rope_theta", where, 10_000.0)
+        found["rope_scaling"] = _llama_3_scaling(factors, theta, head_dim, where)
+    elif kind != "none":
+        scaling = {"rope_type": kind}
+        names = {"factor": "factor", _LENGTH: "original_context_length"}
+        for name, key in (names | {beta: f"yarn_{beta}" for beta in _YARN_BETAS}).items():
+            scaling[name] = values.get(f"{prefix}.rope.scaling.{key}")
+        found["rope_scaling"] = scaling
+    return found
 
 
 def _llama_3_scaling(
@@ -210,17 +189,18 @@ def _llama_3_scaling(
 
     The tensor has the result only, so the length of pretraining is found by trying powers of two.
     """
-    for length in _ORIGINAL_LENGTHS:
+    # A header can state heads of any size. For another one, the lengths differ.
+    lengths = _ORIGINAL_LENGTHS if head_dim == 2 * len(factors) else ()
+    for length in lengths:
         scaling = {
             "rope_type": "llama3",
             "factor": float(round(max(factors), 4)),
-            "low_freq_factor": _LLAMA_3_LOW,
-            "high_freq_factor": _LLAMA_3_HIGH,
-            "original_max_position_embeddings": length,
+            # Llama 3.1, 3.2 and 3.3 have these values; their factors differ.
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            _LENGTH: length,
         }
         expected = Positions(theta, scaling).factors(head_dim)
-        if len(expected) != len(factors):
-            break
         pairs = zip(expected, factors, strict=True)
         if all(math.isclose(one, other, rel_tol=1e-5) for one, other in pairs):
             return scaling

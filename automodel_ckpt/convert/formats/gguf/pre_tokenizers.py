@@ -69,11 +69,13 @@ def find_pre_tokenizer(
     steps: Sequence[Mapping[str, Any]], *, ignore_merges: bool
 ) -> PreTokenizer | None:
     """Return the entry for the *steps* of a pre_tokenizer in tokenizer.json, or None if llama.cpp has none."""
-    words = tuple(_word(step) for step in steps)
-    for known in PRE_TOKENIZERS:
-        if known.steps == words and known.ignore_merges == ignore_merges:
-            return known
-    return None
+    words = tuple(map(_word, steps))
+    matching = (
+        known
+        for known in PRE_TOKENIZERS
+        if known.steps == words and known.ignore_merges == ignore_merges
+    )
+    return next(matching, None)
 
 
 def _word(step: Mapping[str, Any]) -> str | None:
@@ -86,7 +88,5 @@ def _word(step: Mapping[str, Any]) -> str | None:
     if kind != "Split" or step.get("behavior") != "Isolated" or step.get("invert"):
         return None
     pattern = step.get("pattern")
-    if not isinstance(pattern, Mapping):
-        return None
-    expression = pattern.get("Regex")
+    expression = pattern.get("Regex") if isinstance(pattern, Mapping) else None
     return expression if isinstance(expression, str) else None

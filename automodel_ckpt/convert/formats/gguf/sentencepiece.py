@@ -11,8 +11,8 @@ Source: llama.cpp's ``llm_tokenizer_spm_session`` in ``src/llama-vocab.cpp``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.base.units import counted
@@ -21,18 +21,9 @@ from automodel_ckpt.convert.formats.gguf.values import KeyValue, not_convertible
 # SentencePiece's character for a space.
 SPACE = "\u2581"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_SPACES_REPLACED = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 # Share of all tokens: a few odd ones are reported, and a tokenizer of another kind is rejected.
 _MAX_DEVIATING = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """The keys beside tokens and types, the tokens and types as llama.cpp needs them, and warnings."""
-
-    keys: list[KeyValue]
-    tokens: list[str]
-    types: list[int]
-    warnings: tuple[str, ...]
 
 
 def convert(
@@ -40,60 +31,46 @@ def convert(
     normalizers: Sequence[Mapping[str, Any]],
     steps: Sequence[Mapping[str, Any]],
     merges: Sequence[str],
-    tokens: Sequence[str],
-    types: Sequence[int],
+    tokens: list[str],
+    types: list[int],
     where: str,
-) -> Converted:
-    """Return the keys of the tokenizer whose *model* has byte fallback.
+) -> tuple[list[KeyValue], tuple[str, ...]]:
+    """Return the keys of the tokenizer whose *model* has byte fallback beside its tokens, and warnings.
 
     *normalizers* and *steps* are those of the normalizer and the pre_tokenizer; *merges* are pairs separated by a
-    space, *tokens* and *types* are in the order of ids. Raises :class:`CheckpointUnusable` for a tokenizer that
-    llama.cpp would not follow.
+    space. *tokens* and *types*, in the order of ids, become those that llama.cpp needs. Raises
+    :class:`CheckpointUnusable` for a tokenizer that llama.cpp would not follow.
     """
     if model.get("ignore_merges"):
-        raise not_convertible(
-            "this tokenizer merges words otherwise than llama.cpp's of its kind",
-            where,
-            "ignore_merges",
-        )
-    missing = [byte for byte in _byte_tokens() if byte not in model["vocab"]]
+        what = "this tokenizer merges words otherwise than llama.cpp's of its kind"
+        raise not_convertible(what, where, "ignore_merges")
+    bytes_of_text = {f"<0x{byte:02X}>": None for byte in range(256)}
+    missing = [byte for byte in bytes_of_text if byte not in model["vocab"]]
     if missing:
         raise not_convertible("a token for a byte is missing", where, missing[0])
     prefix, warnings = _space_prefix(normalizers, steps, where)
     deviating = _deviations(model["vocab"], merges)
-    if len(deviating) > _MAX_DEVIATING * len(model["vocab"]):
-        raise not_convertible(
-            "the merges are not those of scores, which llama.cpp needs",
-            where,
-            f"{counted(len(deviating), 'token')}, for example {deviating[0]!r:.80}",
-        )
     if deviating:
-        warnings = (
-            *warnings,
-            f"llama.cpp may split text with {counted(len(deviating), 'token')} otherwise, such as {deviating[0]!r:.80}",
-        )
+        example = f"{counted(len(deviating), 'token')}, for example {deviating[0]!r:.80}"
+        if len(deviating) > _MAX_DEVIATING * len(model["vocab"]):
+            what = "the merges are not those of scores, which llama.cpp needs"
+            raise not_convertible(what, where, example)
+        warnings = (*warnings, f"llama.cpp may split text otherwise with {example}")
     keys: list[KeyValue] = [
         ("tokenizer.ggml.model", "string", "llama"),
         ("tokenizer.ggml.pre", "string", "default"),
         ("tokenizer.ggml.scores", "array", _scores(merges, tokens, types)),
         ("tokenizer.ggml.add_space_prefix", "bool", prefix),
     ]
-    unknown = model.get("unk_token")
-    new_tokens, new_types = list(tokens), list(types)
-    bytes_of_text = set(_byte_tokens())
     for index, token in enumerate(tokens):
         if token in bytes_of_text:
-            new_types[index] = _BYTE
-        elif token == unknown:
-            new_types[index] = _UNKNOWN
+            types[index] = _BYTE
+        elif token == model.get("unk_token"):
+            types[index] = _UNKNOWN
         elif types[index] == _USER_DEFINED:
             # llama.cpp finds them in the text before it replaces spaces.
-            new_tokens[index] = token.replace(SPACE, " ")
-    return Converted(keys, new_tokens, new_types, warnings)
-
-
-def _byte_tokens() -> list[str]:
-    return [f"<0x{byte:02X}>" for byte in range(256)]
+            tokens[index] = token.replace(SPACE, " ")
+    return keys, warnings
 
 
 def _space_prefix(
@@ -102,10 +79,11 @@ def _space_prefix(
     """Return whether a space is put in front of the text, and warnings; validate that spaces become ``▁``."""
     kinds = [step.get("type") for step in normalizers]
     step_kinds = [step.get("type") for step in steps]
-    if kinds and normalizers[-1] == _replaced(" ", SPACE):
+    if kinds and normalizers[-1] == _SPACES_REPLACED:
         prepended = kinds[:-1] == ["Prepend"] and normalizers[0].get("prepend") == SPACE
         # Splits at spaces find none after the normalizer.
-        if (prepended or len(kinds) == 1) and (not steps or _is_split_at_space(steps)):
+        splits_at_space = step_kinds == ["Split"] and steps[0].get("pattern") == {"String": " "}
+        if (prepended or len(kinds) == 1) and (not steps or splits_at_space):
             return prepended, ()
     if not kinds and step_kinds == ["Metaspace"] and not steps[0].get("split"):
         scheme = steps[0].get("prepend_scheme", "always")
@@ -115,25 +93,12 @@ def _space_prefix(
             differs = "text that begins with a space"
             if scheme == "first":
                 differs += ", or follows a special token,"
-            return True, (
-                f"llama.cpp puts a space in front of {differs} where the tokenizer does not",
-            )
+            warning = f"llama.cpp puts a space in front of {differs} where the tokenizer does not"
+            return True, (warning,)
     raise not_convertible(
         "this tokenizer changes the text before splitting it",
         where,
         f"normalizer: {kinds!r:.100}, pre_tokenizer: {step_kinds!r:.100}",
-    )
-
-
-def _replaced(old: str, new: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
-
-
-def _is_split_at_space(steps: Sequence[Mapping[str, Any]]) -> bool:
-    return (
-        len(steps) == 1
-        and steps[0].get("type") == "Split"
-        and steps[0].get("pattern") == {"String": " "}
     )
 
 
@@ -144,31 +109,27 @@ def _scores(merges: Sequence[str], tokens: Sequence[str], types: Sequence[int]) 
         ranks.setdefault(merge.replace(" ", ""), rank)
     # float32 has 24 bits: consecutive numbers remain different, also where ranks are millions.
     order = {token: number for number, token in enumerate(ranks)}
-    lowest = len(order)
     scores = []
     for token, kind in zip(tokens, types, strict=True):
         is_merged = kind not in (_UNUSED, _CONTROL, _USER_DEFINED)
-        rank = order.get(token, lowest) if is_merged else lowest
-        scores.append(float(-rank))
+        scores.append(-float(order.get(token, len(order)) if is_merged else len(order)))
     return scores
 
 
 def _deviations(vocab: Mapping[str, int], merges: Sequence[str]) -> list[str]:
     """Return the tokens that scores could make of other pairs, or at another time, than the *merges*."""
-    known: dict[str, int] = {}
+    known: Counter[str] = Counter()
     found: dict[str, None] = {}
     last = None
     for merge in merges:
         token = merge.replace(" ", "")
         if token in known and token != last:
             found[token] = None
-        known[token] = known.get(token, 0) + 1
+        known[token] += 1
         last = token
     for token in vocab:
-        pairs = 0
-        for cut in range(1, len(token)):
-            if token[:cut] in vocab and token[cut:] in vocab:
-                pairs += 1
-        if pairs != known.get(token, 0):
+        cuts = range(1, len(token))
+        num_pairs = sum(1 for cut in cuts if token[:cut] in vocab and token[cut:] in vocab)
+        if num_pairs != known[token]:
             found[token] = None
     return list(found)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.convert.formats.gguf import sentencepiece
@@ -34,7 +34,7 @@ class GgufTokenizer:
     """The keys of a tokenizer, and in *warnings* where llama.cpp may split text in another way."""
 
     keys: list[KeyValue]
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
 
 def convert_tokenizer(
@@ -59,11 +59,15 @@ def convert_tokenizer(
         json.dumps([tokenizer, settings, template], ensure_ascii=False).encode()
         return _converted(tokenizer, settings, vocab_size, where, template, ends)
     except UnicodeEncodeError as error:
-        what = "a text in the tokenizer's files is not valid Unicode"
-        raise not_convertible(what, where, ascii(error.object[error.start : error.end])) from None
+        raise not_convertible(
+            "a text in the tokenizer's files is not valid Unicode",
+            where,
+            ascii(error.object[error.start : error.end]),
+        ) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another structure
-        what = "this is not a tokenizer of Hugging Face's"
-        raise not_convertible(what, where, repr(error)[:200]) from error
+        raise not_convertible(
+            "this is not a tokenizer of Hugging Face's", where, repr(error)[:200]
+        ) from error
 
 
 def _converted(
@@ -83,25 +87,24 @@ def _converted(
     merges = _merges(model, where)
     if model.get("byte_fallback"):
         normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
-        found = sentencepiece.convert(model, normalizers, steps, merges, tokens, types, where)
-        keys, warnings = found.keys, found.warnings
-        tokens, types = found.tokens, found.types
+        keys, warnings = sentencepiece.convert(
+            model, normalizers, steps, merges, tokens, types, where
+        )
     else:
         keys, warnings = _byte_level(tokenizer, model, steps, merges, where)
     if len(set(tokens)) != len(tokens):
         raise not_convertible("two tokens have the same text", where, "model.vocab")
+    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
     keys += [
         ("tokenizer.ggml.tokens", "array", tokens),
         ("tokenizer.ggml.token_type", "array", types),
+        *((f"tokenizer.ggml.{name}_token_id", "uint32", index) for name, index in special.items()),
+        ("tokenizer.ggml.add_bos_token", "bool", begins),
+        ("tokenizer.ggml.add_eos_token", "bool", adds_end),
     ]
-    for name, index in special.items():
-        keys.append((f"tokenizer.ggml.{name}_token_id", "uint32", index))
     turn_end = _end_of_turn(ends, tokens, special, template)
     if turn_end is not None:
         keys.append(("tokenizer.ggml.eot_token_id", "uint32", turn_end))
-    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
-    keys.append(("tokenizer.ggml.add_bos_token", "bool", begins))
-    keys.append(("tokenizer.ggml.add_eos_token", "bool", adds_end))
     if isinstance(template, str):
         keys.append(("tokenizer.chat_template", "string", template))
     if "eos" not in special:
@@ -133,11 +136,8 @@ def _check_model(model: Mapping[str, Any], where: str) -> None:
         )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise not_convertible(
-                "this tokenizer has what llama.cpp's lacks",
-                where,
-                f"model.{key}: {model[key]!r:.100}",
-            )
+            value = f"model.{key}: {model[key]!r:.100}"
+            raise not_convertible("this tokenizer has what llama.cpp's lacks", where, value)
 
 
 def _byte_level(
@@ -198,19 +198,15 @@ def _tokens(
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [_UNUSED] * vocab_size
     entries: list[tuple[Any, Any, int]] = []
-    for text, index in model["vocab"].items():
-        entries.append((text, index, _NORMAL))
+    entries += [(text, index, _NORMAL) for text, index in model["vocab"].items()]
+    # Added tokens come last: for an id that is in both lists, theirs is the type.
     for entry in tokenizer.get("added_tokens") or []:
         kind = _CONTROL if entry.get("special") else _USER_DEFINED
         entries.append((entry.get("content"), entry.get("id"), kind))
-    # Added tokens come last: for an id that is in both lists, theirs is the type.
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
-            raise not_convertible(
-                "a token has no place in the model's vocabulary",
-                where,
-                f"{text!r:.80}: {index!r:.40}",
-            )
+            value = f"{text!r:.80}: {index!r:.40}"
+            raise not_convertible("a token has no place in the model's vocabulary", where, value)
         tokens[index], types[index] = text, kind
     return tokens, types
 
@@ -220,16 +216,11 @@ def _merges(model: Mapping[str, Any], where: str) -> list[str]:
     found = []
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not _is_pair(pair):
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(token, str) and " " not in token for token in pair):
             raise not_convertible("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
-
-
-def _is_pair(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return all(isinstance(token, str) and " " not in token for token in value)
 
 
 def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
@@ -250,33 +241,28 @@ def _added(
 
     *post* is the post_processor of tokenizer.json. Raises :class:`CheckpointUnusable` if it adds any other token.
     """
-    templates: list[Mapping[str, Any]] = []
+    parts: list[int | None] = []
+    num_templates = 0
     has_others = False
     for step in _steps(post, "processors"):
         if step.get("type") == "TemplateProcessing":
-            templates.append(step)
+            num_templates += 1
+            parts += [_part(part, ids) for part in step.get("single") or []]
         elif step and step.get("type") != "ByteLevel":
             has_others = True
-    parts: list[int | None] = []
-    for template in templates:
-        for part in template.get("single") or []:
-            parts.append(_part(part, ids))
-    before: list[int | None] = []
-    after: list[int | None] = []
-    if None in parts:
-        text = parts.index(None)
-        before, after = parts[:text], parts[text + 1 :]
-    elif parts:
+    # None is the text itself. -1 is no token's id: without such a token, no template can add it.
+    bos, eos = special.get("bos", -1), special.get("eos", -1)
+    before = parts[:1] == [bos]
+    after = parts[-1:] == [eos] and len(parts) > 1
+    if parts and parts != [*[bos] * before, None, *[eos] * after]:
         has_others = True
-    # -1 is no token's id: without such a token, no template can add it.
-    bos, eos = [special.get("bos", -1)], [special.get("eos", -1)]
-    if has_others or len(templates) > 1 or before not in ([], bos) or after not in ([], eos):
+    if has_others or num_templates > 1:
         raise not_convertible(
             "this tokenizer adds other tokens than one for the beginning and the end",
             where,
             "post_processor",
         )
-    return before == bos, after == eos
+    return before, after
 
 
 def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:

@@ -18,7 +18,8 @@ def positive_integer(
 
     Raises :class:`CheckpointUnusable`, which names the file *where* and the key.
     """
-    value = _given(values, key, default)
+    value = values.get(key)
+    value = default if value is None else value
     # type(), because True is an int for isinstance().
     if type(value) is not int or not 0 < value < 2**31:
         raise not_convertible("there is no usable value", where, f"{key}: {value!r:.100}")
@@ -32,17 +33,13 @@ def positive_number(
 
     Raises :class:`CheckpointUnusable`, which names the file *where* and the key.
     """
-    value = _given(values, key, default)
-    # A bool is an int, and the comparison is false for NaN.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    value = values.get(key)
+    value = default if value is None else value
+    # Not isinstance: True is an int, too. The comparison is false for NaN.
+    is_number = type(value) in (int, float)
     if not is_number or not 0 < value < 1e30:
         raise not_convertible("there is no usable value", where, f"{key}: {value!r:.100}")
     return float(value)
-
-
-def _given(values: Mapping[str, Any], key: str, default: float | None) -> Any:
-    value = values.get(key)
-    return default if value is None else value
 
 
 def not_convertible(what: str, where: str, value: object) -> CheckpointUnusable:

@@ -35,7 +35,7 @@ from automodel_ckpt.convert.publishing import (
     published_directory,
     published_file,
 )
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 QNEMO_CONFIG = "config.json"
 _QNEMO_WEIGHTS = "rank0.safetensors"
@@ -61,12 +61,8 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     """
     real = Path(os.path.realpath(source))
     if not real.is_file():
-        value, hint = "no such file", "name a .nemo or .qnemo file"
-        if real.is_dir():
-            value, hint = "a directory", f"{hint}; `ckpt pack` packs a directory"
-        raise CheckpointUnusable(
-            "there is no archive to unpack", where=str(source), value=value, hint=hint
-        )
+        hint = "name a .nemo or .qnemo file; `ckpt pack` packs a directory"
+        raise unusable("there is no archive to unpack", source, _kind_of(real), hint)
     target = Path(os.path.realpath(target))
     check_directory_target(target)
     if not is_gzip(first_bytes(real, 2)):
@@ -93,12 +89,8 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     """
     directory = Path(os.path.realpath(source))
     if not directory.is_dir():
-        value, hint = "no such directory", "name a directory that `ckpt unpack` wrote"
-        if directory.exists():
-            value, hint = "a file", f"{hint}; that command unpacks an archive"
-        raise CheckpointUnusable(
-            "there is no directory to pack", where=str(source), value=value, hint=hint
-        )
+        hint = "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive"
+        raise unusable("there is no directory to pack", source, _kind_of(directory), hint)
     target = Path(os.path.realpath(target))
     if target.is_relative_to(directory):
         raise RecipeError(
@@ -135,6 +127,12 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     return ArchiveReport(target, kind, len(packed.files), nbytes)
 
 
+def _kind_of(path: Path) -> str:
+    if path.is_dir():
+        return "a directory"
+    return "a file" if path.exists() else "no such file or directory"
+
+
 def _extract(reader: TarReader, member: TarMember, staging: Path) -> None:
     if member.name == ".":
         return
@@ -155,11 +153,11 @@ def _kind(files: Collection[str], where: Path) -> str:
         return "nemo"
     if QNEMO_CONFIG in files and _QNEMO_WEIGHTS in files:
         return "qnemo"
-    raise CheckpointUnusable(
+    raise unusable(
         "this is neither a model of NeMo (.nemo) nor of TensorRT-LLM (.qnemo)",
-        where=str(where),
-        value=", ".join(sorted(files)[:5]) or "no files",
-        hint=f"a .nemo file contains {CONFIG}; a .qnemo file {QNEMO_CONFIG} and {_QNEMO_WEIGHTS}",
+        where,
+        ", ".join(sorted(files)[:5]) or "no files",
+        f"a .nemo file contains {CONFIG}; a .qnemo file {QNEMO_CONFIG} and {_QNEMO_WEIGHTS}",
     )
 
 
@@ -181,8 +179,9 @@ def _check_qnemo(packed: PackedFiles) -> None:
         config = parse_json(packed.read(QNEMO_CONFIG, _MAX_CONFIG_BYTES))
         num_ranks = int(config["mapping"]["world_size"])
     except (ValueError, TypeError, KeyError) as error:
-        what = "the config has no mapping.world_size, the number of ranks"
-        raise unusable(what, path, repr(error)[:200]) from error
+        raise unusable(
+            "the config has no mapping.world_size, the number of ranks", path, repr(error)[:200]
+        ) from error
     if not 0 < num_ranks <= len(packed.files):
         raise unusable("the weights of some ranks are missing", path, counted(num_ranks, "rank"))
     for rank in range(num_ranks):

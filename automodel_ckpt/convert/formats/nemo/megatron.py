@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_METADATA_BYTES = 1 << 16
 _MAX_LATEST_BYTES = 64
@@ -65,6 +63,7 @@ class MegatronCore(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model under the names that Megatron stores. Links are never followed."""
+        path = self.place(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
         check_no_links(path, (*data_files, layout.DCP_METADATA, _COMMON))
         check_regular_files(path, data_files)
@@ -84,18 +83,23 @@ class MegatronCore(Format):
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the arguments of Megatron-LM in ``common.pt`` imply."""
-        return _conversion_of(read_common(path), str(path / _COMMON))
+        path = self.place(path)
+        return conversion_of_arguments(_arguments(read_common(path)), str(path / _COMMON))
 
     def stored_tensors(self, path: Path) -> StoredTensors:
+        path = self.place(path)
         return StoredTensors(path, _stored(path, only_model=False)[0])
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        lines = tuple(f"{name}: {value}" for name, value in _counters(read_common(path)).items())
-        return {"counters": lines} if lines else {}
+        place = self.place(path)
+        counters = _counters(read_common(place))
+        lines = tuple(f"{name}: {value}" for name, value in counters.items())
+        found = {"checkpoint": (place.name,)} if place != path else {}
+        return found | ({"counters": lines} if lines else {})
 
     def counters(self, path: Path) -> Counters:
         """Return the iteration and the consumed samples."""
-        stated = _counters(read_common(path))
+        stated = _counters(read_common(self.place(path)))
         return Counters(
             step=stated.get("iteration"), consumed_samples=stated.get("consumed_train_samples")
         )
@@ -103,46 +107,15 @@ class MegatronCore(Format):
     def training_left(self, path: Path) -> str:
         return _LEFT
 
+    def place(self, path: Path) -> Path:
+        """Return the directory with the files of the checkpoint. A format with others around it overrides this.
 
-class _Inside(Format):
-    """A directory with a checkpoint of another format in it: everything is read there. Links are never followed."""
-
-    @abstractmethod
-    def inner(self, path: Path) -> Path:
-        """Return the directory of the checkpoint. Raises :class:`CheckpointUnusable` if it is missing."""
-
-    def _found(self, path: Path) -> tuple[Format, Path]:
-        place = self.inner(path)
-        for known in (MegatronCore(), MegatronRanks()):
-            if known.detect(place):
-                return known, place
-        raise unusable("this checkpoint has no known format", place, "no metadata.json")
-
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        known, place = self._found(path)
-        return known.open(place)
-
-    def conversion(self, path: Path) -> Conversion | None:
-        known, place = self._found(path)
-        return known.conversion(place)
-
-    def stored_tensors(self, path: Path) -> StoredTensors:
-        known, place = self._found(path)
-        return known.stored_tensors(place)
-
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        known, place = self._found(path)
-        return {"checkpoint": (place.name,), **known.details(place)}
-
-    def counters(self, path: Path) -> Counters:
-        known, place = self._found(path)
-        return known.counters(place)
-
-    def training_left(self, path: Path) -> str:
-        return _LEFT
+        Raises :class:`CheckpointUnusable` if it is missing.
+        """
+        return path
 
 
-class MegatronRun(_Inside):
+class MegatronRun(MegatronCore):
     """A run: ``latest_checkpointed_iteration.txt`` and the directories of its checkpoints."""
 
     name = "a run of Megatron-LM"
@@ -154,7 +127,7 @@ class MegatronRun(_Inside):
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset(name for name in names_in(path) if _ITERATION.fullmatch(name))
 
-    def inner(self, path: Path) -> Path:
+    def place(self, path: Path) -> Path:
         """Return the directory of the newest checkpoint."""
         try:
             text = read_safely(path, _LATEST, limit=_MAX_LATEST_BYTES).decode("ascii").strip()
@@ -169,6 +142,10 @@ class MegatronRun(_Inside):
         newest = path / name
         if newest.is_symlink() or not newest.is_dir():
             raise unusable("the newest checkpoint of this run is missing", newest, "no directory")
+        if MegatronRanks().detect(newest):
+            MegatronRanks().open(newest)  # raises an error with the program that converts it
+        if not MegatronCore().detect(newest):
+            raise unusable("this checkpoint has no known format", newest, "no metadata.json")
         return newest
 
 
@@ -186,7 +163,7 @@ class MegatronRanks(UnsupportedFormat):
         return any((path / name).is_dir() for name in rank_names)
 
 
-class Nemo2(_Inside):
+class Nemo2(MegatronCore):
     """A checkpoint of NeMo 2: Megatron-Core's in ``weights/``, beside ``context/``."""
 
     name = "a checkpoint of NeMo 2 (Megatron-Core)"
@@ -199,7 +176,7 @@ class Nemo2(_Inside):
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset((_WEIGHTS,))
 
-    def inner(self, path: Path) -> Path:
+    def place(self, path: Path) -> Path:
         check_no_links(path, (_WEIGHTS,))
         return path / _WEIGHTS
 
@@ -214,20 +191,18 @@ def sharded_backend(directory: Path) -> str | None:
     except (OSError, ValueError):
         return None
     backend = value.get("sharded_backend") if isinstance(value, dict) else None
-    if not isinstance(backend, str):
-        return None
-    return backend[:40]
+    return backend[:40] if isinstance(backend, str) else None
 
 
 def _stored(path: Path, *, only_model: bool) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors, and the names of everything else. Raises :class:`CheckpointUnusable`."""
     backend = sharded_backend(path)
     if backend not in (_TORCH_DIST, _ZARR, None):
-        raise CheckpointUnusable(
+        raise unusable(
             "the backend of this distributed checkpoint of Megatron-Core is not supported",
-            where=str(path / "metadata.json"),
-            value=backend,
-            hint="save it with Megatron-Core's backend torch_dist (--ckpt-format torch_dist)",
+            path / "metadata.json",
+            backend,
+            "save it with Megatron-Core's backend torch_dist (--ckpt-format torch_dist)",
         )
 
     def is_wanted(name: str) -> bool:
@@ -264,17 +239,17 @@ def _arguments(common: Mapping[Any, Any]) -> Mapping[str, Any]:
 
 def _counters(common: Mapping[Any, Any]) -> dict[str, int]:
     """Return the iteration and the consumed samples, as far as they are stored."""
-    found: dict[str, int] = {}
     arguments = _arguments(common)
     stated = {
         "iteration": common.get("iteration", arguments.get("iteration")),
         "consumed_train_samples": arguments.get("consumed_train_samples"),
     }
-    for name, value in stated.items():
-        # Not isinstance: True is an int, too.
-        if type(value) is int and 0 <= value < _MAX_COUNT:
-            found[name] = value
-    return found
+    # Not isinstance: True is an int, too.
+    return {
+        name: value
+        for name, value in stated.items()
+        if type(value) is int and 0 <= value < _MAX_COUNT
+    }
 
 
 def _omitted(others: Collection[str], common: Mapping[Any, Any]) -> Iterator[str]:
@@ -291,9 +266,8 @@ def _omitted(others: Collection[str], common: Mapping[Any, Any]) -> Iterator[str
         yield f"counters ({text})"
 
 
-def _conversion_of(common: Mapping[Any, Any], where: str) -> Conversion | None:
-    """Return the conversion that the arguments of Megatron-LM imply; None if they do not describe a known model."""
-    arguments = _arguments(common)
+def conversion_of_arguments(arguments: Mapping[str, Any], where: str) -> Conversion | None:
+    """Return the conversion that *arguments* of Megatron-LM imply; None if they do not describe a known model."""
     if not arguments.get("swiglu") or arguments.get("normalization") != "RMSNorm":
         return None
     # These have tensors that the models below lack.
@@ -306,6 +280,5 @@ def _conversion_of(common: Mapping[Any, Any], where: str) -> Conversion | None:
         model_type = "mixtral"
     elif arguments.get("add_qkv_bias"):
         model_type = "qwen2"
-    return Conversion(
-        converter_of(model_type, where), dimensions_of_arguments(arguments, where), where
-    )
+    dimensions = dimensions_of_arguments(arguments, where)
+    return Conversion(converter_of(model_type, where), dimensions, where)

@@ -21,18 +21,16 @@ from typing import Any
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import names_in, reports
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
+from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore, conversion_of_arguments
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
-    files_in_archive,
-    files_in_directory,
     has_member,
+    packed_files,
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_in
 from automodel_ckpt.convert.formats.torch.torch_files import read_model
 from automodel_ckpt.convert.names.conversion import Conversion
-from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
-from automodel_ckpt.convert.names.registry import converter_of
+from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "model_config.yaml"
@@ -53,55 +51,33 @@ _DIMENSIONS = (
 )
 
 
-class NemoFile(Format):
-    """A ``.nemo`` file."""
-
-    name = "a .nemo file of NeMo"
-
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        return has_member(path, CONFIG)
-
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        """Describe the model. Symbolic links to the file are followed: the user chose it."""
-        packed = files_in_archive(path)
-        if packed.names_below(DISTRIBUTED_WEIGHTS):
-            raise CheckpointUnusable(
-                "a distributed checkpoint in a .nemo file is read after it was unpacked",
-                where=str(path),
-                value=f"{DISTRIBUTED_WEIGHTS}/",
-                hint=f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
-            )
-        return _source(packed, path.parent)
-
-    def conversion(self, path: Path) -> Conversion | None:
-        """Return the conversion that the model's config implies."""
-        return _conversion(read_config(files_in_archive(path)), str(path / CONFIG))
-
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        return _details(files_in_archive(path))
-
-
 class NemoDirectory(Format):
     """A directory that a ``.nemo`` file was unpacked to, or that NeMo wrote with ``pack_nemo_file = False``."""
 
     name = "an unpacked .nemo file of NeMo"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        if not (path / CONFIG).is_file():
-            return False
-        return any(_is_weights(path, name) for name in names_in(path))
+        return (path / CONFIG).is_file() and bool(self.parts(path))
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        """Describe the model. Symbolic links are never followed."""
-        packed = files_in_directory(path)
+        """Describe the model. Symbolic links are followed only to a file, which the user chose."""
+        packed = packed_files(path)
+        config = read_config(packed)
         if (path / DISTRIBUTED_WEIGHTS).is_dir():
             source = MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
-            return replace(source, stated_config=_stated_config(read_config(packed)))
-        return _source(packed, path)
+            return replace(source, stated_config=_stated_config(config))
+        if any(name.startswith(f"{DISTRIBUTED_WEIGHTS}/") for name in packed.files):
+            raise unusable(
+                "a distributed checkpoint in a .nemo file is read after it was unpacked",
+                path,
+                f"{DISTRIBUTED_WEIGHTS}/",
+                f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
+            )
+        return _source(packed, config, path if path.is_dir() else path.parent)
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
-        conversion = _conversion(read_config(files_in_directory(path)), str(path / CONFIG))
+        conversion = _conversion(read_config(packed_files(path)), str(path / CONFIG))
         if conversion is None and (path / DISTRIBUTED_WEIGHTS).is_dir():
             return MegatronCore().conversion(path / DISTRIBUTED_WEIGHTS)
         return conversion
@@ -110,7 +86,24 @@ class NemoDirectory(Format):
         return frozenset(name for name in names_in(path) if _is_weights(path, name))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        return _details(files_in_directory(path))
+        """Return the artifacts with their sizes, and the config as written."""
+        packed = packed_files(path)
+        artifacts: list[str] = []
+        for key, name in artifacts_in(read_config(packed)):
+            stored = packed.files.get(name)
+            size = "missing" if stored is None else f"{stored.nbytes} bytes"
+            artifacts.append(f"{key}: {name} ({size})")
+        content = packed.read(CONFIG, MAX_CONFIG_BYTES).decode()
+        return {"artifacts": tuple(artifacts), CONFIG: tuple(content.splitlines())}
+
+
+class NemoFile(NemoDirectory):
+    """A ``.nemo`` file."""
+
+    name = "a .nemo file of NeMo"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return has_member(path, CONFIG)
 
 
 def _is_weights(path: Path, name: str) -> bool:
@@ -127,8 +120,9 @@ def read_config(packed: PackedFiles) -> dict[str, Any]:
     except ValueError as error:
         raise unusable("the model's config cannot be read", packed.path / CONFIG, error) from error
     if not isinstance(value, dict):
-        what = "the model's config is not a mapping"
-        raise unusable(what, packed.path / CONFIG, type(value).__name__)
+        raise unusable(
+            "the model's config is not a mapping", packed.path / CONFIG, type(value).__name__
+        )
     return value
 
 
@@ -146,24 +140,17 @@ def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
     :class:`CheckpointUnusable` for wrong dimensions.
     """
     flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
-    is_gated = _GATED_SILU.fullmatch(flags.get("activation", "")) is not None
-    if not is_gated or flags.get("normalization") != "rmsnorm" or flags.get("bias") == "true":
-        return None
-    arguments: dict[str, Any] = {"group_query_attention": "num_query_groups" in config}
-    for key in _DIMENSIONS:
-        arguments[key] = _number(config.get(key))
-    if arguments["num_query_groups"] is None:
-        arguments["group_query_attention"] = False
-    num_experts = _number(config.get("num_moe_experts"))
-    arguments["num_experts"] = num_experts
-    model_type = "mixtral" if num_experts else "llama"
-    if flags.get("qk_layernorm") == "true":
-        model_type = "qwen3_moe" if num_experts else "qwen3"
-    elif flags.get("qkv_bias") == "true" or flags.get("add_qkv_bias") == "true":
-        model_type = "qwen2"
-    return Conversion(
-        converter_of(model_type, where), dimensions_of_arguments(arguments, where), where
-    )
+    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments |= {
+        "swiglu": _GATED_SILU.fullmatch(flags.get("activation", "")),
+        "normalization": "RMSNorm" if flags.get("normalization") == "rmsnorm" else None,
+        "group_query_attention": arguments["num_query_groups"] is not None,
+        "num_experts": _number(config.get("num_moe_experts")),
+        "add_bias_linear": flags.get("bias") == "true",
+        "qk_layernorm": flags.get("qk_layernorm") == "true",
+        "add_qkv_bias": "true" in (flags.get("qkv_bias"), flags.get("add_qkv_bias")),
+    }
+    return conversion_of_arguments(arguments, where)
 
 
 def _stated_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,27 +171,15 @@ def _number(value: object) -> int | None:
     return None
 
 
-def _details(packed: PackedFiles) -> Mapping[str, tuple[str, ...]]:
-    """Return the sections for ``ckpt show``: the artifacts with their sizes, and the config as written."""
-    artifacts: list[str] = []
-    for key, name in artifacts_in(read_config(packed)):
-        stored = packed.files.get(name)
-        size = "missing" if stored is None else f"{stored.nbytes} bytes"
-        artifacts.append(f"{key}: {name} ({size})")
-    content = packed.read(CONFIG, MAX_CONFIG_BYTES).decode()
-    return {"artifacts": tuple(artifacts), CONFIG: tuple(content.splitlines())}
-
-
 # ---------------------------------------------------------------- weights
 
 
-def _source(packed: PackedFiles, directory: Path) -> Source:
-    config = read_config(packed)
+def _source(packed: PackedFiles, config: Mapping[str, Any], directory: Path) -> Source:
     if WEIGHTS not in packed.files:
         raise _no_weights(packed)
     stored = packed.files[WEIGHTS]
-    place = {"start": stored.start, "nbytes": stored.nbytes}
-    model = read_model(packed.root / stored.file, stored.file, **place)
+    path = packed.root / stored.file
+    model = read_model(path, stored.file, start=stored.start, nbytes=stored.nbytes)
     notes, omitted = reports(0, model.num_values)
     names = sorted({name for _, name in artifacts_in(config)})
     if names:
@@ -224,10 +199,10 @@ def _no_weights(packed: PackedFiles) -> CheckpointUnusable:
     if not ranks:
         value = f"no {WEIGHTS} or {DISTRIBUTED_WEIGHTS}/"
         return unusable("there are no weights in this checkpoint of NeMo", packed.path, value)
-    return CheckpointUnusable(
+    return unusable(
         "this model of NeMo has a file of weights for each rank",
-        where=str(packed.path),
-        value=f"{len(ranks)} files, such as {ranks[0][:100]}",
-        hint="merge them with NeMo 1's examples/nlp/language_modeling/megatron_change_num_partitions.py "
+        packed.path,
+        f"{len(ranks)} files, such as {ranks[0][:100]}",
+        "merge them with NeMo 1's examples/nlp/language_modeling/megatron_change_num_partitions.py "
         "(tensor and pipeline parallel size 1)",
     )

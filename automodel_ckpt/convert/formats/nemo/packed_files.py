@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,29 +56,18 @@ class PackedFiles:
         if stored is None:
             raise unusable(f"the file {name} is missing", self.path, "no such file")
         if stored.nbytes > limit:
-            what = f"the file {name} is too large"
-            raise unusable(what, where, f"{stored.nbytes} bytes, more than {limit}")
+            raise unusable(
+                f"the file {name} is too large", where, f"{stored.nbytes} bytes, more than {limit}"
+            )
         try:
-            descriptor = open_safely(self.root, stored.file)
+            with open(open_safely(self.root, stored.file), "rb") as file:
+                file.seek(stored.start)
+                content = file.read(stored.nbytes)
         except OSError as error:
             raise unusable(f"the file {name} cannot be read", where, error.strerror) from error
-        try:
-            content = os.pread(descriptor, stored.nbytes, stored.start)
-        finally:
-            os.close(descriptor)
         if len(content) < stored.nbytes:
             raise unusable(f"the file {name} is truncated", where, f"{len(content)} bytes")
         return content
-
-    def names_below(self, directory: str) -> list[str]:
-        """Return the names of the files directly in *directory*, without it, in order."""
-        prefix = f"{directory}/"
-        names: list[str] = []
-        for name in self.files:
-            rest = name.removeprefix(prefix)
-            if rest != name and "/" not in rest:
-                names.append(rest)
-        return sorted(names)
 
 
 def has_member(path: Path, name: str) -> bool:
@@ -99,6 +87,11 @@ def has_member(path: Path, name: str) -> bool:
         return False
 
 
+def packed_files(path: Path) -> PackedFiles:
+    """Describe the files in *path*, an archive or a directory."""
+    return files_in_directory(path) if path.is_dir() else files_in_archive(path)
+
+
 def files_in_archive(path: Path) -> PackedFiles:
     """Describe the files in the archive *path*. Symbolic links to it are followed.
 
@@ -107,17 +100,16 @@ def files_in_archive(path: Path) -> PackedFiles:
     """
     real = Path(os.path.realpath(path))
     if is_gzip(first_bytes(real, 2)):
-        directory = decoded_directory(real, "gzip", partial(_decompress, real))
+        directory = decoded_directory(
+            real, "gzip", lambda place: decompress(real, place / _DECOMPRESSED)
+        )
         real = directory / _DECOMPRESSED
-    files: dict[str, StoredFile] = {}
-    for member in tar_members(real):
-        if not member.is_directory:
-            files[member.name] = StoredFile(real.name, member.start, member.nbytes)
+    files = {
+        member.name: StoredFile(real.name, member.start, member.nbytes)
+        for member in tar_members(real)
+        if not member.is_directory
+    }
     return PackedFiles(path, real.parent, files)
-
-
-def _decompress(archive: Path, directory: Path) -> None:
-    decompress(archive, directory / _DECOMPRESSED)
 
 
 def files_in_directory(path: Path) -> PackedFiles:
@@ -136,7 +128,7 @@ def files_in_directory(path: Path) -> PackedFiles:
     for parent, directories, names in os.walk(path, onerror=reject):
         relative = os.path.relpath(parent, path)
         # os.walk() does not enter links to directories. As files, they are rejected.
-        links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
+        links = [name for name in directories if os.path.islink(f"{parent}/{name}")]
         check_regular_files(Path(parent), [*links, *names])
         if relative.count("/") >= _MAX_DEPTH or len(files) + len(names) > _MAX_FILES:
             raise unusable("this directory has more files than a model", path, relative)

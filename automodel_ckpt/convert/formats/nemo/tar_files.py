@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.sources.source import unusable
 
 HEAD_BYTES = 512
 _BLOCK_BYTES = 1 << 20
@@ -76,15 +76,14 @@ class _Stream:
         # tarfile reads the attributes of a member at once, as many bytes as a header claims.
         if not 0 <= size <= _BLOCK_BYTES:
             raise TarFault(f"the attributes of a member take {size} bytes")
-        parts: list[bytes] = []
-        missing = size
-        while missing and (data := self._file.read(missing)):
-            parts.append(data)
-            missing -= len(data)
-        self._position += size - missing
+        data = b""
+        # A decompressor may return fewer bytes than there are.
+        while len(data) < size and (more := self._file.read(size - len(data))):
+            data += more
+        self._position += len(data)
         if self._position > self._limit:
             raise TarFault(f"it unpacks to more than {self._limit} bytes")
-        return b"".join(parts)
+        return data
 
     def seek(self, position: int) -> None:
         if not self._is_compressed:
@@ -118,7 +117,7 @@ class TarReader:
     ) -> None:
         self.path = path
         self._max_members = max_members
-        self._faults: tuple[type[Exception], ...] = (
+        self._faults = (
             *(TarFault, tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile),
             # tarfile, of damaged numbers, names and chains of attributes.
             *(ValueError, OverflowError, RecursionError),
@@ -126,15 +125,13 @@ class TarReader:
         )
         descriptor = open_regular(path)
         self._raw = os.fdopen(descriptor, "rb")
-        file_bytes = os.fstat(descriptor).st_size
+        self._limit = os.fstat(descriptor).st_size
         self.is_compressed = decompress is not None or is_gzip(os.pread(descriptor, 2, 0))
-        limit = file_bytes
         content: BinaryIO = self._raw
         if self.is_compressed:
-            limit = file_bytes * _MAX_GROWTH + _FREE_BYTES if max_members else 1 << 62
+            self._limit = self._limit * _MAX_GROWTH + _FREE_BYTES if max_members else 1 << 62
             content = (decompress or _gunzip)(self._raw)
-        self._limit = limit
-        self._file = _Stream(content, limit, is_compressed=self.is_compressed)
+        self._file = _Stream(content, self._limit, is_compressed=self.is_compressed)
 
     def __enter__(self) -> TarReader:
         return self
@@ -166,7 +163,13 @@ class TarReader:
     def blocks(self, member: TarMember) -> Iterator[bytes]:
         """Yield the content of the member that was just yielded, in blocks."""
         with self._reported():
-            yield from self._read(member.nbytes)
+            nbytes = member.nbytes
+            while nbytes:
+                block = self._file.read(min(nbytes, _BLOCK_BYTES))
+                if not block:
+                    raise TarFault("it is truncated")
+                nbytes -= len(block)
+                yield block
 
     def content(self) -> Iterator[bytes]:
         """Yield the whole archive after decompression, in blocks, instead of its members."""
@@ -174,37 +177,28 @@ class TarReader:
             while block := self._file.read(_BLOCK_BYTES):
                 yield block
 
-    def _read(self, nbytes: int) -> Iterator[bytes]:
-        while nbytes:
-            block = self._file.read(min(nbytes, _BLOCK_BYTES))
-            if not block:
-                raise TarFault("it is truncated")
-            nbytes -= len(block)
-            yield block
-
     def _member(self, entry: tarfile.TarInfo) -> TarMember:
+        shown = f"{entry.name[:200]!r}"
         is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
         if not (is_file or entry.isdir()) or entry.sparse is not None:
             kind = "a link" if entry.islnk() or entry.issym() else "neither a file nor a directory"
-            kind = "a sparse file" if entry.issparse() else kind
-            raise TarFault(f"its member {entry.name[:200]!r} is {kind}")
-        nbytes = 0 if entry.isdir() else entry.size
-        if nbytes < 0 or entry.offset_data + nbytes > self._limit:
-            raise TarFault(f"its member {entry.name[:200]!r} ends after the file")
+            raise TarFault(f"its member {shown} is {'a sparse file' if entry.issparse() else kind}")
         if entry.isdir() and entry.size:
-            raise TarFault(f"its directory {entry.name[:200]!r} has content")
-        return TarMember(_safe_name(entry.name), entry.offset_data, nbytes, entry.isdir())
+            raise TarFault(f"its directory {shown} has content")
+        if entry.size < 0 or entry.offset_data + entry.size > self._limit:
+            raise TarFault(f"its member {shown} ends after the file")
+        return TarMember(_safe_name(entry.name), entry.offset_data, entry.size, entry.isdir())
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
         try:
             yield
         except self._faults as error:
-            raise CheckpointUnusable(
+            raise unusable(
                 "this tar archive cannot be read",
-                where=str(self.path),
-                value=str(error)[:300],
-                hint="take the file from another copy, or save it again with the program that made it",
+                self.path,
+                str(error)[:300],
+                "take the file from another copy, or save it again with the program that made it",
             ) from error
 
 
@@ -247,7 +241,7 @@ def _safe_name(name: str) -> str:
         reason = "it has unprintable characters"
     if reason is None and (len(plain.encode()) > _MAX_NAME_BYTES or len(parts) > _MAX_LEVELS):
         reason = "it is too long"
-    if reason is None and any(len(part.encode()) > _MAX_PART_BYTES for part in parts):
+    if reason is None and max(len(part.encode()) for part in parts) > _MAX_PART_BYTES:
         reason = "one of its components is too long"
     if reason is not None:
         raise TarFault(f"its member {name[:200]!r} has an unsafe name: {reason}")

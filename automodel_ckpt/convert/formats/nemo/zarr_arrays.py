@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.errors import CheckpointUnusable
 
 ARRAY = ".zarray"
 _DTYPES = {
@@ -95,14 +93,17 @@ def _array(name: str, value: Any, path: Path) -> ZarrArray:
         raise unusable("the dtype of this array is not supported", path, str(dtype)[:100])
     separator = value.get("dimension_separator", ".")
     if value.get("order", "C") != "C" or separator not in (".", "/") or value.get("filters"):
-        what = "this array is stored in an unusual way (order, filters or names of chunks)"
-        raise unusable(what, path, str(value)[:200])
+        raise unusable(
+            "this array is stored in an unusual way (order, filters or names of chunks)",
+            path,
+            str(value)[:200],
+        )
     if value.get("compressor") is not None:
-        raise CheckpointUnusable(
+        raise unusable(
             "compressed arrays of zarr are not read",
-            where=str(path),
-            value=str(value["compressor"])[:200],
-            hint="write them without compression, as Megatron-Core does, or as safetensors",
+            path,
+            str(value["compressor"])[:200],
+            "write them without compression, as Megatron-Core does, or as safetensors",
         )
     fault = shape_fault(shape) or shape_fault(chunks)
     if fault is not None:
@@ -122,20 +123,22 @@ def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
     chunk_bytes = nbytes_of(array.dtype, array.chunks)
     for index in itertools.product(*map(range, array.grid)):
         file = array.chunk_file(index)
-        _check_chunk(directory, file, chunk_bytes)
+        _check_chunk(directory / file, chunk_bytes)
         slices.extend(_slices(array, index, file))
         if len(slices) > _MAX_SLICES:
-            what = "the chunks of this array are cut into too many parts"
-            raise unusable(what, directory / array.name, f"more than {_MAX_SLICES}")
+            raise unusable(
+                "the chunks of this array are cut into too many parts",
+                directory / array.name,
+                f"more than {_MAX_SLICES}",
+            )
     fault = tiling_fault([stored.box for stored in slices], array.shape)
     if fault is not None:
         raise unusable("the chunks of this array do not make it up", directory / array.name, fault)
     return Tensor(array.name, array.dtype, array.shape, tuple(slices))
 
 
-def _check_chunk(directory: Path, file: str, chunk_bytes: int) -> None:
-    """Raise :class:`CheckpointUnusable` unless a chunk is a regular file of the size that *chunk_bytes* states."""
-    path = directory / file
+def _check_chunk(path: Path, chunk_bytes: int) -> None:
+    """Raise :class:`CheckpointUnusable` unless a chunk is a regular file of *chunk_bytes*."""
     try:
         status = os.lstat(path)
         is_linked = path.parent.is_symlink()
@@ -144,30 +147,29 @@ def _check_chunk(directory: Path, file: str, chunk_bytes: int) -> None:
     if is_linked or not stat.S_ISREG(status.st_mode):
         raise unusable("a chunk of this array is not a regular file", path, "a link or other file")
     if status.st_size != chunk_bytes:
-        found = f"{status.st_size} bytes, not {chunk_bytes}"
-        raise unusable("a chunk of this array has the wrong size", path, found)
+        raise unusable(
+            "a chunk of this array has the wrong size",
+            path,
+            f"{status.st_size} bytes, not {chunk_bytes}",
+        )
 
 
 def _slices(array: ZarrArray, index: tuple[int, ...], file: str) -> Iterator[Slice]:
     """Yield the slices of one chunk: one, or several if it contains values beyond the end of an inner dimension."""
-    offsets: list[int] = []
-    sizes: list[int] = []
-    for position, size, extent in zip(index, array.chunks, array.shape, strict=True):
-        offsets.append(position * size)
-        sizes.append(min(size, extent - position * size))
+    offsets = [position * size for position, size in zip(index, array.chunks, strict=True)]
+    ends = zip(offsets, array.chunks, array.shape, strict=True)
+    sizes = [min(size, extent - offset) for offset, size, extent in ends]
     # The last dimension that is not complete in the chunk: each index of those before it is apart in the file.
     num_apart = 0
     for dimension in range(1, len(sizes)):
         if sizes[dimension] != array.chunks[dimension]:
             num_apart = dimension
-    itemsize = DTYPE_BITS[array.dtype] // 8
-    inner_sizes = tuple(sizes[num_apart:])
     for outer in itertools.product(*map(range, sizes[:num_apart])):
         start = 0
         for dimension, position in enumerate(outer):
-            start += position * math.prod(array.chunks[dimension + 1 :]) * itemsize
+            start += position * nbytes_of(array.dtype, array.chunks[dimension + 1 :])
         at = [offset + position for offset, position in zip(offsets, outer, strict=False)]
         box_offsets = (*at, *offsets[num_apart:])
-        box_sizes = (*[1] * num_apart, *inner_sizes)
+        box_sizes = (*[1] * num_apart, *sizes[num_apart:])
         nbytes = nbytes_of(array.dtype, box_sizes)
         yield Slice(array.name, array.dtype, box_offsets, box_sizes, file, start, nbytes)

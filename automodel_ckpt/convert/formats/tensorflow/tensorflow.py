@@ -26,12 +26,11 @@ from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSumma
 from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import (
     FOOTER_BYTES,
     MAX_INDEX_BYTES,
-    IndexFault,
     Variable,
     is_index,
     read_index,
 )
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 
 INDEX_SUFFIX = ".index"
 _STATE_FILE = "checkpoint"
@@ -61,14 +60,16 @@ class TensorFlowCheckpoint(Format):
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the variables that do not belong to an optimizer. Links in the directory are not followed."""
         checkpoint = _Checkpoint(_index_of(path))
-        model: dict[str, Tensor] = {}
-        for name, tensor in checkpoint.tensors.items():
-            if not _OPTIMIZER.fullmatch(name):
-                model[name] = tensor
+        model = {
+            name: tensor
+            for name, tensor in checkpoint.tensors.items()
+            if not _OPTIMIZER.fullmatch(name)
+        }
         num_others = len(checkpoint.tensors) - len(model)
         if not model:
-            what = "there are no weights in this checkpoint"
-            raise unusable(what, checkpoint.index, others_text(num_others))
+            raise unusable(
+                "there are no weights in this checkpoint", checkpoint.index, others_text(num_others)
+            )
         notes, omitted = reports(num_others, checkpoint.num_values)
         root = checkpoint.index.parent
         return Source(root, root, model, notes=notes, omitted=omitted)
@@ -119,20 +120,26 @@ class _Checkpoint:
                 check_regular_files(directory, [file])
                 nbytes = os.lstat(directory / file).st_size
             except OSError as error:
-                what = "a data file of this checkpoint cannot be read"
-                raise unusable(what, directory / file, error.strerror) from error
+                raise unusable(
+                    "a data file of this checkpoint cannot be read",
+                    directory / file,
+                    error.strerror,
+                ) from error
             if end > nbytes:
-                value = f"{nbytes} bytes, the index refers to {end}"
-                raise unusable("a data file is truncated", directory / file, value)
+                raise unusable(
+                    "a data file is truncated",
+                    directory / file,
+                    f"{nbytes} bytes, the index refers to {end}",
+                )
 
 
 def _tensor(name: str, variable: Variable, dtype: str, file: str, index: Path) -> Tensor:
     if variable.partitioned:
-        raise CheckpointUnusable(
+        raise unusable(
             "this checkpoint has a partitioned variable, which is not read",
-            where=str(index),
-            value=name,
-            hint="load it with TensorFlow, without a partitioner, and save it again",
+            index,
+            name,
+            "load it with TensorFlow, without a partitioner, and save it again",
         )
     fault = shape_fault(variable.shape)
     nbytes = 0 if fault else nbytes_of(dtype, variable.shape)
@@ -144,14 +151,8 @@ def _tensor(name: str, variable: Variable, dtype: str, file: str, index: Path) -
 
 
 def _read(index: Path) -> tuple[int, list[Variable]]:
-    try:
-        data = read_safely(index.parent, index.name, limit=MAX_INDEX_BYTES)
-        return read_index(data)
-    except IndexFault as fault:
-        raise unusable("this index of TensorFlow cannot be read", index, str(fault)) from fault
-    except OSError as error:
-        what = "this index of TensorFlow cannot be read"
-        raise unusable(what, index, error.strerror) from error
+    with faults_of(index, "this index of TensorFlow cannot be read"):
+        return read_index(read_safely(index.parent, index.name, limit=MAX_INDEX_BYTES))
 
 
 # ---------------------------------------------------------------- files
@@ -169,11 +170,11 @@ def _index_of(path: Path) -> Path:
     if len(found) > 1:
         latest = _latest(path)
         if latest not in found:
-            raise CheckpointUnusable(
+            raise unusable(
                 "there are several checkpoints of TensorFlow in this directory",
-                where=str(path),
-                value=", ".join(found[:5]),
-                hint="name one of the .index files",
+                path,
+                ", ".join(found[:5]),
+                "name one of the .index files",
             )
         found = [latest]
     return path / found[0]

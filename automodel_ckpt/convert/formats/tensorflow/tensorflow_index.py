@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 
 FOOTER_BYTES = 48
 MAX_INDEX_BYTES = 64 << 20
@@ -54,10 +55,6 @@ _VARIANT = 21
 assert set(_DTYPES.values()) <= DTYPE_BITS.keys()
 
 
-class IndexFault(Exception):
-    """What is wrong with an index. The caller adds the file's path."""
-
-
 @dataclass(frozen=True, slots=True)
 class Variable:
     """A variable in the checkpoint: *nbytes* at byte *offset* of the data file number *shard*.
@@ -81,7 +78,7 @@ def is_index(footer: bytes) -> bool:
 
 
 def read_index(data: bytes) -> tuple[int, list[Variable]]:
-    """Return the number of data files, and the variables in the index *data*. Raises :class:`IndexFault`."""
+    """Return the number of data files, and the variables in the index *data*. Raises :class:`Fault`."""
     num_shards = 0
     variables: list[Variable] = []
     for key, value in _table(data):
@@ -94,12 +91,12 @@ def read_index(data: bytes) -> tuple[int, list[Variable]]:
         try:
             name = key.decode()
         except UnicodeDecodeError:
-            raise IndexFault("a name in it is not UTF-8") from None
+            raise Fault("a name in it is not UTF-8") from None
         if not name.isprintable():
-            raise IndexFault(f"a name in it is not printable: {name[:100]!r}")
+            raise Fault(f"a name in it is not printable: {name[:100]!r}")
         variables.append(_variable(name, value))
     if not 0 < num_shards <= 1 << 16:
-        raise IndexFault("it does not state the number of data files")
+        raise Fault("it does not state the number of data files")
     return num_shards, variables
 
 
@@ -109,7 +106,7 @@ def read_index(data: bytes) -> tuple[int, list[Variable]]:
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the keys and values of a table, which are in the order of their keys."""
     if not is_index(data[-FOOTER_BYTES:]):
-        raise IndexFault("its end is missing: it is truncated, or no index")
+        raise Fault("its end is missing: it is truncated, or no index")
     footer = _Bytes(data[-FOOTER_BYTES:-8])
     # The block with metadata is empty. Reading it compares its checksum, so that every byte of the index is covered.
     _block(data, *_handle(footer))
@@ -122,35 +119,35 @@ def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         for key, content in _entries(_block(data, offset, size)):
             # The order also makes sure that no block is listed twice.
             if last_key is not None and key <= last_key:
-                raise IndexFault("its keys are not in order")
+                raise Fault("its keys are not in order")
             last_key = key
             num_entries += 1
             keys_bytes += len(key)
             if num_entries > _MAX_ENTRIES or keys_bytes > _MAX_ALL_KEYS_BYTES:
-                raise IndexFault("it has more entries than a model")
+                raise Fault("it has more entries than a model")
             yield key, content
 
 
 def _block(data: bytes, offset: int, size: int) -> bytes:
     end = offset + size
     if end + _TRAILER_BYTES > len(data):
-        raise IndexFault("one of its blocks is not in the file")
+        raise Fault("one of its blocks is not in the file")
     compression = data[end]
     if compression != 0:
-        raise IndexFault(f"it is compressed (kind {compression}), which TensorFlow does not do")
+        raise Fault(f"it is compressed (kind {compression}), which TensorFlow does not do")
     (stored,) = struct.unpack_from("<I", data, end + 1)
     if stored != _masked_crc(data[offset : end + 1]):
-        raise IndexFault("the checksum of one of its blocks is wrong")
+        raise Fault("the checksum of one of its blocks is wrong")
     return data[offset:end]
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     if len(block) < 4:
-        raise IndexFault("one of its blocks is too short")
+        raise Fault("one of its blocks is too short")
     (num_restarts,) = struct.unpack_from("<I", block, len(block) - 4)
     end = len(block) - 4 * (num_restarts + 1)
     if end < 0:
-        raise IndexFault("one of its blocks is too short")
+        raise Fault("one of its blocks is too short")
     content = _Bytes(block[:end])
     key = b""
     while not content.at_end:
@@ -158,7 +155,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         num_new = content.varint()
         value_bytes = content.varint()
         if shared > len(key) or shared + num_new > _MAX_KEY_BYTES:
-            raise IndexFault("the length of a name is wrong")
+            raise Fault("the length of a name is wrong")
         key = key[:shared] + content.take(num_new)
         yield key, content.take(value_bytes)
 
@@ -189,7 +186,7 @@ def _masked_crc(data: bytes) -> int:
 
 
 class _Bytes:
-    """Bytes that are read from their beginning. Methods raise :class:`IndexFault` at the end."""
+    """Bytes that are read from their beginning. Methods raise :class:`Fault` at the end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -202,7 +199,7 @@ class _Bytes:
     def take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise IndexFault("an entry of it is truncated")
+            raise Fault("an entry of it is truncated")
         taken = self._data[self._at : end]
         self._at = end
         return taken
@@ -215,7 +212,7 @@ class _Bytes:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-        raise IndexFault("a number in it is too long")
+        raise Fault("a number in it is too long")
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -226,43 +223,35 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         kind = tag & 7
         if kind == 0:
             yield tag >> 3, content.varint()
-        elif kind == 1:
-            yield tag >> 3, int.from_bytes(content.take(8), "little")
+        elif kind in (1, 5):
+            yield tag >> 3, int.from_bytes(content.take(8 if kind == 1 else 4), "little")
         elif kind == 2:
             yield tag >> 3, content.take(content.varint())
-        elif kind == 5:
-            yield tag >> 3, int.from_bytes(content.take(4), "little")
         else:
-            raise IndexFault("an entry of it is no protocol buffer")
+            raise Fault("an entry of it is no protocol buffer")
 
 
 def _header(data: bytes) -> int:
     """Return the number of data files from a BundleHeaderProto."""
     fields = dict(_fields(data))
     if fields.get(2, 0) != 0:
-        raise IndexFault("it was written on a machine of the other byte order")
+        raise Fault("it was written on a machine of the other byte order")
     num_shards = fields.get(1, 0)
     return num_shards if isinstance(num_shards, int) else 0
 
 
 def _variable(name: str, data: bytes) -> Variable:
     """Return the variable that a BundleEntryProto describes."""
-    numbers: dict[int, int] = {}
-    shape: tuple[int, ...] = ()
-    partitioned = False
-    for field, value in _fields(data):
-        if field == 2 and isinstance(value, bytes):
-            shape = _shape(name, value)
-        elif field == 7:
-            partitioned = True
-        elif isinstance(value, int):
-            numbers[field] = value
+    fields = dict(_fields(data))
+    numbers = {field: value for field, value in fields.items() if isinstance(value, int)}
+    stated = fields.get(2, b"")
+    shape = _shape(name, stated) if isinstance(stated, bytes) else ()
     number = numbers.get(1, 0)
     dtype = _DTYPES.get(number)
     if dtype is None and number not in (_STRING, _VARIANT):
-        raise IndexFault(f"{name!r} has an unknown dtype (number {number})")
+        raise Fault(f"{name!r} has an unknown dtype (number {number})")
     shard, offset, nbytes = (numbers.get(field, 0) for field in (3, 4, 5))
-    return Variable(name, dtype, shape, shard, offset, nbytes, partitioned)
+    return Variable(name, dtype, shape, shard, offset, nbytes, 7 in fields)
 
 
 def _shape(name: str, data: bytes) -> tuple[int, ...]:
@@ -274,8 +263,8 @@ def _shape(name: str, data: bytes) -> tuple[int, ...]:
         extent = dict(_fields(value)).get(1, 0)
         # A negative number, for an unknown dimension, has all its 64 bits.
         if not isinstance(extent, int) or extent >= 1 << 63:
-            raise IndexFault(f"the shape of {name!r} is not known")
+            raise Fault(f"the shape of {name!r} is not known")
         extents.append(extent)
     if len(extents) > _MAX_DIMENSIONS:
-        raise IndexFault(f"{name!r} has {len(extents)} dimensions")
+        raise Fault(f"{name!r} has {len(extents)} dimensions")
     return tuple(extents)

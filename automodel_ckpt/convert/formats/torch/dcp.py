@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import check_regular_files, names_in, reports
 from automodel_ckpt.convert.formats.format import Counters, Format, Inventory, TensorSummary
@@ -54,16 +53,16 @@ class PyTorchDcp(Format):
         content = _read(path)
         names = self.names(content)
         model = DcpContent({stored: content.tensors[stored] for stored in names}, {})
-        tensors: dict[str, Tensor] = {}
-        for tensor in read_tensors(path, model):
-            name = names[tensor.fqn]
-            tensors[name] = replace(tensor, fqn=name)
+        tensors = {
+            names[tensor.fqn]: tensor.renamed(names[tensor.fqn])
+            for tensor in read_tensors(path, model)
+        }
         if not tensors:
-            raise CheckpointUnusable(
+            raise unusable(
                 "there are no tensors here",
-                where=str(path),
-                value=f"{len(content.values)} other values",
-                hint="name the directory that the model was saved to",
+                path,
+                f"{len(content.values)} other values",
+                "name the directory that the model was saved to",
             )
         notes, omitted = reports(len(content.tensors) - len(tensors), len(content.values))
         return Source(path, path, tensors, notes=notes, omitted=omitted)
@@ -149,30 +148,22 @@ def _model_names(content: DcpContent) -> Mapping[str, str]:
     which torchtitan saves beside the weights.
     """
     paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
-    keys = _keys_of_model(content)
-    below: dict[str, str] = {}
-    for fqn, path in paths.items():
-        if path[: len(keys)] == keys and len(path) > len(keys):
-            below[fqn] = ".".join(map(str, path[len(keys) :]))
-    if keys and len(set(below.values())) == len(below):
-        return below
-    for key in _MODEL_KEYS:
-        found = {
-            fqn: ".".join(map(str, path[1:]))
+    for prefix in (_keys_of_model(content), *((key,) for key in _MODEL_KEYS)):
+        start = len(prefix)
+        below = {
+            fqn: ".".join(map(str, path[start:]))
             for fqn, path in paths.items()
-            if path[0] == key and len(path) > 1
+            if path[:start] == prefix and len(path) > start
         }
         # Two paths can join to one name: ("a.b",) and ("a", "b").
-        is_unique = len(set(found.values())) == len(found)
-        if found and is_unique:
-            return found
+        if prefix and below and len(set(below.values())) == len(below):
+            return below
     optimizer = optimizer_key(content)
     if optimizer is None:
         return {fqn: fqn for fqn in content.tensors}
-    names: dict[str, str] = {}
-    for fqn in content.tensors:
-        keys = content.paths.get(fqn, (fqn,))
-        # A weight has one key, its FQN, when its state dict is merged into that of the program.
-        if keys == (fqn,) and not fqn.startswith(f"{optimizer}."):
-            names[fqn] = fqn
-    return names
+    # A weight has one key, its FQN, when its state dict is merged into that of the program.
+    return {
+        fqn: fqn
+        for fqn in content.tensors
+        if content.paths.get(fqn, (fqn,)) == (fqn,) and not fqn.startswith(f"{optimizer}.")
+    }

@@ -116,8 +116,11 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
                 slices.append(Slice(fqn, described.dtype, *where))
             fault = tiling_fault([stored.box for stored in slices], described.shape)
             if fault:
-                what = f"the chunks of {fqn!r} do not make it up"
-                raise unusable(what, directory / layout.DCP_METADATA, fault)
+                raise unusable(
+                    f"the chunks of {fqn!r} do not make it up",
+                    directory / layout.DCP_METADATA,
+                    fault,
+                )
             yield Tensor(fqn, described.dtype, described.shape, tuple(slices))
 
 

@@ -13,12 +13,15 @@ DCP flattens both to names in ``.metadata``, which also has the path of keys of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.format import Counters
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
@@ -35,7 +38,6 @@ from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
 from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 from automodel_ckpt.convert.formats.torch.training_state import OptimizerState, TrainingState
-from automodel_ckpt.errors import CheckpointUnusable
 
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
 # Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
@@ -67,33 +69,36 @@ def read_optimizer(
     where = directory / layout.DCP_METADATA
     numbered = [fqn for fqn in entries if fqn.isdecimal()]
     if numbered:
-        raise CheckpointUnusable(
+        raise unusable(
             "the optimizer's state numbers its parameters instead of naming them",
-            where=str(where),
-            value=f"state.{numbered[0][:20]}",
-            hint="save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns",
+            where,
+            f"state.{numbered[0][:20]}",
+            "save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns",
         )
     stored = {*grouped.values(), *(name for entry in entries.values() for name in entry.values())}
     with damaged_optimizer(where):
         loaded = _loaded(directory, content, stored)
-        state: dict[Key, dict[str, Any]] = {}
-        for fqn, entry in entries.items():
-            state[fqn] = {}
-            for what, name in entry.items():
-                value = loaded[name]
-                if isinstance(value, Tensor):
-                    value = value.renamed(f"{rename(fqn)}.{what}")
-                state[fqn][what] = value
-        options = {path: loaded[name] for path, name in grouped.items()}
-        for path, value in options.items():
-            if isinstance(value, Tensor):
-                options[path] = number_of(value, directory)
+        state: dict[Key, dict[str, Any]] = {
+            fqn: {
+                what: _renamed(loaded[name], f"{rename(fqn)}.{what}")
+                for what, name in entry.items()
+            }
+            for fqn, entry in entries.items()
+        }
+        options = {
+            path: number_of(loaded[name], directory)
+            if isinstance(loaded[name], Tensor)
+            else loaded[name]
+            for path, name in grouped.items()
+        }
         groups = _groups(options)
-        names: dict[Key, str] = {}
-        for group in groups:
-            names |= {fqn: rename(fqn) for fqn in group["params"]}
+        names: dict[Key, str] = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         return named_state(state, groups, names, shapes, root=directory, where=where)
+
+
+def _renamed(value: Any, fqn: str) -> Any:
+    return value.renamed(fqn) if isinstance(value, Tensor) else value
 
 
 def read_training_state(
@@ -118,32 +123,25 @@ def read_training_state(
 
 def read_counters(directory: Path, content: DcpContent) -> Counters:
     """Return the step, epoch and samples that the program saved beside the model, such as torchtitan's train_state."""
-    wanted = {*_STEPS, *_EPOCHS, *_SAMPLES}
     keys: dict[str, str] = {}
     for fqn in (*content.tensors, *content.values):
         path = _path(content, fqn)
         path = path[1:] if path[0] in _COUNTER_KEYS else path
-        if len(path) == 1 and path[0] in wanted:
+        if len(path) == 1 and path[0] in (*_STEPS, *_EPOCHS, *_SAMPLES):
             keys[fqn] = str(path[0])
-    found: dict[str, Any] = {}
+    found: dict[str, int] = {}
     for fqn, value in _loaded(directory, content, keys).items():
-        if (
-            isinstance(value, Tensor)
-            and value.dtype in ("I64", "I32")
-            and value.shape in ((), (1,))
-        ):
-            # Imported here: opening a model must not import numpy.
-            from automodel_ckpt.checkpoint.tensors.stored import whole
-
-            value = whole(directory, value).item()
-        # Not isinstance: True is an int, too.
-        if type(value) is int and 0 <= value < _MAX_COUNT:
-            found[keys[fqn]] = value
-
-    def first(names: Iterable[str]) -> int | None:
-        return next((found[name] for name in names if name in found), None)
-
-    return Counters(first(_STEPS), first(_EPOCHS), first(_SAMPLES))
+        with contextlib.suppress(Fault):  # not a number
+            number = number_of(value, directory)
+            # Not isinstance: True is an int, too.
+            if type(number) is int and 0 <= number < _MAX_COUNT:
+                found[keys[fqn]] = number
+    return Counters(
+        *(
+            next((found[name] for name in names if name in found), None)
+            for names in (_STEPS, _EPOCHS, _SAMPLES)
+        )
+    )
 
 
 def optimizer_key(content: DcpContent) -> str | None:
@@ -155,8 +153,6 @@ def read_scheduler(directory: Path, content: DcpContent) -> dict[str, Any] | Non
     """Return the plain values of the LR scheduler's state; None if there is none."""
     for key in _SCHEDULER_KEYS:
         names = [fqn for fqn in content.values if _path(content, fqn)[0] == key]
-        if not names:
-            continue
         state: dict[Any, Any] = {}
         for fqn, value in _loaded(directory, content, names).items():
             keys = _path(content, fqn)[1:]
@@ -164,8 +160,9 @@ def read_scheduler(directory: Path, content: DcpContent) -> dict[str, Any] | Non
                 state[".".join(map(str, keys))] = value
             elif isinstance(value, dict):
                 state |= value
-        with faults_of(directory / layout.DCP_METADATA):
-            return plain_values(state)
+        if names:
+            with faults_of(directory / layout.DCP_METADATA):
+                return plain_values(state)
     return None
 
 

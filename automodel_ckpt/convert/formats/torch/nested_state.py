@@ -36,12 +36,11 @@ def keys_of_model(paths: Iterable[Keys], known: Sequence[str]) -> Keys:
         if any(len(path) == 1 and "." in str(path[0]) for path in rest):
             return keys
         children = {path[0]: None for path in rest if len(path) > 1}
-        usual = [key for key in known if key in children]
-        is_only = len(children) == 1 and all(len(path) > 1 for path in rest)
-        if usual and not was_known:
-            child: str | int = usual[0]
+        usual = next((key for key in known if key in children), None)
+        if usual is not None and not was_known:
+            child: str | int = usual
             was_known = True
-        elif is_only:
+        elif len(children) == 1 and all(len(path) > 1 for path in rest):
             (child,) = children
         else:
             return ()
@@ -56,9 +55,8 @@ def _is_of_optimizer(path: Keys) -> bool:
     # A state dict of an optimizer has state -> parameter -> entry; flattened, the three are one name.
     last = str(path[-1])
     is_entry = len(path) > 2 and path[-3] == "state" and "." not in last
-    is_numbered = any(
-        key == "state" and isinstance(number, int) for key, number in itertools.pairwise(path)
-    )
+    pairs = itertools.pairwise(path)
+    is_numbered = any(key == "state" and isinstance(number, int) for key, number in pairs)
     return is_entry or is_numbered or last.startswith(("state.", "param_groups."))
 
 
@@ -93,11 +91,15 @@ def _without_inner(name: str) -> str:
 
 def _outer_prefix(names: Collection[str]) -> str:
     prefix = ""
-    is_wrapped = bool(names)
-    while is_wrapped:
-        is_wrapped = False
-        for outer in _OUTER_MODULES:
-            if all(name.startswith(prefix + outer) for name in names):
-                prefix += outer
-                is_wrapped = True
+    wrappers: str | None = ""
+    while names and wrappers is not None:
+        prefix += wrappers
+        wrappers = next(
+            (
+                outer
+                for outer in _OUTER_MODULES
+                if all(name.startswith(prefix + outer) for name in names)
+            ),
+            None,
+        )
     return prefix

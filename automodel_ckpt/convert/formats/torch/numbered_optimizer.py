@@ -19,6 +19,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
 from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import (
@@ -34,7 +35,6 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     ParameterGroup,
     Parameters,
 )
-from automodel_ckpt.errors import CheckpointUnusable
 
 Shape = tuple[int, ...]
 Key = int | str
@@ -114,9 +114,8 @@ def named_state(
     of the model's parameters, which have the *shapes*. Raises :class:`CheckpointUnusable` for state of other shapes,
     and :class:`Fault`, or any other exception, for damaged state.
     """
-    if len(set(names.values())) != len(names) or len(names) != sum(
-        len(group["params"]) for group in groups
-    ):
+    num_members = sum(len(group["params"]) for group in groups)
+    if not len(set(names.values())) == len(names) == num_members:
         raise Fault("a parameter is in its groups twice")
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Number]] = {}
@@ -132,15 +131,15 @@ def named_state(
             if isinstance(value, Tensor) and what != _STEP and value.shape == shapes[name]:
                 tensors[name][what] = value
             elif isinstance(value, Tensor) and value.shape:
-                raise CheckpointUnusable(
+                raise unusable(
                     "the state of this optimizer does not have the shapes of the parameters, which is not supported",
-                    where=str(where),
-                    value=f"{name}: {what} {list(value.shape)}, the parameter {list(shapes[name])}",
-                    hint=f"use the config.json of the model that was trained; or {_WITHOUT}",
+                    where,
+                    f"{name}: {what} {list(value.shape)}, the parameter {list(shapes[name])}",
+                    f"use the config.json of the model that was trained; or {_WITHOUT}",
                 )
             elif value is not None:
                 values[name][what] = number_of(value, root)
-    found: list[ParameterGroup] = []
+    found = []
     for group in groups:
         options = {
             option: number_of(value, root) if isinstance(value, Tensor) else value
@@ -163,8 +162,7 @@ def number_of(value: Any, root: Path) -> Number:
         value = whole(root, value).item()
     if type(value) not in (int, float, bool):
         raise Fault(f"a value is neither a tensor nor a number: {type(value).__name__}")
-    number: Number = value
-    return number
+    return value  # type: ignore[no-any-return]
 
 
 def _names(
@@ -174,28 +172,24 @@ def _names(
     rename: Callable[[str], str],
 ) -> tuple[dict[Key, str], str]:
     """Return the names of parameters by key, and how they were found in words; empty if the file states them."""
-    keys = [group["params"] for group in groups]
-    stated = list(
-        chain.from_iterable(group.get("param_names") or group["params"] for group in groups)
-    )
-    flat = list(chain.from_iterable(keys))
+    flat = [key for group in groups for key in group["params"]]
+    stated = [name for group in groups for name in group.get("param_names") or group["params"]]
     # Not isinstance: True is an int, too.
     if not all(type(key) in (int, str) for key in flat):
         raise Fault("it lists a parameter with neither a number nor a name")
     if all(type(name) is str for name in stated):
         return dict(zip(flat, map(rename, stated), strict=True)), ""
-    filled = [members for members in keys if members]
+    sizes = [len(group["params"]) for group in groups if group["params"]]
     expected, names_from = [[each.name for each in model]], IN_ORDER
-    if len(filled) == 2:
+    if len(sizes) == 2:
         expected = [[each.name for each in model if each.decays == has] for has in (True, False)]
         names_from = BY_DECAY
-    sizes = [len(members) for members in filled]
     if sizes != [len(names) for names in expected]:
-        raise CheckpointUnusable(
+        raise unusable(
             "the optimizer numbers its parameters, and they are not those of the model in a usual order",
-            where=str(path),
-            value=f"groups of {sizes} parameters; the model has {len(model)}",
-            hint="use the config.json of the model that was trained. If parameters were frozen or in other groups: "
+            path,
+            f"groups of {sizes} parameters; the model has {len(model)}",
+            "use the config.json of the model that was trained. If parameters were frozen or in other groups: "
             f"{_WITHOUT}",
         )
     return dict(zip(flat, chain.from_iterable(expected), strict=True)), names_from

@@ -23,6 +23,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive
 from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
 
+# The optimizer's names begin with the attribute of its module.
 _MODEL_ATTRIBUTE = "model."
 _MAX_STATE_BYTES = 16 << 20
 _OPTION = re.compile(r"param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
@@ -59,13 +60,19 @@ def read_run_state(checkpoint: Path) -> RunState | None:
     if not optimizers:
         return None
     if len(optimizers) > 1:
-        what = "a run with several optimizers cannot be exported with its training state"
-        raise unusable(what, checkpoint, ", ".join(optimizers))
+        raise unusable(
+            "a run with several optimizers cannot be exported with its training state",
+            checkpoint,
+            ", ".join(optimizers),
+        )
     (name,) = optimizers
     tree = manifest.trees[name]
     if f"{name}.{_FORMS}" in tree.objects:
-        what = "the optimizer's state has containers, which other programs do not load"
-        raise unusable(what, checkpoint, name)
+        raise unusable(
+            "the optimizer's state has containers, which other programs do not load",
+            checkpoint,
+            name,
+        )
     groups = tuple(_groups(name, tree, checkpoint))
     parameters = {parameter for group in groups for parameter in group.parameters}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -77,17 +84,14 @@ def read_run_state(checkpoint: Path) -> RunState | None:
         if fqn.startswith(f"{name}.state."):
             parameter, entry = _entry(name, fqn, parameters, checkpoint)
             values.setdefault(parameter, {})[entry] = _value(checkpoint, fqn, blob)
-    epochs_done, steps_in_epoch = _position(checkpoint, manifest)
-    schedule = _schedule(manifest, tree, checkpoint)
     return RunState(
         checkpoint,
         manifest.step,
-        epochs_done,
-        steps_in_epoch,
+        *_position(checkpoint, manifest),
         tensors,
         values,
         groups,
-        schedule,
+        _schedule(manifest, tree, checkpoint),
     )
 
 
@@ -96,11 +100,8 @@ def first_renamed(run: RunState, names: Container[str]) -> str | None:
 
     Files can have other names: transformers merges the experts of a layer in memory.
     """
-    for group in run.groups:
-        for name in group.parameters:
-            if name not in names:
-                return name
-    return None
+    trained = (name for group in run.groups for name in group.parameters)
+    return next((name for name in trained if name not in names), None)
 
 
 def _groups(name: str, tree: Tree, checkpoint: Path) -> Iterator[ParameterGroup]:
@@ -112,21 +113,21 @@ def _groups(name: str, tree: Tree, checkpoint: Path) -> Iterator[ParameterGroup]
     for number in sorted(found):
         options = found[number]
         parameters = options.pop("params", [])
-        yield ParameterGroup(tuple(map(_model_name, parameters)), options)
-
-
-def _model_name(name: str) -> str:
-    """Return the name of a parameter in the model: the optimizer's names begin with the attribute of its module."""
-    return name.removeprefix(_MODEL_ATTRIBUTE)
+        yield ParameterGroup(
+            tuple(name.removeprefix(_MODEL_ATTRIBUTE) for name in parameters), options
+        )
 
 
 def _entry(name: str, fqn: str, parameters: set[str], checkpoint: Path) -> tuple[str, str]:
     """Return the parameter and the entry of a value in the optimizer's state."""
-    rest = _model_name(fqn.removeprefix(f"{name}.state."))
+    rest = fqn.removeprefix(f"{name}.state.").removeprefix(_MODEL_ATTRIBUTE)
     parameter, _, entry = rest.rpartition(".")
     if parameter not in parameters:
-        what = "a value in the optimizer's state belongs to no parameter of its groups"
-        raise unusable(what, checkpoint, fqn)
+        raise unusable(
+            "a value in the optimizer's state belongs to no parameter of its groups",
+            checkpoint,
+            fqn,
+        )
     return parameter, entry
 
 
@@ -144,12 +145,14 @@ def _schedule(manifest: Manifest, tree: Tree, checkpoint: Path) -> Mapping[str, 
 def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
     """Return the number of finished epochs, and of optimizer steps since."""
     epochs_done = manifest.epoch
+    if "step_scheduler.pt" in manifest.files:
+        stated = _state(checkpoint, "step_scheduler.pt").get("epochs_done")
+        epochs_done = stated if type(stated) is int else epochs_done
     for path in manifest.files:
-        if path == "step_scheduler.pt":
-            stated = _state(checkpoint, path).get("epochs_done")
-            if type(stated) is int:
-                epochs_done = stated
-    for state in _data_states(checkpoint, manifest):
+        if not path.startswith("dataloader"):
+            continue
+        # The state of the data loader, of one rank after another.
+        state = _state(checkpoint, path)
         samples, size = state.get("consumed_samples"), state.get("global_batch_size")
         if type(samples) is not int or type(size) is not int or size < 1:
             continue
@@ -158,13 +161,6 @@ def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
         # The last batch of an epoch can have fewer samples.
         return epochs_done, -(-samples // size)
     return epochs_done, 0
-
-
-def _data_states(checkpoint: Path, manifest: Manifest) -> Iterator[Mapping[str, Any]]:
-    """Yield the state of the data loader, of one rank after another."""
-    for path in manifest.files:
-        if path.startswith("dataloader"):
-            yield _state(checkpoint, path)
 
 
 def _state(checkpoint: Path, path: str) -> dict[str, Any]:

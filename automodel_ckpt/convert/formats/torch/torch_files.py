@@ -42,7 +42,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     has_tensor,
     views_in,
 )
-from automodel_ckpt.convert.formats.unsupported_files import Pickle
+from automodel_ckpt.convert.formats.unsupported_files import PICKLE, first_zip_entry
 from automodel_ckpt.errors import CheckpointUnusable
 
 BIN_FILE = "pytorch_model.bin"
@@ -91,19 +91,19 @@ class TorchFile(Format):
         real = Path(os.path.realpath(path))
         # Slices name files below a root. Behind a link, a file can be anywhere.
         root = Path("/") if follow_links else real.parent
-        file = str(real).lstrip("/") if follow_links else real.name
-        model = read_model(real, file)
+        model = read_model(real, str(real.relative_to(root)))
         notes, omitted = reports(model.num_others, model.num_values)
-        side = path.parent if (path.parent / "config.json").is_file() else None
-        tensors = model.tensors
-        return Source(root, path.parent, tensors, notes=notes, omitted=omitted, side_files=side)
+        side_files = path.parent if (path.parent / "config.json").is_file() else None
+        return Source(
+            root, path.parent, model.tensors, notes=notes, omitted=omitted, side_files=side_files
+        )
 
     def training_left(self, path: Path) -> str:
         try:
             value = read_archive(Path(os.path.realpath(path))).value
         except CheckpointUnusable:
             return ""
-        if not isinstance(value, dict) or not any(map(is_optimizer, state_in(value).values())):
+        if not isinstance(value, dict) or not any(map(_is_optimizer, _states(value)[1].values())):
             return ""
         return "only the weights of a training script's file are read"
 
@@ -124,23 +124,24 @@ class TorchModelDirectory(Format):
         names = [BIN_FILE] if weight_map is None else sorted(set(weight_map.values()))
         tensors: dict[str, Tensor] = {}
         num_values = num_others = 0
+        root = Path("/") if follow_links else path
         for name in names:
             real = Path(os.path.realpath(path / name)) if follow_links else path / name
-            model = read_model(real, str(real).lstrip("/") if follow_links else name)
-            found = model.tensors
-            twice = sorted(found.keys() & tensors.keys())
-            if twice:
-                raise unusable(f"two files hold the tensor {twice[0]!r}", path / name, BIN_INDEX)
-            if weight_map is not None:
-                _check_index(path, name, weight_map, found)
-            tensors |= found
+            model = read_model(real, str(real.relative_to(root)))
+            for fqn in model.tensors:
+                if fqn in tensors:
+                    raise unusable(f"two files hold the tensor {fqn!r}", path / name, BIN_INDEX)
+            for fqn, stated in (weight_map or {}).items():
+                if stated == name and fqn not in model.tensors:
+                    what = "the index names a tensor that is not in its file"
+                    raise unusable(what, path / BIN_INDEX, f"{fqn} ({name})")
+            tensors |= model.tensors
             num_values += model.num_values
             num_others += model.num_others
         notes, omitted = reports(num_others, num_values)
         others = [name for name in names_in(path) if _OTHER_MODEL.fullmatch(name)]
         if others:
             omitted = (*omitted, f"{', '.join(others[:_MAX_NAMED])} beside {BIN_FILE}")
-        root = Path("/") if follow_links else path
         side_files = path if (path / "config.json").is_file() else None
         return Source(root, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
 
@@ -156,12 +157,7 @@ class TorchModel:
 
 def is_torch_archive(head: bytes) -> bool:
     """Return whether a file that begins with *head* is a zip archive of ``torch.save``, by its first entry's name."""
-    if head[:4] != b"PK\x03\x04":
-        return False
-    # The local file header of a zip archive: the length of the name, and the name from byte 30.
-    length = int.from_bytes(head[26:28], "little")
-    first_name = head[30 : 30 + length].decode(errors="replace")
-    return first_name.rpartition("/")[2] in _TORCH_RECORDS
+    return first_zip_entry(head).rpartition("/")[2] in _TORCH_RECORDS
 
 
 def read_model(path: Path, file: str, *, start: int = 0, nbytes: int | None = None) -> TorchModel:
@@ -194,19 +190,17 @@ def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Ar
             memoryview(content) as everything,
         ):
             end = len(everything) if nbytes is None else start + nbytes
-            if Pickle().matches(bytes(everything[start : start + 2])):
-                Pickle().open(path)  # raises an error with the command that converts it
+            if PICKLE.matches(bytes(everything[start : start + 2])):
+                PICKLE.open(path)  # raises an error with the command that converts it
             # The views must be released before the map can be closed.
             with everything[start:end] as data:
                 archive = describe_archive(data)
-            return archive if start == 0 else _shifted(archive, start)
+            storages = {
+                key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()
+            }
+            return Archive(archive.value, storages)
     finally:
         os.close(descriptor)
-
-
-def _shifted(archive: Archive, start: int) -> Archive:
-    storages = {key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()}
-    return Archive(archive.value, storages)
 
 
 @contextlib.contextmanager
@@ -222,8 +216,7 @@ def faults_of(
         raise
     except Exception as error:  # a damaged pickle makes the unpickler raise anything
         value = str(error) if isinstance(error, Fault | OSError) else repr(error)
-        value = value.split("\n")[0][:300]
-        raise CheckpointUnusable(what, where=str(path), value=value, hint=hint) from error
+        raise unusable(what, path, value.split("\n")[0][:300], hint) from error
 
 
 def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
@@ -233,72 +226,59 @@ def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
         raise _no_model(path, f"an object of the class {kind}")
     for key, (what, hint) in _PARTS.items():
         if key in value:
-            raise CheckpointUnusable(f"this file is {what}", where=str(path), value=key, hint=hint)
-    state_dict = _state_dict(value)
+            raise unusable(f"this file is {what}", path, key, hint)
+    state_dict, _ = _states(value)
     views: dict[str, StoredView] = {}
     num_values = 0
     for name, item in _leaves(state_dict):
         if isinstance(item, StoredView):
             views[name] = item
+            check_view(name, item, archive)
         elif has_tensor(item):
-            raise _unknown_tensor(path, name, item)
+            kind = item.kind if isinstance(item, Opaque) else type(item).__name__
+            raise unusable(
+                "a tensor of the model is of a class that is not read",
+                path,
+                f"{name[:200]}: {kind}",
+                "save plain tensors (of a DTensor: .full_tensor(); of a quantized one: .dequantize())",
+            )
         else:
             num_values += 1
     if not views:
         raise _no_model(path, "no tensors")
-    for name, view in views.items():
-        check_view(name, view, archive)
     num_all = len(set(map(id, views_in(value))))
     num_used = len(set(map(id, views.values())))
     if state_dict is not value:
         num_values += len(value) - 1
     plain = plain_names(value, list(views))
-    tensors: dict[str, Tensor] = {}
-    for name, view in views.items():
-        tensors[plain[name]] = tensor_of_view(plain[name], view, archive, file)
+    tensors = {
+        plain[name]: tensor_of_view(plain[name], view, archive, file)
+        for name, view in views.items()
+    }
     return TorchModel(tensors, num_all - num_used, num_values)
 
 
-def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    state = state_in(value)
-    key = model_key(state)
-    if key is not None:
-        nested: dict[Any, Any] = state[key]
-        return nested
-    others = {name: item for name, item in state.items() if not is_optimizer(item)}
-    return state if len(others) == len(state) else others
-
-
-def is_optimizer(value: object) -> bool:
-    """Return whether *value* is the state dict of an optimizer."""
-    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
-
-
-def state_in(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Return *value* with one key for the model's state dict: mappings around it are replaced by their content."""
-    for key in _keys_of_model(value)[:-1]:
-        others = {other: item for other, item in value.items() if other != key}
-        value = {**others, **value[key]}
-    return value
-
-
-def model_key(value: dict[Any, Any]) -> str | int | None:
-    """Return the key under which *value* has the model's state dict; None if it is the model itself.
+def _states(value: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the model's state dict in *value*, and the mapping that has it, and what was saved with it, as entries.
 
     Without names of a state dict, it is the first usual key of a mapping with tensors.
     """
-    keys = _keys_of_model(value)
-    if keys:
-        return keys[0]
-    for key in _MODEL_KEYS:
-        nested = value.get(key)
-        if isinstance(nested, dict) and any(True for _ in views_in(nested)):
-            return key
-    return None
+    state = value
+    keys = keys_of_model(list(_paths(value, (), set())), _MODEL_KEYS)
+    for key in keys[:-1]:
+        others = {other: item for other, item in state.items() if other != key}
+        state = {**others, **state[key]}
+    usual = (key for key in _MODEL_KEYS if isinstance(state.get(key), dict))
+    key = keys[-1] if keys else next((key for key in usual if any(views_in(state[key]))), None)
+    if key is not None:
+        return state[key], state
+    others = {name: item for name, item in state.items() if not _is_optimizer(item)}
+    return state if len(others) == len(state) else others, state
 
 
-def _keys_of_model(value: dict[Any, Any]) -> Keys:
-    return keys_of_model(list(_paths(value, (), set())), _MODEL_KEYS)
+def _is_optimizer(value: object) -> bool:
+    """Return whether *value* is the state dict of an optimizer."""
+    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
 
 
 def _paths(mapping: dict[Any, Any], keys: Keys, seen: set[int]) -> Iterator[Keys]:
@@ -366,16 +346,16 @@ def check_view(name: str, view: StoredView, archive: Archive) -> None:
     fault = shape_fault(view.shape)
     if fault:
         raise Fault(f"the tensor {name[:100]!r}: {fault}")
-    if not math.prod(view.shape):
+    num_elements = math.prod(view.shape)
+    if not num_elements:
         return
+    # Strides are counts, never negative: the last index has the largest offset.
     last = view.offset
     for extent, stride in zip(view.shape, view.strides, strict=True):
-        # Strides are counts, never negative: the last index has the largest offset.
         last += (extent - 1) * stride
     if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
         raise Fault(f"the tensor {name[:100]!r} ends after its storage")
     # Elements are repeated where a stride is 0: a small file could describe any number of them.
-    num_elements = math.prod(view.shape)
     nbytes = num_elements * DTYPE_BITS[view.dtype] // 8
     if nbytes > view.storage_bytes and num_elements > _MAX_REPEATED_ELEMENTS:
         raise Fault(
@@ -389,16 +369,9 @@ def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
 
     *value* is the object in the file.
     """
-    attribute = _attribute(value, names)
     plain = names_without_wrappers(names)
+    attribute = attribute_prefix(list(plain.values())) if LIGHTNING_VERSION in value else ""
     return {name: plain[name].removeprefix(attribute) for name in names}
-
-
-def _attribute(value: dict[Any, Any], names: list[str]) -> str:
-    """Return the attribute of a LightningModule that all *names* begin with; empty for a file of another program."""
-    if LIGHTNING_VERSION not in value:
-        return ""
-    return attribute_prefix(list(names_without_wrappers(names).values()))
 
 
 def attribute_prefix(names: Sequence[str]) -> str:
@@ -411,29 +384,10 @@ def attribute_prefix(names: Sequence[str]) -> str:
     return attribute if is_common else ""
 
 
-def _check_index(
-    directory: Path, file: str, weight_map: Mapping[str, str], found: Mapping[str, Tensor]
-) -> None:
-    missing = [fqn for fqn, name in weight_map.items() if name == file and fqn not in found]
-    if missing:
-        what = "the index names a tensor that is not in its file"
-        raise unusable(what, directory / BIN_INDEX, f"{missing[0]} ({file})")
-
-
 def _no_model(path: Path, value: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
+    return unusable(
         "there is no model in this file",
-        where=str(path),
-        value=value,
-        hint="save model.state_dict(), at the top level or under the key state_dict",
-    )
-
-
-def _unknown_tensor(path: Path, name: str, item: Any) -> CheckpointUnusable:
-    kind = item.kind if isinstance(item, Opaque) else type(item).__name__
-    return CheckpointUnusable(
-        "a tensor of the model is of a class that is not read",
-        where=str(path),
-        value=f"{name[:200]}: {kind}",
-        hint="save plain tensors (of a DTensor: .full_tensor(); of a quantized one: .dequantize())",
+        path,
+        value,
+        "save model.state_dict(), at the top level or under the key state_dict",
     )

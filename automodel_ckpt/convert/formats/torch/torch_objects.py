@@ -125,9 +125,9 @@ def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None 
     byteorder = _record(data, ranges, "byteorder", 16)
     if byteorder not in (b"", b"little"):
         raise Fault("it was written on a machine of the other byte order")
-    limit = max_program_bytes
-    if limit is None:
-        limit = min(_MAX_PROGRAM_BYTES, max(_FREE_PROGRAM_BYTES, len(data) // _DATA_RATIO))
+    limit = max_program_bytes or min(
+        _MAX_PROGRAM_BYTES, max(_FREE_PROGRAM_BYTES, len(data) // _DATA_RATIO)
+    )
     program = _record(data, ranges, "data.pkl", limit)
     storages = {
         name.removeprefix("data/"): place
@@ -143,20 +143,16 @@ def describe_pickle(program: bytes) -> Any:
 
 
 def views_in(value: Any) -> Iterator[StoredView]:
-    """Yield the tensors anywhere in *value*, each container once."""
-    for item in _items_in(value):
-        if isinstance(item, StoredView):
-            yield item
+    """Iterate over the tensors anywhere in *value*, each container once."""
+    return (item for item in _items_in(value) if isinstance(item, StoredView))
 
 
 def has_tensor(value: Any) -> bool:
     """Whether there is a tensor in *value*, also one without a storage: on the device meta, or of another device."""
-    for item in _items_in(value):
-        if isinstance(item, StoredView):
-            return True
-        if isinstance(item, Opaque) and item.kind in _MAKERS_WITHOUT_STORAGE:
-            return True
-    return False
+    return any(
+        isinstance(item, StoredView) or item.kind in _MAKERS_WITHOUT_STORAGE
+        for item in _items_in(value)
+    )
 
 
 def _items_in(value: Any) -> Iterator[StoredView | Opaque]:
@@ -201,18 +197,18 @@ class _Storage:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Class:
     """A class or function that is not known."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Function:
     """A known function of a pickle, and its replacement."""
 
-    def __init__(self, replacement: Callable[..., Any]) -> None:
-        self.replacement = replacement
+    replacement: Callable[..., Any]
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
@@ -223,11 +219,10 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> St
     dtype = storage.dtype
     if len(rest) > 2 and isinstance(rest[2], str):
         dtype = rest[2]
-    for metadata in rest[2:]:
-        if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
-            raise Fault(
-                "a tensor's values are stored conjugated or negated: save its resolve_conj().resolve_neg()"
-            )
+    if any(isinstance(each, dict) and (each.get("conj") or each.get("neg")) for each in rest[2:]):
+        raise Fault(
+            "a tensor's values are stored conjugated or negated: save its resolve_conj().resolve_neg()"
+        )
     extents, steps, starts = counts(shape), counts(strides), counts([offset])
     if extents is None or steps is None or starts is None or len(extents) != len(steps):
         raise Fault("the shape, the strides or the offset of a tensor are not counts")
@@ -236,23 +231,17 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> St
     return StoredView(dtype, storage.key, storage.nbytes, starts[0], extents, steps)
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
+_PLAIN_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 def _typed(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
     """A tensor with Python attributes, or of a subclass of torch.Tensor."""
-    is_plain = type(kind) is _Class and kind.name in (
-        "torch.Tensor",
-        "torch.nn.parameter.Parameter",
-        "torch.nn.parameter.Buffer",
-    )
-    if is_plain and type(function) is _Function and type(arguments) is tuple:
-        return function.replacement(*arguments)
     name = kind.name if type(kind) is _Class else "a subclass of torch.Tensor"
     if type(function) is _Function and type(arguments) is tuple:
         # A tensor of the subclass has a storage.
         arguments = function.replacement(*arguments)
+        if name in _PLAIN_CLASSES:
+            return arguments
     return Opaque(name, (arguments,))
 
 
@@ -267,12 +256,12 @@ def _dict(items: Any = (), *_: Any) -> dict[Any, Any]:
     return result
 
 
+def _first(data: Any = (), *_: Any) -> Any:
+    return data
+
+
 def _list(items: Any = ()) -> list[Any]:
     return list(items) if type(items) in (list, tuple) else []
-
-
-def _size(items: Any = ()) -> Any:
-    return items
 
 
 def _text(value: Any, encoding: Any = "latin1") -> Any:
@@ -291,10 +280,10 @@ _KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _Function(_view),
     "torch._utils._rebuild_tensor_v2": _Function(_view),
     "torch._utils._rebuild_tensor_v3": _Function(_view),
-    "torch._utils._rebuild_parameter": _Function(_parameter),
-    "torch._utils._rebuild_parameter_with_state": _Function(_parameter),
+    "torch._utils._rebuild_parameter": _Function(_first),
+    "torch._utils._rebuild_parameter_with_state": _Function(_first),
     "torch._tensor._rebuild_from_type_v2": _Function(_typed),
-    "torch.Size": _Function(_size),
+    "torch.Size": _Function(_first),
     "torch.storage.UntypedStorage": "U8",
     "collections.OrderedDict": _Function(_dict),
     "collections.defaultdict": _Function(_dict),
@@ -396,10 +385,6 @@ def _new_object_with_keywords(reader: _Reader) -> None:
     reader.stack[-1] = Opaque(kind.name, (*arguments, keywords))
 
 
-def _empty_set(reader: _Reader) -> None:
-    reader.append([])
-
-
 def _add_items(reader: _Reader) -> None:
     items = reader.pop_mark()
     target = reader.stack[-1]
@@ -408,15 +393,11 @@ def _add_items(reader: _Reader) -> None:
     target.extend(items)
 
 
-def _frozen_set(reader: _Reader) -> None:
-    reader.append(reader.pop_mark())
-
-
 _Reader.dispatch[pickle.SETITEM[0]] = set_item
 _Reader.dispatch[pickle.SETITEMS[0]] = set_items
 _Reader.dispatch[pickle.NEWOBJ[0]] = _new_object
 _Reader.dispatch[pickle.NEWOBJ_EX[0]] = _new_object_with_keywords
 # A set is only a list here: hashing an item could take any amount of stack.
-_Reader.dispatch[pickle.EMPTY_SET[0]] = _empty_set
+_Reader.dispatch[pickle.EMPTY_SET[0]] = lambda reader: reader.append([])
 _Reader.dispatch[pickle.ADDITEMS[0]] = _add_items
-_Reader.dispatch[pickle.FROZENSET[0]] = _frozen_set
+_Reader.dispatch[pickle.FROZENSET[0]] = lambda reader: reader.append(reader.pop_mark())

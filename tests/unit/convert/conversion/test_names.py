@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.names.dimensions import (
-    Dimensions,
     dimensions_of_config,
 )
 from automodel_ckpt.convert.names.megatron_names import (
@@ -25,7 +22,7 @@ from automodel_ckpt.convert.names.megatron_names import (
     plain_names,
     stacked_names,
 )
-from automodel_ckpt.convert.names.registry import converter_of, model_types
+from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -81,10 +78,6 @@ def values(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def test_each_model_of_the_documentation_has_a_converter() -> None:
-    assert model_types() == sorted(MODELS)
-
-
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_round_trip_is_bit_equal_and_the_fused_rows_are_megatrons(
     model_type: str, tmp_path: Path
@@ -124,61 +117,6 @@ def check_attention(fused: Any, model: Any) -> None:
     expected = torch.cat(by_group, dim=1)
     assert expected.shape[1] == heads // groups + 2
     assert np.array_equal(fused, expected.reshape(-1, config.hidden_size).numpy())
-
-
-def test_tensors_that_ranks_store_in_parts_are_converted_from_the_parts(tmp_path: Path) -> None:
-    generator = random.Random(1)
-    rows, columns = 80, 8  # 6 + 2 + 2 heads of 8
-    content = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    slices: list[Slice] = []
-    data = b""
-    name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    first = 0
-    while first < rows:
-        count = min(generator.randrange(1, 20), rows - first)
-        part = content[first : first + count].tobytes()
-        slices.append(
-            Slice(name, "F32", (first, 0), (count, columns), "data", len(data), len(part))
-        )
-        data += part
-        first += count
-    (tmp_path / "data").write_bytes(data)
-    fused = Tensor(name, "F32", (rows, columns), tuple(slices))
-    converter = converter_of("llama", "here")
-    rule = next(rule for rule in converter.rules if "linear_qkv.weight" in rule.external)
-    small = replace(converter, rules=(rule,))
-    dimensions = Dimensions(1, 6, 2, 8)
-    found = values(tmp_path, small.to_hugging_face({name: fused}, dimensions, "here"))
-    grouped = content.reshape(2, 5, 8, columns)
-    assert np.array_equal(
-        found["model.layers.0.self_attn.q_proj.weight"], grouped[:, :3].reshape(48, columns)
-    )
-    assert np.array_equal(
-        found["model.layers.0.self_attn.v_proj.weight"], grouped[:, 4].reshape(16, columns)
-    )
-
-
-def test_missing_unknown_and_misshapen_tensors_are_errors(tmp_path: Path) -> None:
-    _, config = save_model("llama", tmp_path)
-    source = open_source(tmp_path)
-    dimensions = dimensions_of_config(config, "config.json")
-    converter = converter_of("llama", "here")
-    missing = {name: t for name, t in source.tensors.items() if "layers.1.mlp.up" not in name}
-    with pytest.raises(CheckpointUnusable, match=r"(?s)missing.*layers\.1\.mlp\.up_proj"):
-        converter.from_hugging_face(missing, dimensions, "here")
-    extra = {**source.tensors, "model.other": whole_tensor("model.other", "F32", (1,), "f", 0)}
-    with pytest.raises(CheckpointUnusable, match=r"(?s)no rule.*model\.other"):
-        converter.from_hugging_face(extra, dimensions, "here")
-    other_heads = replace(dimensions, num_query_groups=3)
-    with pytest.raises(CheckpointUnusable, match="does not have the rows"):
-        converter.from_hugging_face(source.tensors, other_heads, "here")
-    megatron = converter.from_hugging_face(source.tensors, dimensions, "here").tensors
-    with pytest.raises(CheckpointUnusable, match="does not have the rows"):
-        converter.to_hugging_face(megatron, other_heads, "here")
-    with pytest.raises(CheckpointUnusable, match="does not have the rows"):
-        converter.to_hugging_face(megatron, replace(dimensions, vocab_size=62), "here")
-    with pytest.raises(CheckpointUnusable, match="missing"):
-        converter.to_hugging_face(megatron, replace(dimensions, num_layers=10**9), "here")
 
 
 def test_names_of_wrappers_the_local_implementation_and_grouped_experts_are_the_same_tensors() -> (

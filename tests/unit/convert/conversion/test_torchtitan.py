@@ -12,13 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.parts.slices import whole_tensor
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
-from automodel_ckpt.convert.names.dimensions import Dimensions
-from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.llamas import llama_checkpoint
@@ -58,25 +54,6 @@ def test_only_weights_are_imported_and_one_line_says_so(
     assert ckpt.main([*command, "--training-state"]) == 3
     assert "the names in the optimizer are torchtitan's" in capsys.readouterr().err
     assert "layers.1.attention.qkv_linear.wq.weight" in open_source(checkpoint).tensors
-
-
-def test_both_directions_are_inverse_and_have_few_slices() -> None:
-    # One head of 128 rows, as large models have them.
-    dimensions = Dimensions(1, 2, 1, 128)
-    names = [name for rule in TORCHTITAN_LLAMA.rules for name, _ in rule.expanded(dimensions)]
-    tensors = {}
-    for name in names:
-        rows = {"wq": 256, "wk": 128, "wv": 128}.get(name.split(".")[-2], 64)
-        tensors[name] = whole_tensor(name, "BF16", (rows, 16), "file", 0)
-    converted = TORCHTITAN_LLAMA.to_hugging_face(tensors, dimensions, "here")
-    assert len(converted["model.layers.0.self_attn.q_proj.weight"].slices) == 4
-    back = TORCHTITAN_LLAMA.from_hugging_face(converted, dimensions, "here").tensors
-    query = back["layers.0.attention.qkv_linear.wq.weight"]
-    assert tiling_fault([piece.box for piece in query.slices], query.shape) is None
-    row_bytes = 32
-    for piece in query.slices:
-        for row in range(piece.sizes[0]):
-            assert piece.start + row * piece.row_bytes == (piece.offsets[0] + row) * row_bytes
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])

@@ -322,26 +322,6 @@ def test_text_that_no_file_can_hold_is_refused(
         convert_tokenizer(TOKENIZER, settings, 6, "tokenizer.json", template)
 
 
-def test_llama_3_splits_text_in_its_own_way() -> None:
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-        r"\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-
-    def llama_3(document: dict[str, Any]) -> None:
-        document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
-        document["model"]["ignore_merges"] = True
-
-    assert keys(llama_3)["tokenizer.ggml.pre"] == "llama-bpe"
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

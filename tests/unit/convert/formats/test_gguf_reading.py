@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -198,35 +195,6 @@ def test_values_are_decoded_once_and_removed_at_the_end(
     (tmp_path / "other").write_bytes(b"")
     decoded.decoded_directory(tmp_path / "other", "test", lambda directory: None)
     assert not Path(lines[0].strip()).exists() and len(list(base.iterdir())) == 2
-
-
-def test_of_two_processes_that_start_together_one_decodes_and_neither_waits_for_the_others_end(
-    tmp_path: Path, own_temporary_directory: Path
-) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(b"")
-    base = decoded._base()
-    name = decoded._name_of(source, "test")
-    found: list[Path] = []
-
-    def decode(directory: Path) -> None:
-        raise AssertionError("the file is decoded twice")
-
-    # As a process does that found the directory incomplete, like this one, and is the first to decode.
-    with open(base / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        other = threading.Thread(
-            target=lambda: found.append(decoded.decoded_directory(source, "test", decode)),
-            daemon=True,
-        )
-        other.start()
-        time.sleep(0.3)
-        assert found == []
-        (base / name).mkdir()
-        (base / name / "complete").touch()
-        # It keeps its shared lock until it ends.
-        other.join(120)
-        assert found == [base / name]
 
 
 def test_a_directory_that_others_can_write_is_not_used(

@@ -175,7 +175,7 @@ def test_pack_rejects_links(name: str, tmp_path: Path, capsys: pytest.CaptureFix
         (["pack", "model", "model/new.nemo"], 2, "name a file outside of"),
         (["pack", "model", "new.qnemo"], 2, "use the suffix .nemo"),
         (["pack", "model", "there"], 4, "choose another output path, or add --force"),
-        (["pack", "there", "new.nemo"], 3, "that command unpacks an archive"),
+        (["pack", "there", "new.nemo"], 3, "`ckpt unpack` unpacks an archive"),
         (["pack", "nowhere", "new.nemo"], 3, "name a directory that `ckpt unpack` wrote"),
         (["unpack", "model", "new"], 3, "`ckpt pack` packs a directory"),
         (["unpack", "nowhere", "new"], 3, "name a .nemo or .qnemo file"),

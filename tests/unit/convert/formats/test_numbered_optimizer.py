@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
 from automodel_ckpt.convert.formats.torch.training_state import (
@@ -88,37 +87,10 @@ def read(
     )
 
 
-def assert_same(state: OptimizerState, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Compare the described moments and steps with those of the optimizer, bit for bit."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    expected = {names[id(parameter)]: entry for parameter, entry in optimizer.state.items()}
-    assert state.tensors.keys() == expected.keys()
-    for name, entry in expected.items():
-        for key, value in entry.items():
-            if key == "step":
-                assert state.values[name][key] == value.item()
-                continue
-            stored = whole(state.root, state.tensors[name][key])
-            assert stored.tobytes() == value.detach().numpy().tobytes(), f"{name}.{key}"
-
-
 def error_of(path: Path, value: Any, model: nn.Module) -> str:
     with pytest.raises(CheckpointUnusable) as raised:
         read(path, value, model)
     return str(raised.value)
-
-
-@pytest.mark.parametrize("grouping", [lambda model: model.parameters(), two_groups])
-def test_both_usual_orders_are_read(tmp_path: Path, grouping: Any) -> None:
-    model = Model()
-    optimizer = trained(model, grouping(model))
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert_same(state, optimizer, model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group, expected in zip(state.groups, optimizer.param_groups, strict=True):
-        assert group.parameters == tuple(names[id(p)] for p in expected["params"])
-        assert group.options["weight_decay"] == expected["weight_decay"]
-        assert group.options["betas"] == (0.9, 0.999) and "params" not in group.options
 
 
 def frozen(model: Model) -> Any:
@@ -142,49 +114,11 @@ def test_other_orders_of_numbered_parameters_are_errors(tmp_path: Path, grouping
     error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
 
 
-def test_a_parameter_without_state_and_without_updates_keeps_its_group(tmp_path: Path) -> None:
-    model = Model()
-    model.add_module("unused", nn.Linear(2, 2, bias=False))
-    optimizer = trained(model, two_groups(model))
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert_same(state, optimizer, model)
-    assert "unused.weight" in state.groups[0].parameters
-    assert "unused.weight" not in state.tensors
-
-
-def test_names_that_the_file_states_are_used_and_validated(tmp_path: Path) -> None:
-    model = Model()
-    reverse = list(model.named_parameters())[::-1]
-    optimizer = trained(model, reverse)
-    assert_same(read(tmp_path / "o.pt", optimizer.state_dict(), model), optimizer, model)
-    by_name = {
-        "state": {f"module.{name}": optimizer.state[value] for name, value in reverse},
-        "param_groups": [{"lr": 0.1, "params": [f"module.{name}" for name, _ in reverse]}],
-    }
-    assert_same(read(tmp_path / "n.pt", by_name, model), optimizer, model)
-    by_name["param_groups"][0]["params"][0] = "module.embed.weight"  # type: ignore[index]
-    assert "optimizer" in error_of(tmp_path / "twice.pt", by_name, model)
-
-
 def test_state_of_other_shapes_than_the_parameters_is_an_error(tmp_path: Path) -> None:
     model = Model()
     optimizer = trained(model, list(model.parameters()), torch.optim.Adafactor)
     text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
     assert "row_var" in text and "not supported" in text
-
-
-def momentum(groups: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr, momentum=0.9)
-
-
-@pytest.mark.parametrize("kind", [momentum, torch.optim.NAdam, torch.optim.RMSprop])
-def test_other_optimizers_with_moments_are_read(tmp_path: Path, kind: Any) -> None:
-    model = Model()
-    optimizer = trained(model, two_groups(model), kind)
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert len(state.groups) == 2
-    if kind is torch.optim.NAdam:
-        assert 0 < state.values["embed.weight"]["mu_product"] < 1
 
 
 def test_damaged_state_dicts_are_errors(tmp_path: Path) -> None:

@@ -141,9 +141,6 @@ def test_views_parameters_and_nested_mappings_are_read(tmp_path: Path) -> None:
     assert strided == {"columns", "transposed", "expanded"}
 
 
-COMPLEX = torch.complex(torch.ones(2), torch.ones(2))
-
-
 def test_a_large_expanded_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
     text = error_of(write(tmp_path / "t.pt", {"big": torch.zeros(300).expand(300, 300)}))
     assert "'big'" in text
@@ -257,30 +254,6 @@ def test_a_torch_file_is_imported_with_the_config_beside_it(
     imported = open_weights(tmp_path / "run")
     imported.verify("digest", 0, 1)
     assert_equal(values(tmp_path / "run"), state_dict())
-
-
-def test_show_diff_verify_and_export_take_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "last.ckpt", {"state_dict": state_dict(), "epoch": 3})
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "notes.txt").write_text("not a side file")
-    assert ckpt.main(["show", "--json", "--stats", str(path)]) == 0
-    tree = json.loads(capsys.readouterr().out)["trees"]["."]
-    assert tree["tensors"].keys() == state_dict().keys()
-    changed = state_dict() | {"embed.weight": torch.zeros(7, 4)}
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    write(directory / "pytorch_model.bin", changed)
-    assert ckpt.main(["diff", str(path), str(directory)]) == 0
-    assert "3 equal (0 by digest), 1 changed" in capsys.readouterr().out
-    assert ckpt.main(["verify", str(path)]) == 3
-    assert "unverifiable" in capsys.readouterr().out
-    assert ckpt.main(["ls", str(path)]) == 0
-    assert "a file of torch.save" in capsys.readouterr().out
-    assert ckpt.main(["export", str(path), "-o", str(tmp_path / "hf")]) == 0
-    assert_equal(values(tmp_path / "hf"), state_dict())
-    assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf/notes.txt").exists()
 
 
 def test_a_file_of_another_kind_is_named_by_its_format(

