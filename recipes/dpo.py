@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.data.pairs.reference_scores import SCORES, ScoredPairs
+from automodel_ckpt.data.preference import SCORES, ScoredPairs
 from automodel_ckpt.recipes.preference import (
     PairFinetune,
     PairObjective,

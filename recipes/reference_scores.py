@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.sampler import rank_part
 from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
-from automodel_ckpt.data.pairs.reference_scores import (
+from automodel_ckpt.data.preference import (
     ScoredPairs,
     Scores,
 )

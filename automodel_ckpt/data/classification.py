@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.collate import (
     Batch,
     Integers,
+    Item,
     Sample,
     padded,
 )
@@ -32,8 +33,7 @@ from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_
 from automodel_ckpt.data.rows.rows import RowRange, Rows, names_in
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import truncation_on_the_right
-from automodel_ckpt.data.samples.label_values import LabelValues, Reading, reading_of
-from automodel_ckpt.data.samples.labels import Labels
+from automodel_ckpt.data.samples.labels import Labels, LabelValues, Reading, reading_of
 from automodel_ckpt.data.samples.samples import identity, prepared
 from automodel_ckpt.data.samples.tokenized import LengthSummary, SampleArrays
 from automodel_ckpt.data.samples.truncation import Truncation
@@ -114,7 +114,7 @@ class LabelCollator:
         self.labels = labels
         self.multiple = pad_to_multiple_of
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
+    def __call__(self, samples: Sequence[Item]) -> Batch:
         for sample in samples:
             self._check(sample)
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0}
@@ -127,7 +127,7 @@ class LabelCollator:
             labels = targets[:, 0].to(torch.int64)
         return {**batch, "labels": labels, "targets": targets}
 
-    def _check(self, sample: dict[str, Any]) -> None:
+    def _check(self, sample: Item) -> None:
         """Raise :class:`RecipeError` for a sample without text, or with another number of targets."""
         targets = sample.get("targets", ())
         if not sample.get("input_ids") or len(targets) != self.labels.num_targets:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,12 @@ Sample = dict[str, list[int]]
 """The ``input_ids`` and ``labels`` of a sample, and further lists of their length."""
 AnySample = Mapping[str, Sequence[int]]
 """A sample as data sets of users return it."""
+Where = Callable[[], str]
+"""Returns the location of a sample, for an error message."""
+Item = Mapping[str, Any]
+"""A row or a sample with any fields."""
+State = dict[str, Any]
+"""A state as checkpoints store it."""
 IGNORE_INDEX = -100
 """The label of a position without a label, as in transformers and ``torch.nn.functional.cross_entropy``."""
 

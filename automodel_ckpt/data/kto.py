@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, cast
 
@@ -13,6 +13,7 @@ from automodel_ckpt.data.batches.micro_batches import Collate
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Batch,
+    Item,
     Sample,
     has_keys,
     require_sample,
@@ -197,7 +198,7 @@ class SplitPairs:
     def __len__(self) -> int:
         return 2 * len(self.dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Item:
         # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -206,7 +207,7 @@ class SplitPairs:
         return _judged(sample, not is_rejected, self.max_tokens)
 
 
-def _judged(sample: dict[str, Any], is_desirable: bool, max_tokens: int | None) -> dict[str, Any]:
+def _judged(sample: Item, is_desirable: bool, max_tokens: int | None) -> Item:
     judged = {**sample, DESIRABLE: bool(is_desirable)}
     if max_tokens is not None:
         judged[_LIMIT] = max_tokens
@@ -228,7 +229,7 @@ class KTOCollator:
     def __init__(self, collate_fn: Collate) -> None:
         self.collate_fn = collate_fn
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def __call__(self, samples: Sequence[Item]) -> Batch:
         for sample in samples:
             _require_judgment(sample)
         before, rows = samples[:-1], list(samples[1:])
@@ -242,7 +243,7 @@ class KTOCollator:
         return batch
 
 
-def _mismatched(sample: Mapping[str, Any], other: Mapping[str, Any]) -> Sample:
+def _mismatched(sample: Item, other: Item) -> Sample:
     """Join the prompt of *sample* with the completion of *other*, which begins with its first label."""
     num_prompt = _num_prompt_tokens(sample)
     prompt = sample["input_ids"][:num_prompt]
@@ -255,7 +256,7 @@ def _mismatched(sample: Mapping[str, Any], other: Mapping[str, Any]) -> Sample:
     return {"input_ids": tokens[:limit], "labels": labels[:limit]}
 
 
-def _num_prompt_tokens(sample: Mapping[str, Any]) -> int:
+def _num_prompt_tokens(sample: Item) -> int:
     """The number of tokens before the first label; all of them if there is no label."""
     labels = sample["labels"]
     for number, label in enumerate(labels):

@@ -3,6 +3,8 @@
 An epoch of N samples has N times the weight's share of each source, rounded by the largest remainders. Over the epochs,
 every sample of a source is used once before any is used again. Which samples an epoch has is a function of the seed
 and the epoch, so it does not depend on the number of ranks or workers, and a resume continues exactly.
+
+Streams are read in turns in proportion to their shares, with an exact state.
 """
 
 from __future__ import annotations
@@ -21,14 +23,20 @@ from torch.utils.data import IterableDataset
 
 from automodel_ckpt.data.batches.sampler import derive_seed, permutation
 from automodel_ckpt.data.batches.stream_batches import restores_exactly
-from automodel_ckpt.data.collate import Integers
+from automodel_ckpt.data.collate import (
+    Integers,
+    State,
+)
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+Sources = Mapping[str, Any]
+"""Data sets by their names in a mixture."""
+
 
 def joint_identity(
-    parts: Sequence[str], sources: Mapping[str, Any], details: Mapping[str, object]
+    parts: Sequence[str], sources: Sources, details: Mapping[str, object]
 ) -> str | None:
     """A digest that changes with *parts*, and the samples and *details* of *sources*; None if one is unknown."""
     parts = list(parts)
@@ -40,7 +48,7 @@ def joint_identity(
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 
-def check_same_sources(saved: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+def check_same_sources(saved: Sources, sources: Sources) -> None:
     """Raise :class:`RecipeError` unless a checkpoint has the state of these *sources*."""
     if saved.keys() != sources.keys():
         raise RecipeError(
@@ -97,7 +105,7 @@ class MixtureStream(IterableDataset[MixedRow]):
     """
 
     def __init__(
-        self, sources: Mapping[str, Any], shares: Mapping[str, Fraction], num_samples: int | None
+        self, sources: Sources, shares: Mapping[str, Fraction], num_samples: int | None
     ) -> None:
         self.sources = dict(sources)
         self.shares = {name: shares[name] for name in sources}
@@ -154,7 +162,7 @@ class MixtureStream(IterableDataset[MixedRow]):
             if report is not None:
                 report()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {
             "sources": {name: source.state_dict() for name, source in self.sources.items()},
             "num_read": dict(self._num_read),
@@ -163,7 +171,7 @@ class MixtureStream(IterableDataset[MixedRow]):
             "begun": [name for name in self.sources if name in self._begun],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue from a state. Raises :class:`RecipeError` if it is of other streams."""
         check_same_sources(state["sources"], self.sources)
         for name, source in self.sources.items():
@@ -203,7 +211,7 @@ class MixtureDataset:
     :meth:`epoch_indices` returns the ones that an epoch uses.
     """
 
-    def __init__(self, sources: Mapping[str, Any], num_of_epoch: Mapping[str, int]) -> None:
+    def __init__(self, sources: Sources, num_of_epoch: Mapping[str, int]) -> None:
         self.sources = dict(sources)
         self.num_of_epoch = {name: num_of_epoch[name] for name in sources}
         self._datasets = list(self.sources.values())
@@ -337,7 +345,7 @@ def _has_streams(sources: Any) -> bool:
     return bool(streams) and all(map(restores_exactly, streams))
 
 
-def _as_streams(sources: Mapping[str, Any]) -> dict[str, Any]:
+def _as_streams(sources: Sources) -> dict[str, Any]:
     """Return *sources* with a stream for each map-style data set."""
     map_style = {name: each for name, each in sources.items() if hasattr(each, "__len__")}
     if map_style:
@@ -349,7 +357,7 @@ def _as_streams(sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixed_streams(
-    sources: Mapping[str, Any], weights: Mapping[str, float] | None, num_samples: int | None
+    sources: Sources, weights: Mapping[str, float] | None, num_samples: int | None
 ) -> MixtureStream:
     if weights is None:
         raise RecipeError(
@@ -378,7 +386,7 @@ def for_each_source(dataset: Any, change: Callable[[Any], Any]) -> Any:
     return change(dataset)
 
 
-def _check_sources(sources: Mapping[str, Any]) -> None:
+def _check_sources(sources: Sources) -> None:
     if not isinstance(sources, Mapping) or not sources:
         raise RecipeError(
             "a mixture needs sources",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
 from automodel_ckpt.data.collate import (
     Batch,
+    Item,
     Sample,
     has_keys,
     require_sample,
@@ -30,6 +33,7 @@ from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.errors import AutomodelError, RecipeError
 
 MARGIN = "margin"
 REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
@@ -130,7 +134,7 @@ class PreferenceCollator:
     def __init__(self, collate_fn: Collate) -> None:
         self.collate_fn = collate_fn
 
-    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> Batch:
+    def __call__(self, pairs: Sequence[Item]) -> Batch:
         rows = []
         names: dict[str, None] = {}
         for pair in pairs:
@@ -159,3 +163,49 @@ def _require_pair(pair: object) -> None:
         "use a builder of pairs, such as automodel_ckpt.data.preference.pairs, or return "
         '{"chosen": {"input_ids": [...], "labels": [...]}, "rejected": {...}}',
     )
+
+
+SCORES = (REFERENCE_CHOSEN, REFERENCE_REJECTED)
+"""The names of both log-probabilities in samples and micro-batches."""
+Scores = npt.NDArray[np.float32]
+
+
+class ScoredPairs:
+    """The pairs of *dataset*, a map-style data set, with the log-probabilities of both answers under a reference.
+
+    Assign :attr:`scores` [pairs, 2] before samples are read. Raises :class:`RecipeError` for a stream.
+    """
+
+    # A promise about this class; that of the data set is examined as well.
+    draws_nothing = True
+
+    def __init__(self, dataset: Any) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise RecipeError(
+                "the reference's log-probabilities of a stream cannot be computed before training",
+                where="dpo.precompute",
+                value=True,
+                hint="set dpo.precompute false, or dataset.streaming false",
+            )
+        self.dataset = dataset
+        self.scores: Scores | None = None
+
+    @property
+    def identity(self) -> str | None:
+        """A digest that changes with the pairs; None if unknown."""
+        return getattr(self.dataset, "identity", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Item:
+        pair = self.dataset[index]
+        if self.scores is None:
+            raise AutomodelError(
+                "the reference's log-probabilities are not computed yet",
+                where="ScoredPairs.scores",
+                value=None,
+                hint="assign them before samples are read",
+            )
+        chosen, rejected = self.scores[index].tolist()
+        return {**pair, REFERENCE_CHOSEN: chosen, REFERENCE_REJECTED: rejected}

@@ -19,8 +19,12 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.rows.files import LOADERS, digest, kind_of
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import (
+    Columns,
+    Rows,
+)
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
@@ -73,7 +77,7 @@ class JsonRows:
         """A text that changes with the content of the file."""
         return digest(self.path)
 
-    def row(self, number: int) -> dict[str, Any]:
+    def row(self, number: int) -> Item:
         """The fields of a row."""
         row = self.content[number]
         if not isinstance(row, dict):
@@ -145,7 +149,7 @@ def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
     return RetrievalSource(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
 
 
-def _hub_metadata(repo: str, subset: str) -> Mapping[str, Any]:
+def _hub_metadata(repo: str, subset: str) -> Item:
     from huggingface_hub import hf_hub_download
 
     name = f"{subset}/{_HUB_METADATA}"
@@ -196,11 +200,11 @@ def _files_in(directory: Path) -> list[str]:
     return of_train or files
 
 
-def _instructions_in(metadata: Mapping[str, Any]) -> tuple[str, str]:
+def _instructions_in(metadata: Item) -> tuple[str, str]:
     return str(metadata.get("query_instruction", "")), str(metadata.get("passage_instruction", ""))
 
 
-def _mapping_in(path: Path) -> Mapping[str, Any]:
+def _mapping_in(path: Path) -> Item:
     """The content of a JSON file. Raises :class:`RecipeError` if it cannot be read, or is no mapping."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -306,7 +310,7 @@ class _Part:
     chosen: Sequence[int]
     corpora: Mapping[str, Corpus] = field(default_factory=dict)
 
-    def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> dict[str, Any]:
+    def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> Item:
         """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
         row, where = self.rows.row(number), self.rows.place(number)
         corpus = self._corpus_of(row, where)
@@ -331,7 +335,7 @@ class _Part:
             documents = [_after(before_document, text) for text in documents]
         return {"query": query, "positive": documents[0], "negatives": documents[1:]}
 
-    def _corpus_of(self, row: Mapping[str, Any], where: str) -> Corpus | None:
+    def _corpus_of(self, row: Item, where: str) -> Corpus | None:
         if not self.corpora or "" in self.corpora:
             return self.corpora.get("")
         name = str(row.get("corpus_id"))
@@ -381,7 +385,7 @@ class RetrievalRows(Rows):
         self.open_source = [(entry, open_source(entry.path, has_instructions)) for entry in entries]
         # Fields of the same rows are read one after another.
         self._last_range: tuple[int, int] | None = None
-        self._last_texts: list[dict[str, Any]] = []
+        self._last_texts: list[Item] = []
 
     def fingerprint(self) -> str:
         """A text that changes with the texts. Raises :class:`RecipeError` if they cannot be read."""
@@ -414,7 +418,7 @@ class RetrievalRows(Rows):
     def fields(self) -> Sequence[str]:
         return _FIELDS
 
-    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
         if self._last_range != (start, stop):
             self._last_texts = []
             for number in range(start, stop):

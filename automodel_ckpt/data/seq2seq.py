@@ -6,7 +6,7 @@ with labels. Data sets, mixtures and streams treat it like every other sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Unpack
@@ -20,6 +20,7 @@ from automodel_ckpt.data.collate import (
     Batch,
     PadCollator,
     Sample,
+    Where,
     has_keys,
     require_sample,
 )
@@ -108,7 +109,7 @@ class PairTruncation(Truncation):
     """Counts what :class:`SourceTargetEncoder` has truncated, and skips pairs whose target has no tokens left."""
 
     def apply_to_group(
-        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+        self, samples: Sequence[TokenizedSample], where: Where
     ) -> list[TokenizedSample]:
         [sample] = samples
         if not any(sample.labelled):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, Unpack
@@ -23,6 +23,7 @@ from automodel_ckpt.data.collate import (
     AnySample,
     Batch,
     PadCollator,
+    Where,
     has_keys,
     require_sample,
 )
@@ -123,7 +124,7 @@ class TextTruncation(Truncation):
     """Counts the samples of which :class:`EmbeddingEncoder` has truncated a text. It changes and skips none."""
 
     def apply_to_group(
-        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+        self, samples: Sequence[TokenizedSample], where: Where
     ) -> list[TokenizedSample]:
         self.num_cut += sum(sample.is_cut for sample in samples)
         return list(samples)

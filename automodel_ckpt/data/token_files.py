@@ -17,14 +17,15 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.data.rows.files import is_pattern
-from automodel_ckpt.data.samples.megatron_tokens import MegatronIndex, read_index
 from automodel_ckpt.data.samples.token_arrays import (
+    MegatronIndex,
     TokenArray,
     TokenSpans,
     documents_of,
     identity_of,
     raw_tokens,
     read_header,
+    read_index,
     windows_of,
 )
 from automodel_ckpt.errors import RecipeError

@@ -6,9 +6,10 @@ All of them read local files, directories, or data sets of the Hub, and return
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.conversations.content_parts import parts_of
 from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
 from automodel_ckpt.data.media.columns import AnswerColumns, TranscriptColumns, usable_rows
@@ -76,7 +77,7 @@ def conversations(
         audio_marker,
     )
 
-    def content_of(row: Mapping[str, Any]) -> RowContent:
+    def content_of(row: Item) -> RowContent:
         images = _as_list(row.get(images_field))
         audios = _as_list(row.get(audios_field))
         return RowContent(row.get(messages_field), images, row.get(tools_field), audios)

@@ -1,4 +1,8 @@
-"""One lane of a packed stream: some of its documents, tokenized and packed in blocks, with an exact state."""
+"""Documents in rows of a fixed number of tokens, and one lane of a packed stream: some of its documents in such rows.
+
+Rows have whole documents, or divide a stream of tokens. A row that a document continues from the row before repeats its
+last token there, so that each token is predicted once. A lane has an exact state.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,11 @@ import numpy.typing as npt
 
 from automodel_ckpt.data.batches.packing import best_fit_decreasing, lengths_of
 from automodel_ckpt.data.batches.sampler import permutation
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    State,
+    Where,
+)
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.errors import RecipeError
@@ -177,8 +185,6 @@ ROWS_PER_BLOCK = 32
 """A lane packs so many rows at a time. More waste less of the rows, and a resume tokenizes up to so many again."""
 _DOCUMENTS_PER_CALL = 64
 """Documents that are tokenized in one call of the tokenizer."""
-State = dict[str, Any]
-"""A state as checkpoints store it: mappings of numbers, text and arrays."""
 
 
 class Lane:
@@ -299,7 +305,7 @@ class LaneDocuments:
                 documents.append(Document.of(truncated.tokens, truncated.labelled))
         return documents
 
-    def _check_length(self, length: int, where: Callable[[], str]) -> None:
+    def _check_length(self, length: int, where: Where) -> None:
         if length > self._rules.size and not self._rules.splits:
             raise RecipeError(
                 "a document is longer than a row",

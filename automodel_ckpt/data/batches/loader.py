@@ -26,7 +26,10 @@ from automodel_ckpt.data.batches.sampler import (
     permutation,
     rank_part,
 )
-from automodel_ckpt.data.collate import Batch
+from automodel_ckpt.data.collate import (
+    Batch,
+    State,
+)
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
@@ -151,9 +154,9 @@ class GlobalBatchLoader:
             # The whole global batch, not this rank's part: the position is the same on every rank.
             self.consumed_samples += len(batch.sample_ids)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The position after the last finished optimizer step, which is independent of the number of ranks."""
-        state: dict[str, Any] = {
+        state: State = {
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
             "seed": self.seed,
@@ -180,7 +183,7 @@ class GlobalBatchLoader:
         if isinstance(self.dataset, PackedStream):
             self._source_state = self.dataset.merged(gather(self._source_state))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue from a saved position, on any number of ranks.
 
         The saved order (seed, shuffle) takes precedence over the recipe's. Logs a warning if they differ, if the global
@@ -406,7 +409,7 @@ class GlobalBatchLoader:
         known = getattr(self.dataset, "identity", None)
         return known if isinstance(known, str) else None
 
-    def _report_other_data(self, state: Mapping[str, Any]) -> None:
+    def _report_other_data(self, state: State) -> None:
         current, saved = self._identity, state.get("data")
         # Checkpoints of earlier versions have no identity of the data.
         is_known = current is not None and saved is not None
@@ -417,7 +420,7 @@ class GlobalBatchLoader:
                 f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
             )
 
-    def _report_differences(self, state: Mapping[str, Any]) -> None:
+    def _report_differences(self, state: State) -> None:
         has_own_order = False
         if self.num_samples is None:
             from automodel_ckpt.data.batches.stream_batches import shuffles

@@ -18,13 +18,20 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, Row, RowRules, State
+from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, Row, RowRules
 from automodel_ckpt.data.batches.micro_batches import Collate, Failure, collate
 from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation, rank_part
 from automodel_ckpt.data.batches.stream_batches import StreamBatch, StreamPosition
 from automodel_ckpt.data.batches.workers import run_workers
-from automodel_ckpt.data.collate import Batch
-from automodel_ckpt.data.mixture import check_same_sources, joint_identity
+from automodel_ckpt.data.collate import (
+    Batch,
+    State,
+)
+from automodel_ckpt.data.mixture import (
+    Sources,
+    check_same_sources,
+    joint_identity,
+)
 from automodel_ckpt.data.samples.encoder import one_thread
 from automodel_ckpt.errors import AutomodelError
 
@@ -45,9 +52,7 @@ class PackedStream(IterableDataset[Row]):
     set, each time in another order. The stream is read by :meth:`read`, which the loader calls, and not by iteration.
     """
 
-    def __init__(
-        self, sources: Mapping[str, Any], shares: Mapping[str, Fraction], rules: RowRules
-    ) -> None:
+    def __init__(self, sources: Sources, shares: Mapping[str, Fraction], rules: RowRules) -> None:
         self.sources = dict(sources)
         self.shares = {name: shares[name] for name in sources}
         self.rules = rules

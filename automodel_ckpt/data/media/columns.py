@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.conversations.messages import (
     Turns,
     UnusableSample,
@@ -96,7 +97,7 @@ class AnswerColumns:
             fields.append(self.prompt_field)
         return fields
 
-    def content_of(self, row: Mapping[str, Any]) -> RowContent:
+    def content_of(self, row: Item) -> RowContent:
         """Convert a row to a conversation of two messages. Raises :class:`UnusableSample` if something is missing."""
         images = row.get(self.image_field)
         if images is None or images == []:
@@ -189,7 +190,7 @@ def _tokens_of_answer(value: Any, field: str) -> str:
     return json_tokens(found)
 
 
-def _text(row: Mapping[str, Any], field: str) -> str:
+def _text(row: Item, field: str) -> str:
     """Return the text of a column. Raises :class:`UnusableSample` if there is none."""
     value = row.get(field)
     if isinstance(value, str) and value.strip():
@@ -240,7 +241,7 @@ class TranscriptColumns:
         text = value if isinstance(value, str) else ""
         return normalized(text) if self.normalize == "upper_words" else text
 
-    def content_of(self, row: Mapping[str, Any]) -> RowContent:
+    def content_of(self, row: Item) -> RowContent:
         """Convert a row to a conversation. Raises :class:`UnusableSample` if something is missing."""
         audio = row.get(self.audio_field)
         if audio is None:

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.conversations.assistant_text import answer_prefixes, marked_answers
-from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
+from automodel_ckpt.data.conversations.chat_renderer import (
+    ChatRenderer,
+    Span,
+)
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.content_parts import (
     CHECKED_ROLES,
@@ -67,7 +71,7 @@ class ImageText:
 
     text: str = field(repr=False)
     images: list[Any] = field(repr=False)
-    labeled_spans: list[tuple[int, int]]
+    labeled_spans: list[Span]
     """The (start, end) characters of the assistant's text."""
     where: str = "a sample"
     seq_length: int | None = None
@@ -139,7 +143,7 @@ class ImageConversations:
         processor: Any,
         source: Source,
         fields: Sequence[str],
-        content_of: Callable[[Mapping[str, Any]], RowContent],
+        content_of: Callable[[Item], RowContent],
         options: ImageOptions,
         *,
         key: tuple[object, ...],
@@ -302,7 +306,7 @@ class ImageChatTemplate(ChatTemplate):
             found.add(token)
         return found
 
-    def render(self, turns: Turns, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, turns: Turns, tools: Any = None) -> tuple[str, list[Span]]:
         """Render a conversation and the *tools* that are offered in it, a list or its JSON text.
 
         Returns the text and the (start, end) characters of the assistant's text in it.
@@ -330,7 +334,7 @@ class ImageChatTemplate(ChatTemplate):
             return not self.renderer.can_render([{"role": "user", "content": "probe"}])
         return re.search(r"['\"]type['\"]", text) is None
 
-    def _located(self, turns: Turns, tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _located(self, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
         """Render a conversation and locate the assistant's text that gets labels."""
         if self.renderer.has_markers:
             text, spans = marked_answers(self.renderer, turns, tools)
@@ -366,9 +370,9 @@ class ImageChatTemplate(ChatTemplate):
 def _with_prefix(
     prefix: str,
     text: str,
-    spans: Sequence[tuple[int, int]],
-    labeled_spans: Sequence[tuple[int, int]],
-) -> tuple[str, list[tuple[int, int]]]:
+    spans: Sequence[Span],
+    labeled_spans: Sequence[Span],
+) -> tuple[str, list[Span]]:
     """Insert *prefix* into *text* at the start of each of *spans*; returns the text and the moved *labeled_spans*."""
     starts = sorted(start for start, _ in spans)
     pieces = []

@@ -24,6 +24,7 @@ from automodel_ckpt.data.collate import (
     Batch,
     PadCollator,
     Sample,
+    Where,
     has_keys,
     require_sample,
 )
@@ -98,7 +99,7 @@ class EmbeddingEncoder:
             samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
         return samples
 
-    def _parts(self, row: Sequence[str], where: Callable[[], str]) -> Sequence[Any]:
+    def _parts(self, row: Sequence[str], where: Where) -> Sequence[Any]:
         """What is tokenized of a row."""
         return row
 
@@ -111,7 +112,7 @@ class EmbeddingEncoder:
         encoded = self._tokenizer(part, truncation=True, max_length=limit)
         return list(encoded["input_ids"]), [0]
 
-    def _check_length(self, num_tokens: int, limit: int, where: Callable[[], str]) -> None:
+    def _check_length(self, num_tokens: int, limit: int, where: Where) -> None:
         if self._rejects:
             raise RecipeError(
                 f"{self.noun} is longer than seq_length",
@@ -136,7 +137,7 @@ class TemplateEncoder(EmbeddingEncoder):
         super().__init__(tokenizer, seq_length, truncation)
         self._template = FieldTemplate(template)
 
-    def _parts(self, row: Sequence[str], where: Callable[[], str]) -> Sequence[Any]:
+    def _parts(self, row: Sequence[str], where: Where) -> Sequence[Any]:
         query, *documents = row
         return [
             self._template.write({"query": query, "document": each}, where) for each in documents
@@ -148,7 +149,7 @@ class JointEncoder(EmbeddingEncoder):
 
     noun = TemplateEncoder.noun
 
-    def _parts(self, row: Sequence[str], where: Callable[[], str]) -> Sequence[Any]:
+    def _parts(self, row: Sequence[str], where: Where) -> Sequence[Any]:
         query, *documents = row
         return [(query, document) for document in documents]
 

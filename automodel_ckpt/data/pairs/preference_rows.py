@@ -13,7 +13,12 @@ from itertools import takewhile
 from typing import Any
 
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
-from automodel_ckpt.data.rows.rows import Rows, is_template, names_in
+from automodel_ckpt.data.rows.rows import (
+    Columns,
+    Rows,
+    is_template,
+    names_in,
+)
 from automodel_ckpt.data.samples.labels import finite_number
 from automodel_ckpt.data.samples.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
@@ -39,7 +44,7 @@ class ColumnRows(Rows):
     def fields(self) -> Sequence[str]:
         return list(self.data)
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+    def read(self, fields: Sequence[str]) -> Columns:
         return [self.data[field] for field in fields]
 
     def place(self, row: int) -> str:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.records import Lane
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import (
+    Columns,
+    Row,
+    Rows,
+)
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -106,17 +110,17 @@ class TableRows(Rows):
     def class_names(self, field: str) -> list[str] | None:
         return class_names(self.table.features[field])
 
-    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
         try:
             rows = self.table.select_columns(list(dict.fromkeys(fields)))[start:stop]
         except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
             raise self.source.unreadable(error) from error
         return [[without_nulls(value) for value in rows[field]] for field in fields]
 
-    def row(self, number: int) -> dict[str, Any]:
+    def row(self, number: int) -> Row:
         """The fields of one row. Images and audio are ``{"bytes", "path"}``, not decoded."""
         try:
-            fields: dict[str, Any] = self.table[number]
+            fields: Row = self.table[number]
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError) as error:
             raise RecipeError(
@@ -145,7 +149,7 @@ class TableStream:
         self._lane = lane
         self._row = 0
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
+    def __iter__(self) -> Iterator[tuple[Row, None]]:
         lane = Lane(*self._lane, row=self._row)
         try:
             for row in self.rows:

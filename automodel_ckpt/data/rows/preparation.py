@@ -1,4 +1,9 @@
-"""Tokenize all rows of a table in parts, on all cores, into flat arrays in the files of a directory."""
+"""Tokenize all rows of a table in parts, on all cores, into flat arrays in the files of a directory.
+
+Worker processes are forked, so that the function that they compute needs no pickling. Results come back in the order of
+the ranges of rows. A range whose function raised is computed again by the process that asked, so that it gets the
+exception itself, and that of the first such range.
+"""
 
 from __future__ import annotations
 

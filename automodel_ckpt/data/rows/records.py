@@ -1,4 +1,9 @@
-"""Read the records of JSON, CSV and TSV files."""
+"""Read the records of JSON, CSV and TSV files.
+
+A JSON file has one object per line, or a list of objects or texts. All values of tables are texts; an empty value is
+None. CSV follows RFC 4180: a value in double quotes may contain commas, line breaks and doubled quotes. TSV has no
+quoting: a double quote is an ordinary character, and a value cannot contain a tab or a line break.
+"""
 
 from __future__ import annotations
 

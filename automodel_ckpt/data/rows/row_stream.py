@@ -14,7 +14,9 @@ from torch.utils.data import IterableDataset
 from automodel_ckpt.data.batches.sampler import derive_seed, permutation
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
+    Item,
     Sample,
+    State,
 )
 from automodel_ckpt.data.rows.arguments import at_most, require_range
 from automodel_ckpt.data.rows.preparation import Encode
@@ -26,7 +28,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_Placed = tuple[dict[str, Any], str | None]
+_Placed = tuple[Item, str | None]
 """A row, and its file and line if they are known."""
 
 
@@ -35,7 +37,7 @@ class Row:
     """A row as it was read, its number from 0 in the stream, and its file and line if they are known."""
 
     number: int
-    content: dict[str, Any]
+    content: Item
     place: str | None = None
 
 
@@ -147,7 +149,7 @@ class RowStream(IterableDataset[Row]):
         policy.num_used = 0
         policy.notes.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {
             "rows": self._block_start,
             "first": self._first,
@@ -155,7 +157,7 @@ class RowStream(IterableDataset[Row]):
             "block": self._block_size,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         if state["rows"].keys() != self._start.keys():
             raise RecipeError(
                 "the state of a stream is that of another kind of files",

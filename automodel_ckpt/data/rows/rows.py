@@ -6,7 +6,7 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from automodel_ckpt.base.bounded_templates import BoundedEnvironment
+from automodel_ckpt.data.collate import Where
 from automodel_ckpt.data.rows.row_files import check_tables, header, read_records
 from automodel_ckpt.errors import RecipeError
 
@@ -49,7 +50,7 @@ class FieldTemplate:
             ) from error
         self.names = sorted(undeclared - environment.globals.keys())
 
-    def write(self, row: Mapping[str, Any], where: Callable[[], str]) -> str:
+    def write(self, row: Mapping[str, Any], where: Where) -> str:
         """Write the text of a row. Raises :class:`RecipeError` with the location ``where()`` if the template fails."""
         try:
             return self._template.render(row)
@@ -66,6 +67,9 @@ def _empty_for_null(value: Any) -> Any:
 
 
 _FIRST_ROWS = 100
+Columns = list[list[Any]]
+"""The values of several fields, row by row."""
+Row = dict[str, Any]
 
 
 class Rows:
@@ -83,11 +87,11 @@ class Rows:
         """The names of all fields that occur."""
         raise NotImplementedError
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+    def read(self, fields: Sequence[str]) -> Columns:
         """The values of each field, row by row; None if a row does not have the field."""
         return self.read_range(fields, 0, self.num_rows)
 
-    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
         """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
         return [column[start:stop] for column in self.read(fields)]
 
@@ -108,7 +112,7 @@ class Rows:
         [values] = self.read([field])
         return values
 
-    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
+    def columns(self, fields: Sequence[str]) -> Columns:
         """The values of each field, row by row. Raises :class:`RecipeError` for no rows, or for an unknown field."""
         self.require(fields)
         return self.read(fields)
@@ -213,7 +217,7 @@ class StreamedRows(Rows):
             names.update(dict.fromkeys(content))
         return list(names)
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+    def read(self, fields: Sequence[str]) -> Columns:
         return [[content.get(field) for content, _ in self._rows] for field in fields]
 
     def place(self, row: int) -> str:
@@ -243,7 +247,7 @@ class RowRange(Rows):
     def fields(self) -> Sequence[str]:
         return self.whole.fields
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+    def read(self, fields: Sequence[str]) -> Columns:
         return self.whole.read_range(fields, self.start, self.stop)
 
     def place(self, row: int) -> str:
@@ -302,15 +306,15 @@ class RecordRows(Rows):
     def fields(self) -> Sequence[str]:
         return self._fields
 
-    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
-        columns: list[list[Any]] = [[] for _ in fields]
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
+        columns: Columns = [[] for _ in fields]
         for number in self.numbers[start:stop]:
             row = self._content(number)
             for field, column in zip(fields, columns, strict=True):
                 column.append(row.get(field))
         return columns
 
-    def row(self, number: int) -> dict[str, Any]:
+    def row(self, number: int) -> Row:
         """The fields of one row; None for fields that only other rows have."""
         return dict.fromkeys(self.fields) | self._content(self.numbers[number])
 
@@ -319,7 +323,7 @@ class RecordRows(Rows):
         file = self._files[bisect_right(self.file_ends, number) - 1]
         return f"{file}:{self._lines[number]}"
 
-    def _content(self, number: int) -> dict[str, Any]:
+    def _content(self, number: int) -> Row:
         text = self._texts[self._ends[number] : self._ends[number + 1]]
         # A row without fields may be written as null.
         return json.loads(text.decode()) or {}

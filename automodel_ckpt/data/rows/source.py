@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
@@ -32,7 +32,13 @@ from automodel_ckpt.data.rows.files import (
     saved_table,
 )
 from automodel_ckpt.data.rows.row_files import KINDS, RecordStream
-from automodel_ckpt.data.rows.rows import RecordRows, Rows, empty_data
+from automodel_ckpt.data.rows.rows import (
+    Columns,
+    RecordRows,
+    Row,
+    Rows,
+    empty_data,
+)
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -216,10 +222,10 @@ class Source(Rows):
     def class_names(self, field: str) -> Sequence[str] | None:
         return self._rows.class_names(field)
 
-    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
         return self._rows.read_range(fields, start, stop)
 
-    def row(self, number: int) -> dict[str, Any]:
+    def row(self, number: int) -> Row:
         """The fields of one row. Raises :class:`RecipeError` if it cannot be read."""
         return self._rows.row(number)
 
@@ -310,7 +316,7 @@ class Source(Rows):
         reason = " ".join(str(error.__cause__ or error).split())
         return RecipeError("the data file cannot be read", where=self.path, value=reason, hint=hint)
 
-    def _of_name(self) -> dict[str, Any]:
+    def _of_name(self) -> Row:
         """The arguments of ``load_dataset`` for a directory or a Hub data set."""
         path = Path(self.path).expanduser()
         if not path.is_dir():
@@ -372,7 +378,7 @@ class Source(Rows):
                 self._report_others(table.info.builder_name)
             return TableRows(self, with_encoded_media(table, datasets))
 
-    def _of_files(self) -> dict[str, Any]:
+    def _of_files(self) -> Row:
         """The arguments of ``load_dataset`` for the files."""
         # Escaped, because load_dataset parses a name with brackets as a pattern.
         files = [glob.escape(str(file)) for file in self.files]

@@ -1,4 +1,8 @@
-"""Tokenize text to samples, with the start and end tokens that the model expects."""
+"""Tokenize text to samples, with the start and end tokens that the model expects.
+
+Many texts are encoded by one call of a fast tokenizer's Rust backend, without what only inference needs. Texts that
+continue others get no space that some tokenizers put before a text.
+"""
 
 from __future__ import annotations
 

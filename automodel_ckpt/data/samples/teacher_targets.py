@@ -33,6 +33,8 @@ from automodel_ckpt.data.batches.micro_batches import read_sample
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Batch,
+    Item,
+    State,
     Tensors,
 )
 from automodel_ckpt.errors import RecipeError
@@ -70,7 +72,7 @@ class Targeted(NamedTuple):
     targets: SampleTargets
 
 
-def checksum(sample: Mapping[str, Any]) -> int:
+def checksum(sample: Item) -> int:
     """Compute a checksum of the tokens and labels of a sample (CRC-32)."""
     found = 0
     for name in ("input_ids", "labels"):
@@ -79,7 +81,7 @@ def checksum(sample: Mapping[str, Any]) -> int:
     return found
 
 
-def num_labels(sample: Mapping[str, Any]) -> int:
+def num_labels(sample: Item) -> int:
     """Count the labels of a sample that are predicted: all but -100 and the first token's."""
     labels = np.asarray(sample["labels"], dtype=np.int64)
     return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
@@ -227,7 +229,7 @@ class TargetCache:
             log.warning("the cache of the teacher's logits is damaged: %s: %s", directory, error)
             return None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         # Worker processes map the files themselves.
         return {**self.__dict__, "_opened": {}}
 

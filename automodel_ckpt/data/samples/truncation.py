@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from automodel_ckpt.data.collate import Integers
+from automodel_ckpt.data.collate import (
+    Integers,
+    Where,
+)
 from automodel_ckpt.data.rows.arguments import require_choice, require_range
 from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
@@ -55,7 +58,7 @@ class Truncation:
         """Return the same policy with counts of zero."""
         return type(self)(self.policy, self.seq_length)
 
-    def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
+    def apply(self, sample: TokenizedSample, where: Where) -> TokenizedSample | None:
         """Return the sample, truncated if needed; None if no label remains or if it is to be skipped.
 
         With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
@@ -87,7 +90,7 @@ class Truncation:
         return TokenizedSample(tokens, labelled, number=sample.number)
 
     def apply_to_group(
-        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+        self, samples: Sequence[TokenizedSample], where: Where
     ) -> list[TokenizedSample]:
         """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
 

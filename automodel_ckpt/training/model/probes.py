@@ -241,7 +241,7 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
         longest *= request.config.step_scheduler.local_batch_size
     if isinstance(rows, RowLayout):
         rows = replace(rows, unpadded_length=unpadded_length)
-    from automodel_ckpt.data.batches.row_widths import RowWidths, WidenedRows
+    from automodel_ckpt.data.batches.packing import RowWidths, WidenedRows
 
     widths = RowWidths(longest, count, multiple)
     log.info(

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.data.batches.packing import IS_TOKEN, PackedDataset, RowLayout
-from automodel_ckpt.data.batches.row_widths import RowWidths, WidenedRows
+from automodel_ckpt.data.batches.packing import (
+    IS_TOKEN,
+    PackedDataset,
+    RowLayout,
+    RowWidths,
+    WidenedRows,
+)
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.models.attention.by_document import attend_by_document
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients, samples
