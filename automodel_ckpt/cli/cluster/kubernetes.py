@@ -26,25 +26,8 @@ _RECIPES = "/etc/ckpt-train"
 _RECIPE = "recipe.yaml"
 _IMAGE = "automodel_ckpt:latest"
 # The name of the container and of the replicated job is required by Kubeflow's plugin for torch. The first rule that
-# matches the end of a pod applies. When a rank crashes, the pods of all nodes fail.
-_POLICY = """
-completionMode: Indexed
-backoffLimit: $failures
-podFailurePolicy:
-  rules:
-  - {action: FailJob, onExitCodes: {containerName: node, operator: In, values: $final}}
-  - {action: Ignore, onExitCodes: {containerName: node, operator: In, values: [$stopped]}}
-  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
-"""
-# Data loader workers and NCCL use /dev/shm, which has 64 MB by default.
-_POD = """
-restartPolicy: Never
-terminationGracePeriodSeconds: $seconds
-containers: [$container]
-volumes:
-- {name: work, persistentVolumeClaim: {claimName: $claim}}
-- {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: $size}}
-"""
+# matches the end of a pod applies. When a rank crashes, the pods of all nodes fail. Data loader workers and NCCL use
+# /dev/shm, which has 64 MB by default.
 _RUNTIME = """
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
@@ -57,7 +40,20 @@ spec:
       - name: node
         template:
           metadata: {labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}}
-          spec: $spec
+          spec:
+            completionMode: Indexed
+            backoffLimit: $failures
+            podFailurePolicy:
+              rules:
+              - {action: FailJob, onExitCodes: {containerName: node, operator: In, values: $final}}
+              - {action: Ignore, onExitCodes: {containerName: node, operator: In, values: [$stopped]}}
+              - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+            template:
+              spec:
+                restartPolicy: Never
+                terminationGracePeriodSeconds: $seconds
+                containers: [{name: node, image: $image, workingDir: $work, volumeMounts: $mounts}]
+                volumes: $volumes
 """
 _TRAIN_JOB = """
 apiVersion: trainer.kubeflow.org/v1alpha1
@@ -89,22 +85,41 @@ def train_job(job: Job, options: LauncherOptions) -> str:
     without one, a pod that was stopped by a signal counts as a failure.
     """
     image = options.image or _IMAGE
-    pod = _pod(job, options, {"name": "node", "image": image})
-    spec = {**_policy(job), "template": {"spec": pod}}
-    runtime = filled(_RUNTIME, name=job.name, nodes=job.num_nodes, spec=spec)
+    failures = NUM_FAILURES_PER_NODE if job.max_restarts is None else job.max_restarts
+    mounts, volumes = _storage(job, options)
+    runtime = filled(
+        _RUNTIME,
+        name=job.name,
+        nodes=job.num_nodes,
+        failures=failures * job.num_nodes,
+        final=[EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED],
+        stopped=EXIT_STOPPED,
+        seconds=job.stop.seconds,
+        image=image,
+        work=_WORK,
+        mounts=mounts,
+        volumes=volumes,
+    )
+    # A GPU per rank, or cores.
+    resources: dict[str, Any] = {"requests": {"cpu": job.ranks_per_node}}
+    if job.uses_gpus:
+        resources = {"limits": {"nvidia.com/gpu": job.ranks_per_node}}
     trained = filled(
         _TRAIN_JOB,
         name=job.name,
         nodes=job.num_nodes,
         ranks=job.ranks_per_node,
         image=image,
-        # Variables that Kubeflow sets in the container (PET_ is torchrun's prefix).
-        words=_arguments(job, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)"),
+        words=_arguments(job),
         env=_environment(job),
-        resources=_resources(job),
+        resources=resources,
     )
+    # A recipe of several files is on the volume.
+    maps = []
+    if job.text is not None:
+        maps.append(filled(_CONFIG_MAP, name=f"{job.name}-recipe", text=job.text))
     comments = [*_review(job, options), "cluster: needs Kubeflow Trainer 2.0 or later."]
-    return documents(*_config_maps(job), runtime, trained, comments=comments)
+    return documents(*maps, runtime, trained, comments=comments)
 
 
 def _review(job: Job, options: LauncherOptions) -> list[str]:
@@ -131,29 +146,11 @@ def _review(job: Job, options: LauncherOptions) -> list[str]:
     ]
 
 
-def _config_maps(job: Job) -> list[dict[str, Any]]:
-    """Return the ConfigMap with the recipe's file; none for a recipe of several files, which is on the volume."""
-    if job.text is None:
-        return []
-    return [filled(_CONFIG_MAP, name=f"{job.name}-recipe", text=job.text)]
-
-
 def _recipe_path(job: Job) -> str:
     """Return the path of the recipe in a container: of the mounted ConfigMap, or below the working directory."""
     if job.text is not None:
         return f"{_RECIPES}/{_RECIPE}"
     return posixpath.basename(job.recipe) if posixpath.isabs(job.recipe) else job.recipe
-
-
-def _policy(job: Job) -> dict[str, Any]:
-    """Return the fields of a Job's spec that decide what follows from a pod's end."""
-    failures = NUM_FAILURES_PER_NODE if job.max_restarts is None else job.max_restarts
-    return filled(
-        _POLICY,
-        failures=failures * job.num_nodes,
-        final=[EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED],
-        stopped=EXIT_STOPPED,
-    )
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
@@ -176,19 +173,19 @@ def _secret_names(job: Job) -> list[str]:
     return [*job.variables, *job.credentials]
 
 
-def _resources(job: Job) -> dict[str, Any]:
-    """Return the resources of a pod: a GPU per rank, or cores."""
-    if job.uses_gpus:
-        return {"limits": {"nvidia.com/gpu": job.ranks_per_node}}
-    return {"requests": {"cpu": job.ranks_per_node}}
-
-
-def _pod(job: Job, options: LauncherOptions, container: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod with *container*, to which volumes and the working directory are added."""
+def _storage(
+    job: Job, options: LauncherOptions
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the mounts of a container, and the volumes of its pod."""
     shared_memory = "/dev/shm"  # noqa: S108 - a mount point in the container
     mounts: list[dict[str, Any]] = [
         {"name": "work", "mountPath": _WORK},
         {"name": "shared-memory", "mountPath": shared_memory},
+    ]
+    size = "8Gi" if job.num_workers else "2Gi"
+    volumes: list[dict[str, Any]] = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": options.volume_claim}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
     ]
     directory = job.run_directory.rstrip("/")
     is_outside = directory.startswith("/") and not f"{directory}/".startswith(f"{_WORK}/")
@@ -197,21 +194,15 @@ def _pod(job: Job, options: LauncherOptions, container: dict[str, Any]) -> dict[
         mounts.append({"name": "work", "mountPath": directory, "subPath": path})
     if job.text is not None:
         mounts.append({"name": "recipe", "mountPath": _RECIPES, "readOnly": True})
-    pod = filled(
-        _POD,
-        seconds=job.stop.seconds,
-        container={**container, "workingDir": _WORK, "volumeMounts": mounts},
-        claim=options.volume_claim,
-        size="8Gi" if job.num_workers else "2Gi",
-    )
-    if job.text is not None:
-        pod["volumes"].append({"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}})
-    return pod
+        volumes.append({"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}})
+    return mounts, volumes
 
 
-def _arguments(job: Job, rank: str, host: str, port: str) -> list[str]:
-    """Return the arguments of ckpt-train on a node. *rank* and the address may be variables: ``$(NAME)``."""
-    words = job.launch_words(rank, host, port, run_id=job.name)
+def _arguments(job: Job) -> list[str]:
+    """Return the arguments of ckpt-train on a node."""
+    # Variables that Kubeflow sets in the container (PET_ is torchrun's prefix).
+    address = ("$(PET_NODE_RANK)", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
+    words = job.launch_words(*address, run_id=job.name)
     # Kubernetes expands $(NAME), and $$ to a dollar sign.
     given = [re.sub(r"\$(?=[$(])", "$$", word) for word in job.run_words]
     return [*words, _recipe_path(job), *given]
