@@ -7,7 +7,7 @@ import posixpath
 import re
 from typing import Any
 
-from automodel_ckpt.cli.cluster.documents import documents, filled
+from automodel_ckpt.cli.cluster.documents import comments, documents, filled
 from automodel_ckpt.cli.cluster.job import SCRATCH, Job
 from automodel_ckpt.cli.cluster.options import LauncherOptions
 from automodel_ckpt.errors import (
@@ -70,6 +70,20 @@ spec:
     env: $env
     resourcesPerNode: $resources
 """
+_COMMENTS = """\
+{job.title}. Written by ckpt-train; review it, then:
+  kubectl apply -f {file}
+
+image: {image} must contain ckpt-train, as the image of this program's Dockerfile does.
+volume: the PersistentVolumeClaim {claim} ({access}) is mounted at {work}, the working directory. \
+The recipe's relative paths are below it: data, local models, and {files}.
+secrets: the Secret {job.name}-env may have the keys {secrets}.
+terminationGracePeriodSeconds: {job.stop.seconds} s from SIGTERM to SIGKILL; {job.stop.reason}.
+exit codes: pods that saved after a signal ({stopped}) or were evicted are replaced without limit; \
+{usage}, {unusable} and {failed} fail the job; others count towards backoffLimit. If one pod is evicted, the ranks of \
+all pods save and exit.
+cluster: needs Kubeflow Trainer 2.0 or later.
+"""
 _CONFIG_MAP = """
 apiVersion: v1
 kind: ConfigMap
@@ -118,32 +132,31 @@ def train_job(job: Job, options: LauncherOptions) -> str:
     maps = []
     if job.text is not None:
         maps.append(filled(_CONFIG_MAP, name=f"{job.name}-recipe", text=job.text))
-    comments = [*_review(job, options), "cluster: needs Kubeflow Trainer 2.0 or later."]
-    return documents(*maps, runtime, trained, comments=comments)
+    return documents(_review(job, options), *maps, runtime, trained)
 
 
-def _review(job: Job, options: LauncherOptions) -> list[str]:
-    """Return the paragraphs of the comment that list what to check before the first use."""
-    access = "ReadWriteMany" if job.num_nodes > 1 else "ReadWriteOnce"
-    directory = job.run_directory if job.run_directory != SCRATCH else f"{_CACHE}/runs"
-    paths = f"data, local models, and the run directory {directory}"
+def _review(job: Job, options: LauncherOptions) -> str:
+    """Return the comment that lists what to check before the first use."""
+    files = f"the run directory {job.run_directory}"
+    if job.run_directory == SCRATCH:
+        files = f"the run directory {_CACHE}/runs"
     if job.text is None:
-        paths += f", and the recipe {_recipe_path(job)} with the files that it names"
-    claim = f"the PersistentVolumeClaim {options.volume_claim} ({access}) is mounted at {_WORK}"
-    codes = (
-        f"pods that saved after a signal ({EXIT_STOPPED}) or were evicted are replaced without limit; {EXIT_USAGE}, "
-        f"{EXIT_UNUSABLE} and {EXIT_SAVE_FAILED} fail the job; others count towards backoffLimit"
+        files += f", and the recipe {_recipe_path(job)} with the files that it names"
+    return comments(
+        _COMMENTS,
+        job=job,
+        file=options.output or "FILE",
+        image=options.image or _IMAGE,
+        claim=options.volume_claim,
+        access="ReadWriteMany" if job.num_nodes > 1 else "ReadWriteOnce",
+        work=_WORK,
+        files=files,
+        secrets=", ".join(_secret_names(job)),
+        stopped=EXIT_STOPPED,
+        usage=EXIT_USAGE,
+        unusable=EXIT_UNUSABLE,
+        failed=EXIT_SAVE_FAILED,
     )
-    return [
-        f"{job.title}. Written by ckpt-train; review it, then:",
-        f"  kubectl apply -f {options.output or 'FILE'}",
-        "",
-        f"image: {options.image or _IMAGE} must contain ckpt-train, as the image of this program's Dockerfile does.",
-        f"volume: {claim}, the working directory. The recipe's relative paths are below it: {paths}.",
-        f"secrets: the Secret {job.name}-env may have the keys {', '.join(_secret_names(job))}.",
-        f"terminationGracePeriodSeconds: {job.stop.seconds} s from SIGTERM to SIGKILL; {job.stop.reason}.",
-        f"exit codes: {codes}. If one pod is evicted, the ranks of all pods save and exit.",
-    ]
 
 
 def _recipe_path(job: Job) -> str:
