@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,17 @@ PRINTING_MODES = {
 }
 """Modes whose output may be cut off by a reader such as head(1)."""
 
-LAUNCHER_MODES = {"write_launcher", "output", "time_limit", "image", "volume_claim"}
+_REQUIRED = {
+    "selftest_steps": "selftest_resume",
+    "selftest_nproc": "selftest_resume",
+    "json": "selftest_resume",
+    "device_memory": "dry_run",
+    "output": "write_launcher",
+    "time_limit": "write_launcher",
+    "image": "write_launcher",
+    "volume_claim": "write_launcher",
+}
+"""Modes that are options of another one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,13 +134,16 @@ def _run_recipe(line: CommandLine) -> int:
     """
     check_working_directory()
     path = _recipe_path(line)
-    launcher = _launcher_options(line)
+    line.problems += _mode_problems(line)
+    launcher: LauncherOptions | None = None
+    if "write_launcher" in line.modes:
+        from automodel_ckpt.cli.cluster.options import launcher_options
+
+        launcher = launcher_options(line)
     only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
     # The data of a launcher's run may be on the cluster only.
     check = None if only_prints or launcher is not None else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
-    _check_selftest_options(line)
-    device_bytes = _device_memory(line)
     if only_prints and loaded.problems:
         raise RecipeError.all_of(loaded.problems)
     if "convert_recipe" in line.modes:
@@ -157,7 +170,7 @@ def _run_recipe(line: CommandLine) -> int:
     check_ranks(loaded, ranks)
     check_node_counts(loaded, line.flags)
     if "dry_run" in line.modes:
-        return _dry_run(loaded, line, ranks, device_bytes)
+        return _dry_run(loaded, line, ranks)
     from automodel_ckpt.cli.launch.launcher import launch
 
     return launch(loaded, line.flags, lambda: _prepared(loaded, line))
@@ -171,32 +184,24 @@ def _prepared(loaded: LoadedRecipe, line: CommandLine) -> PreparedRecipe:
     return prepare(loaded, Trust(line.flags.trust))
 
 
-def _check_selftest_options(line: CommandLine) -> None:
-    """Raise :class:`RecipeError` for options of the selftest without ``--selftest-resume``."""
-    if "selftest_resume" in line.modes:
-        return
-    problems = []
-    for name in sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"}):
-        flag = f"--{name.replace('_', '-')}"
-        what = f"{flag} requires --selftest-resume"
-        problems.append(Problem(what, flag, "", "add --selftest-resume"))
-    if problems:
-        raise RecipeError.all_of(problems)
+def _mode_problems(line: CommandLine) -> Iterator[Problem]:
+    """Yield the problems of options of a mode without that mode."""
+    for name, needed in _REQUIRED.items():
+        if name in line.modes and needed not in line.modes:
+            flag, other = (f"--{each.replace('_', '-')}" for each in (name, needed))
+            yield Problem(f"{flag} requires {other}", flag, "", f"add {other}")
 
 
-def _dry_run(
-    loaded: LoadedRecipe,
-    line: CommandLine,
-    ranks: int | None,
-    device_bytes: int | None,
-) -> int:
+def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
     """Print what a run would do. *ranks* is None if their number is not known.
 
     Raises :class:`RecipeError` for what the run would reject before training.
     """
     from automodel_ckpt.base.hub_access import without_token
+    from automodel_ckpt.cli.checks.device_memory import device_memory
     from automodel_ckpt.cli.checks.dry_run import report
 
+    device_bytes = device_memory(line)
     with hiding_values(), without_token():
         loaded, recipe_class = _prepared(loaded, line)
         sizes = mesh_sizes(loaded, ranks) if ranks else None
@@ -204,22 +209,6 @@ def _dry_run(
             text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
         print(text, end="")
     return EXIT_DONE
-
-
-def _device_memory(line: CommandLine) -> int | None:
-    if "device_memory" not in line.modes:
-        return None
-    from automodel_ckpt.cli.checks.device_memory import device_memory
-
-    return device_memory(line)
-
-
-def _launcher_options(line: CommandLine) -> LauncherOptions | None:
-    if line.modes.keys().isdisjoint(LAUNCHER_MODES):
-        return None
-    from automodel_ckpt.cli.cluster.options import launcher_options
-
-    return launcher_options(line)
 
 
 def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:

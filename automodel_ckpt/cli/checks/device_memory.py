@@ -7,26 +7,22 @@ import re
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.errors import RecipeError
 
-_FLAG = "--device-memory"
 _MIN_BYTES = 1_000_000
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?)B?", re.IGNORECASE)
+_UNITS = "KMGT"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
-def device_memory(line: CommandLine) -> int:
-    """Return the bytes that ``--device-memory`` gives. Raises :class:`RecipeError` for other text."""
+def device_memory(line: CommandLine) -> int | None:
+    """Return the bytes that ``--device-memory`` gives; None without it. Raises :class:`RecipeError` for other text."""
+    if "device_memory" not in line.modes:
+        return None
     (text,) = line.modes["device_memory"]
-    if "dry_run" not in line.modes:
-        raise RecipeError(
-            f"{_FLAG} requires --dry-run", where=_FLAG, value=text, hint="add --dry-run"
-        )
     nbytes = parse_size(text)
     # A number without a unit is bytes, and almost always a mistake.
     if not nbytes or nbytes < _MIN_BYTES:
         raise RecipeError(
             "invalid size of a device's memory",
-            where=_FLAG,
+            where="--device-memory",
             value=text,
             hint="give a number with a unit, such as 80GiB or 24GB",
         )
@@ -38,6 +34,5 @@ def parse_size(text: str) -> int | None:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         return None
-    unit = found[2].capitalize()
-    factor = _UNITS.get(unit) or _BINARY_UNITS.get(unit)
-    return None if factor is None else int(float(found[1]) * factor)
+    power = _UNITS.index(found[2].upper()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -29,10 +29,9 @@ def filled(template: str, **values: Any) -> dict[str, Any]:
     return document
 
 
-def documents(*parts: dict[str, Any], comments: Iterable[str]) -> str:
-    """Return YAML documents after paragraphs of comments."""
-    lines = comment_lines(comments)
-    return "\n".join(lines) + "\n" + "---\n".join(map(_yaml, parts))
+def documents(comments: str, *parts: dict[str, Any]) -> str:
+    """Return YAML documents after comments."""
+    return comments + "---\n".join(map(_yaml, parts))
 
 
 def _yaml(part: dict[str, Any]) -> str:
@@ -65,15 +64,20 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _text)
 
 
-def comment_lines(texts: Iterable[str]) -> list[str]:
-    """Return each text as comment lines. A text that begins with spaces is a command and is not wrapped."""
+def comments(template: str, **values: Any) -> str:
+    """Return each line of a template, filled with *values*, as wrapped comment lines.
+
+    A line that begins with spaces is a command and is not wrapped.
+    """
     lines = []
-    for text in (printable(without_hidden(each)) for each in texts):
+    # Filled after it is divided: a line break in a value must not end a comment.
+    for line in template.splitlines():
+        text = printable(without_hidden(line.format(**values)))
         wrapped = textwrap.wrap(
             text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
         lines += [text] if text.startswith(" ") else wrapped or [""]
-    return [f"# {line}".rstrip() for line in lines]
+    return "".join(f"{f'# {line}'.rstrip()}\n" for line in lines)
 
 
 def shell_words(words: Iterable[str]) -> str:

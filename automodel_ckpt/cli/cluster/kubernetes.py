@@ -7,7 +7,7 @@ import posixpath
 import re
 from typing import Any
 
-from automodel_ckpt.cli.cluster.documents import documents, filled
+from automodel_ckpt.cli.cluster.documents import comments, documents, filled
 from automodel_ckpt.cli.cluster.job import SCRATCH, Job
 from automodel_ckpt.cli.cluster.options import LauncherOptions
 from automodel_ckpt.errors import (
@@ -26,25 +26,8 @@ _RECIPES = "/etc/ckpt-train"
 _RECIPE = "recipe.yaml"
 _IMAGE = "automodel_ckpt:latest"
 # The name of the container and of the replicated job is required by Kubeflow's plugin for torch. The first rule that
-# matches the end of a pod applies. When a rank crashes, the pods of all nodes fail.
-_POLICY = """
-completionMode: Indexed
-backoffLimit: $failures
-podFailurePolicy:
-  rules:
-  - {action: FailJob, onExitCodes: {containerName: node, operator: In, values: $final}}
-  - {action: Ignore, onExitCodes: {containerName: node, operator: In, values: [$stopped]}}
-  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
-"""
-# Data loader workers and NCCL use /dev/shm, which has 64 MB by default.
-_POD = """
-restartPolicy: Never
-terminationGracePeriodSeconds: $seconds
-containers: [$container]
-volumes:
-- {name: work, persistentVolumeClaim: {claimName: $claim}}
-- {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: $size}}
-"""
+# matches the end of a pod applies. When a rank crashes, the pods of all nodes fail. Data loader workers and NCCL use
+# /dev/shm, which has 64 MB by default.
 _RUNTIME = """
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
@@ -57,7 +40,20 @@ spec:
       - name: node
         template:
           metadata: {labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}}
-          spec: $spec
+          spec:
+            completionMode: Indexed
+            backoffLimit: $failures
+            podFailurePolicy:
+              rules:
+              - {action: FailJob, onExitCodes: {containerName: node, operator: In, values: $final}}
+              - {action: Ignore, onExitCodes: {containerName: node, operator: In, values: [$stopped]}}
+              - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+            template:
+              spec:
+                restartPolicy: Never
+                terminationGracePeriodSeconds: $seconds
+                containers: [{name: node, image: $image, workingDir: $work, volumeMounts: $mounts}]
+                volumes: $volumes
 """
 _TRAIN_JOB = """
 apiVersion: trainer.kubeflow.org/v1alpha1
@@ -74,6 +70,20 @@ spec:
     env: $env
     resourcesPerNode: $resources
 """
+_COMMENTS = """\
+{job.title}. Written by ckpt-train; review it, then:
+  kubectl apply -f {file}
+
+image: {image} must contain ckpt-train, as the image of this program's Dockerfile does.
+volume: the PersistentVolumeClaim {claim} ({access}) is mounted at {work}, the working directory. \
+The recipe's relative paths are below it: data, local models, and {files}.
+secrets: the Secret {job.name}-env may have the keys {secrets}.
+terminationGracePeriodSeconds: {job.stop.seconds} s from SIGTERM to SIGKILL; {job.stop.reason}.
+exit codes: pods that saved after a signal ({stopped}) or were evicted are replaced without limit; \
+{usage}, {unusable} and {failed} fail the job; others count towards backoffLimit. If one pod is evicted, the ranks of \
+all pods save and exit.
+cluster: needs Kubeflow Trainer 2.0 or later.
+"""
 _CONFIG_MAP = """
 apiVersion: v1
 kind: ConfigMap
@@ -89,53 +99,64 @@ def train_job(job: Job, options: LauncherOptions) -> str:
     without one, a pod that was stopped by a signal counts as a failure.
     """
     image = options.image or _IMAGE
-    pod = _pod(job, options, {"name": "node", "image": image})
-    spec = {**_policy(job), "template": {"spec": pod}}
-    runtime = filled(_RUNTIME, name=job.name, nodes=job.num_nodes, spec=spec)
+    failures = NUM_FAILURES_PER_NODE if job.max_restarts is None else job.max_restarts
+    mounts, volumes = _storage(job, options)
+    runtime = filled(
+        _RUNTIME,
+        name=job.name,
+        nodes=job.num_nodes,
+        failures=failures * job.num_nodes,
+        final=[EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED],
+        stopped=EXIT_STOPPED,
+        seconds=job.stop.seconds,
+        image=image,
+        work=_WORK,
+        mounts=mounts,
+        volumes=volumes,
+    )
+    # A GPU per rank, or cores.
+    resources: dict[str, Any] = {"requests": {"cpu": job.ranks_per_node}}
+    if job.uses_gpus:
+        resources = {"limits": {"nvidia.com/gpu": job.ranks_per_node}}
     trained = filled(
         _TRAIN_JOB,
         name=job.name,
         nodes=job.num_nodes,
         ranks=job.ranks_per_node,
         image=image,
-        # Variables that Kubeflow sets in the container (PET_ is torchrun's prefix).
-        words=_arguments(job, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)"),
+        words=_arguments(job),
         env=_environment(job),
-        resources=_resources(job),
+        resources=resources,
     )
-    comments = [*_review(job, options), "cluster: needs Kubeflow Trainer 2.0 or later."]
-    return documents(*_config_maps(job), runtime, trained, comments=comments)
+    # A recipe of several files is on the volume.
+    maps = []
+    if job.text is not None:
+        maps.append(filled(_CONFIG_MAP, name=f"{job.name}-recipe", text=job.text))
+    return documents(_review(job, options), *maps, runtime, trained)
 
 
-def _review(job: Job, options: LauncherOptions) -> list[str]:
-    """Return the paragraphs of the comment that list what to check before the first use."""
-    access = "ReadWriteMany" if job.num_nodes > 1 else "ReadWriteOnce"
-    directory = job.run_directory if job.run_directory != SCRATCH else f"{_CACHE}/runs"
-    paths = f"data, local models, and the run directory {directory}"
+def _review(job: Job, options: LauncherOptions) -> str:
+    """Return the comment that lists what to check before the first use."""
+    files = f"the run directory {job.run_directory}"
+    if job.run_directory == SCRATCH:
+        files = f"the run directory {_CACHE}/runs"
     if job.text is None:
-        paths += f", and the recipe {_recipe_path(job)} with the files that it names"
-    claim = f"the PersistentVolumeClaim {options.volume_claim} ({access}) is mounted at {_WORK}"
-    codes = (
-        f"pods that saved after a signal ({EXIT_STOPPED}) or were evicted are replaced without limit; {EXIT_USAGE}, "
-        f"{EXIT_UNUSABLE} and {EXIT_SAVE_FAILED} fail the job; others count towards backoffLimit"
+        files += f", and the recipe {_recipe_path(job)} with the files that it names"
+    return comments(
+        _COMMENTS,
+        job=job,
+        file=options.output or "FILE",
+        image=options.image or _IMAGE,
+        claim=options.volume_claim,
+        access="ReadWriteMany" if job.num_nodes > 1 else "ReadWriteOnce",
+        work=_WORK,
+        files=files,
+        secrets=", ".join(_secret_names(job)),
+        stopped=EXIT_STOPPED,
+        usage=EXIT_USAGE,
+        unusable=EXIT_UNUSABLE,
+        failed=EXIT_SAVE_FAILED,
     )
-    return [
-        f"{job.title}. Written by ckpt-train; review it, then:",
-        f"  kubectl apply -f {options.output or 'FILE'}",
-        "",
-        f"image: {options.image or _IMAGE} must contain ckpt-train, as the image of this program's Dockerfile does.",
-        f"volume: {claim}, the working directory. The recipe's relative paths are below it: {paths}.",
-        f"secrets: the Secret {job.name}-env may have the keys {', '.join(_secret_names(job))}.",
-        f"terminationGracePeriodSeconds: {job.stop.seconds} s from SIGTERM to SIGKILL; {job.stop.reason}.",
-        f"exit codes: {codes}. If one pod is evicted, the ranks of all pods save and exit.",
-    ]
-
-
-def _config_maps(job: Job) -> list[dict[str, Any]]:
-    """Return the ConfigMap with the recipe's file; none for a recipe of several files, which is on the volume."""
-    if job.text is None:
-        return []
-    return [filled(_CONFIG_MAP, name=f"{job.name}-recipe", text=job.text)]
 
 
 def _recipe_path(job: Job) -> str:
@@ -143,17 +164,6 @@ def _recipe_path(job: Job) -> str:
     if job.text is not None:
         return f"{_RECIPES}/{_RECIPE}"
     return posixpath.basename(job.recipe) if posixpath.isabs(job.recipe) else job.recipe
-
-
-def _policy(job: Job) -> dict[str, Any]:
-    """Return the fields of a Job's spec that decide what follows from a pod's end."""
-    failures = NUM_FAILURES_PER_NODE if job.max_restarts is None else job.max_restarts
-    return filled(
-        _POLICY,
-        failures=failures * job.num_nodes,
-        final=[EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED],
-        stopped=EXIT_STOPPED,
-    )
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
@@ -176,19 +186,19 @@ def _secret_names(job: Job) -> list[str]:
     return [*job.variables, *job.credentials]
 
 
-def _resources(job: Job) -> dict[str, Any]:
-    """Return the resources of a pod: a GPU per rank, or cores."""
-    if job.uses_gpus:
-        return {"limits": {"nvidia.com/gpu": job.ranks_per_node}}
-    return {"requests": {"cpu": job.ranks_per_node}}
-
-
-def _pod(job: Job, options: LauncherOptions, container: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod with *container*, to which volumes and the working directory are added."""
+def _storage(
+    job: Job, options: LauncherOptions
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the mounts of a container, and the volumes of its pod."""
     shared_memory = "/dev/shm"  # noqa: S108 - a mount point in the container
     mounts: list[dict[str, Any]] = [
         {"name": "work", "mountPath": _WORK},
         {"name": "shared-memory", "mountPath": shared_memory},
+    ]
+    size = "8Gi" if job.num_workers else "2Gi"
+    volumes: list[dict[str, Any]] = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": options.volume_claim}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
     ]
     directory = job.run_directory.rstrip("/")
     is_outside = directory.startswith("/") and not f"{directory}/".startswith(f"{_WORK}/")
@@ -197,21 +207,15 @@ def _pod(job: Job, options: LauncherOptions, container: dict[str, Any]) -> dict[
         mounts.append({"name": "work", "mountPath": directory, "subPath": path})
     if job.text is not None:
         mounts.append({"name": "recipe", "mountPath": _RECIPES, "readOnly": True})
-    pod = filled(
-        _POD,
-        seconds=job.stop.seconds,
-        container={**container, "workingDir": _WORK, "volumeMounts": mounts},
-        claim=options.volume_claim,
-        size="8Gi" if job.num_workers else "2Gi",
-    )
-    if job.text is not None:
-        pod["volumes"].append({"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}})
-    return pod
+        volumes.append({"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}})
+    return mounts, volumes
 
 
-def _arguments(job: Job, rank: str, host: str, port: str) -> list[str]:
-    """Return the arguments of ckpt-train on a node. *rank* and the address may be variables: ``$(NAME)``."""
-    words = job.launch_words(rank, host, port, run_id=job.name)
+def _arguments(job: Job) -> list[str]:
+    """Return the arguments of ckpt-train on a node."""
+    # Variables that Kubeflow sets in the container (PET_ is torchrun's prefix).
+    address = ("$(PET_NODE_RANK)", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
+    words = job.launch_words(*address, run_id=job.name)
     # Kubernetes expands $(NAME), and $$ to a dollar sign.
     given = [re.sub(r"\$(?=[$(])", "$$", word) for word in job.run_words]
     return [*words, _recipe_path(job), *given]

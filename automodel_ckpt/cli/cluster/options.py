@@ -21,8 +21,17 @@ USERS = {
 """The options, and the kinds of launchers that use each."""
 DEFAULT_TIME_LIMIT = "08:00:00"
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
-_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
-_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_FORMS = {
+    "time_limit": (_TIME, "use [DAYS-]HH:MM:SS, such as 08:00:00 or 2-00:00:00"),
+    "image": (
+        re.compile(r"[A-Za-z0-9][\w./:@-]*"),
+        "use the name of an image, such as registry.example.com/automodel_ckpt:1",
+    ),
+    "volume_claim": (
+        re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"),
+        "use lowercase letters, digits, - and .",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,52 +56,27 @@ class LauncherOptions:
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def launcher_options(line: CommandLine) -> LauncherOptions | None:
-    """Return the options of a command line with ``--write-launcher``, None without it.
+def launcher_options(line: CommandLine) -> LauncherOptions:
+    """Return the options of a command line with ``--write-launcher``.
 
-    Raises :class:`RecipeError` with all problems: an unknown kind, options without ``--write-launcher`` or of another
-    kind, and malformed values.
+    Raises :class:`RecipeError` with all problems: an unknown kind, options of another kind, and malformed values.
     """
-    given = {name: line.modes[name][0] for name in USERS if name in line.modes}
-    (kind,) = line.modes.get("write_launcher", [None])
-    problems = []
-    if kind is None:
-        for name in given:
-            flag = flag_of(name)
-            problems.append(Problem(f"{flag} requires {FLAG}", flag, "", f"add {FLAG} slurm"))
-    elif kind not in KINDS:
+    (kind,) = line.modes["write_launcher"]
+    if kind not in KINDS:
         meant = closest(kind, KINDS)
         hint = f"did you mean {meant}?" if meant else f"use {', '.join(KINDS)}"
-        problems.append(Problem("unknown kind of launcher", FLAG, kind, hint))
-    else:
-        problems += _problems(kind, given)
-    if problems:
-        raise RecipeError.all_of(problems)
-    return LauncherOptions(kind, **given) if kind is not None else None
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of an option: ``--time-limit`` for ``time_limit``."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _problems(kind: str, given: dict[str, str]) -> list[Problem]:
-    rules = {
-        "time_limit": (_TIME, "use [DAYS-]HH:MM:SS, such as 08:00:00 or 2-00:00:00"),
-        "image": (
-            _IMAGE,
-            "use the name of an image, such as registry.example.com/automodel_ckpt:1",
-        ),
-        "volume_claim": (_CLAIM, "use lowercase letters, digits, - and ."),
-    }
+        raise RecipeError("unknown kind of launcher", where=FLAG, value=kind, hint=hint)
+    given = {name: line.modes[name][0] for name in USERS if name in line.modes}
     problems = []
     for name, text in given.items():
-        flag = flag_of(name)
+        flag = f"--{name.replace('_', '-')}"
+        pattern, hint = _FORMS.get(name, (None, ""))
         if kind not in USERS[name]:
             what = f"{flag} is not used with {FLAG} {kind}"
-            problems.append(
-                Problem(what, flag, text, f"remove it; used with {', '.join(USERS[name])}")
-            )
-        elif name in rules and not rules[name][0].fullmatch(text):
-            problems.append(Problem(f"invalid value of {flag}", flag, text, rules[name][1]))
-    return problems
+            hint = f"remove it; used with {', '.join(USERS[name])}"
+            problems.append(Problem(what, flag, text, hint))
+        elif pattern is not None and not pattern.fullmatch(text):
+            problems.append(Problem(f"invalid value of {flag}", flag, text, hint))
+    if problems:
+        raise RecipeError.all_of(problems)
+    return LauncherOptions(kind, **given)
