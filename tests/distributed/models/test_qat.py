@@ -128,7 +128,7 @@ def test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_whe
 def test_the_validation_loss_is_that_of_the_quantized_export(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from automodel_ckpt.convert.targets.compressed_tensors import export_compressed_tensors
-    from automodel_ckpt.models.inspect.linear_weights import linear_weights
+    from automodel_ckpt.models.inspect.signature import linear_weights
 
     options = ("--checkpoint.save_consolidated=final", "--qat.scheme=W8A8")
     run(tmp_path, *SHORT, *options, text=TEXT)
