@@ -34,7 +34,7 @@ from automodel_ckpt.models.inspect.forward import logits_of
 from automodel_ckpt.models.inspect.repository import check_revision
 from automodel_ckpt.models.layers.adapter import without_adapters
 from automodel_ckpt.models.loss.loss_head_probe import head_without_adapters
-from automodel_ckpt.models.loss.position_losses import PositionLosses
+from automodel_ckpt.models.loss.position_losses import position_losses
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.sections import naming_keys
@@ -137,7 +137,7 @@ class PreferenceObjective(Objective):
         # Not sums over rows: each would keep a gradient of the output layer's weight until the backward pass.
         sizes = [size for each in labels for size in _labels_per_row(each)]
         loss_pass = trainable.loss_head.computing_loss(
-            self._on_device(positions), self._on_device(targets), criterion=PositionLosses()
+            self._on_device(positions), self._on_device(targets), criterion=position_losses
         )
         with loss_pass:
             output = trainable.forward(inputs)

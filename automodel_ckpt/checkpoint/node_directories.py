@@ -41,7 +41,7 @@ from automodel_ckpt.checkpoint.run.shared_storage import (
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
-from automodel_ckpt.parallel.ranks.node_address import own_address
+from automodel_ckpt.parallel.ranks.network import own_address
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes

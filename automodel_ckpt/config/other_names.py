@@ -80,7 +80,7 @@ tokenizer_name tokenizer_name_or_path -> tokenizer.from_pretrained
 torch_dtype -> model.dtype
 flash_attention flash_attn sdp_attention xformers_attention -> model.attn_implementation
 gradient_checkpointing enable_activation_checkpointing -> model.activation_checkpointing
-enable_activation_offloading activation_offloading -> model.activation_checkpointing | offload
+enable_activation_offloading activation_offloading -> model.activation_checkpointing | full
 tf32 -> float32_precision | high
 neftune_noise_alpha -> model.neftune_alpha
 disable_dropout -> dropout | auto: off in dpo, kto, orpo and reward_model

@@ -17,7 +17,6 @@ from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.inspect.error_texts import did_you_mean, first_line
-from automodel_ckpt.models.inspect.model_files import reject_other_weights, require_local
 from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     check_code,
@@ -27,6 +26,8 @@ from automodel_ckpt.models.inspect.repository import (
     importing_code,
     model_needs_code,
     not_a_directory,
+    reject_other_weights,
+    require_local,
 )
 from automodel_ckpt.models.inspect.vision import image_settings, thinker_of
 
@@ -252,8 +253,8 @@ def merged_config(
 ) -> dict[str, Any]:
     """Return *content*, that of a config.json, with *overrides*, which may be nested.
 
-    *config* is the object that transformers makes of *content*. Raises :class:`RecipeError` with every setting that it
-    does not have, and with every value that has another type than the present one.
+    *config* is the object that transformers makes of *content*; its class validates the types of values. Raises
+    :class:`RecipeError` with every setting that it does not have.
     """
     problems = list(_problems(config, overrides, _KEY))
     if problems:
@@ -269,56 +270,17 @@ def _problems(config: Any, overrides: Mapping[str, Any], key: str) -> Iterator[P
             yield Problem("this setting is not overridden here", where, value, _OTHER_KEYS[name])
         elif name.startswith("_") or name not in known:
             what = f"{config.model_type or type(config).__name__} models have no setting {name!r}"
-            yield Problem(what, where, value, _hint(name, known))
-        else:
-            yield from _value_problems(getattr(config, name), value, where)
-
-
-def _value_problems(present: Any, value: Any, where: str) -> Iterator[Problem]:
-    if isinstance(present, PreTrainedConfig):
-        if isinstance(value, Mapping):
-            yield from _problems(present, value, where)
-        else:
-            yield Problem("this is a section of settings", where, value, "give a mapping")
-        return
-    if not _has_type_of(present, value):
-        hint = f"the model has {present!r}"
-        yield Problem(f"this setting is a {_kind(present)}", where, value, hint)
-
-
-def _has_type_of(present: Any, value: Any) -> bool:
-    """Whether *value* can replace *present*. transformers validates what its own classes declare more exactly."""
-    if present is None or value is None:
-        return True
-    if isinstance(present, list | tuple) or isinstance(value, list | tuple):
-        # The id of a token can be a number or a list of numbers.
-        return not isinstance(value, str | Mapping | bool)
-    if isinstance(present, bool) or isinstance(value, bool):
-        return isinstance(present, bool) and isinstance(value, bool)
-    if isinstance(present, int):
-        return isinstance(value, int)
-    if isinstance(present, float):
-        return isinstance(value, int | float)
-    if isinstance(present, str):
-        return isinstance(value, str)
-    return isinstance(value, Mapping) or not isinstance(present, Mapping)
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "boolean", int: "whole number", float: "number", str: "text", dict: "mapping"}
-    return names.get(type(value), "list")
+            yield Problem(what, where, value, did_you_mean(name, known))
+        elif isinstance(present := getattr(config, name), PreTrainedConfig):
+            if isinstance(value, Mapping):
+                yield from _problems(present, value, where)
+            else:
+                yield Problem("this is a section of settings", where, value, "give a mapping")
 
 
 def _settings(config: Any) -> set[str]:
     names = {*vars(config), *type(config).attribute_map, *type(config).sub_configs}
     return {name for name in names if not name.startswith("_") and hasattr(config, name)}
-
-
-def _hint(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {', '.join(near)}?"
-    return f"there are, for example, {', '.join(sorted(known)[:5])}"
 
 
 def _merged(

@@ -27,9 +27,6 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
-from automodel_ckpt.parallel.ranks.group_types import divide_groups_by_type
-from automodel_ckpt.parallel.ranks.one_rank import cast_without_copies
-from automodel_ckpt.parallel.shown_types import leave_forward_pass, show_compute_types
 from automodel_ckpt.parallel.unused_gradients import may_vary
 
 if TYPE_CHECKING:
@@ -231,6 +228,9 @@ def _shard_experts(
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Parallelism) -> None:
+    from automodel_ckpt.parallel.ranks.group_types import divide_groups_by_type
+    from automodel_ckpt.parallel.shown_types import show_compute_types
+
     options = {**options, "mesh": mesh}
     is_trained = _is_trained(model)
     # Before anything is sharded, which changes classes.
@@ -268,6 +268,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     show_compute_types(model, how.float32_names)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     if mesh.size() == 1:
+        from automodel_ckpt.parallel.ranks.one_rank import cast_without_copies
+
         # There is nothing to prefetch: a rank has all parameters.
         cast_without_copies(model)
     else:
@@ -371,10 +373,13 @@ def gather_root(model: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Free parameters that a forward pass without a backward pass left gathered (fsdp2), also one that failed."""
     for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        from automodel_ckpt.parallel.shown_types import leave_forward_pass
+
         leave_forward_pass(module)
-        if isinstance(module, FSDPModule):
-            _leave_forward(module)
-            module.reshard()
+        _leave_forward(module)
+        module.reshard()
 
 
 def _leave_forward(module: FSDPModule) -> None:

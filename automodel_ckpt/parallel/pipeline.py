@@ -7,9 +7,9 @@ it computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,10 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
 
 Kind = Literal["1f1b", "gpipe", "interleaved1f1b"]
-
-
-class Compute(Protocol):
-    """The forward pass of a stage."""
-
-    def __call__(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Compute micro-batch *number* in the stage with the number *stage* among those of this rank.
-
-        *hidden* are the hidden states [B, T, H] of the previous stage; None on the first stage of the model. Returns
-        the hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim.
-        """
+Compute = Callable[[int, int, torch.Tensor | None], torch.Tensor]
+"""The forward pass of a stage: (number of the stage among those of this rank, number of the micro-batch, hidden states
+[B, T, H] of the previous stage; None on the first stage of the model) -> hidden states [B, T, H] for the next stage; on
+the last stage, the summed loss, 0-dim."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.replicated_style import (
+from automodel_ckpt.parallel.tensor_plan import (
     Replicated,
+    base_and_prefix,
     own_parameters,
     used_by_parent,
+    with_adapters,
 )
-from automodel_ckpt.parallel.tensor_plan import base_and_prefix, with_adapters
 
 # FSDP2 warns that an in-place operation on the gathered logits, a view of the collective's result, would lose
 # gradients. Nothing modifies them in place.

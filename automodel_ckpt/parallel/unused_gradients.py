@@ -15,7 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.ranks import agree
-from automodel_ckpt.parallel.ranks.group_types import sharded_groups
 
 _ONE_EXPERT = re.compile(r"\bexperts\.(expert_)?\d+\.")
 _KNOWN_PACKAGES = frozenset(
@@ -59,6 +58,8 @@ class UnusedGradients:
         """Whether a backward pass on this rank has reached each of them since :meth:`remove` was called."""
         if agree.size(group) == 1 or (in_stages and not self._may_vary):
             return
+        from automodel_ckpt.parallel.ranks.group_types import sharded_groups
+
         for _module, sharded in sharded_groups(model):
             self._watch(sharded)
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.rng import StatefulRNG
@@ -16,7 +17,6 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import check_scalar
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
-from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from automodel_ckpt.parallel.running_statistics import RunningStatistics
 from automodel_ckpt.parallel.unused_gradients import UnusedGradients, check_call_order
 from automodel_ckpt.training.parts.objective import Objective
@@ -114,7 +114,10 @@ class GradientAccumulation:
                 if not self._is_checked:
                     # Before the backward pass, in which fsdp2 would report several types of gradients.
                     self._is_checked = True
-                    check_gathered_types(self._model)
+                    if isinstance(self._model, FSDPModule):
+                        from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
+
+                        check_gathered_types(self._model)
                 self._backward(result, weight)
             if self._overwrites_outputs and not is_last:
                 self._copy_gradients()

@@ -66,9 +66,6 @@ CASES = {
     "compiled, packed": Case({**COMPILED, **PACKED}),
     "full checkpointing": Case({"model": {"activation_checkpointing": "full"}}),
     "selective checkpointing": Case({"model": {"activation_checkpointing": "selective"}}),
-    "offloaded activations": Case(
-        {"model": {"activation_checkpointing": "offload"}}, only_gpu=True
-    ),
     "compiled, full checkpointing": Case(
         {**COMPILED, "model": {"activation_checkpointing": "full"}}
     ),

@@ -13,7 +13,6 @@ from transformers.models.llama import modeling_llama
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.saving.page_lock import PageLock
 from automodel_ckpt.data.batches.loader import GlobalBatch
-from automodel_ckpt.models.layers.activation_memory import HostActivations
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.values.readback import Number
 from automodel_ckpt.training.values.records import Control
@@ -81,38 +80,6 @@ def test_no_operation_of_a_step_but_some_masks_waits_for_the_device(
     steps = steps_of(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert all(math.isfinite(float.fromhex(step["loss"])) for step in steps)
-
-
-def test_a_forward_pass_waits_for_the_copies_of_the_backward_pass_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise the host would allocate memory for the activations of the micro-batches that it is ahead."""
-    waits: list[torch.cuda.Event] = []
-
-    class Noted(torch.cuda.Event):
-        def synchronize(self) -> None:
-            waits.append(self)
-            super().synchronize()
-
-    monkeypatch.setattr(torch.cuda, "Event", Noted)
-    host = HostActivations(torch.device("cuda"), min_bytes=1)
-    inputs = torch.full((1, 3, 5), 2.0, device="cuda", requires_grad=True)
-
-    def result() -> torch.Tensor:
-        with host.saving():
-            doubled = inputs * 2
-            return doubled.square().square().sum()
-
-    first, second = result(), result()
-    # Nothing was copied back: no backward pass has begun.
-    assert waits == []
-    first.backward()  # type: ignore[no-untyped-call]
-    second.backward()  # type: ignore[no-untyped-call]
-    result()
-    assert len(waits) == 1
-    result()
-    assert len(waits) == 1
-    assert inputs.grad is not None and bool((inputs.grad == 1024).all())
 
 
 def test_a_failed_registration_leaves_no_error_for_the_next_kernel() -> None:

@@ -419,7 +419,7 @@ def _has_experts(options: Options) -> bool:
 def _add_model(some: _Some) -> None:
     some.maybe(0.3, "model.dtype", "bfloat16", "float32")
     some.maybe(0.3, "distributed.mixed_precision", "bfloat16")
-    some.maybe(0.2, "model.activation_checkpointing", "full", "selective", "offload")
+    some.maybe(0.2, "model.activation_checkpointing", "full", "selective")
     some.maybe(0.15, "model.attn_implementation", "eager", "sdpa")
     some.maybe(0.1, "qat", {"scheme": "W8A8"}, {"scheme": "W8A16", "group_size": 16})
     some.maybe(0.15, "model.freeze", ["*embed*"], ["*layers.0.*"])

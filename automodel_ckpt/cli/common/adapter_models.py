@@ -60,8 +60,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
     from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
     from automodel_ckpt.convert.imports.adapter_import import AdapterModel
-    from automodel_ckpt.models.inspect.parameter_list import parameters_of
-    from automodel_ckpt.models.inspect.signature import empty_model
+    from automodel_ckpt.models.inspect.signature import empty_model, parameters_of
     from automodel_ckpt.models.inspect.vocabulary import num_embeddings
     from automodel_ckpt.models.layers.adapter import add_adapters
     from automodel_ckpt.models.layers.adapter_layers import find_parameters

@@ -26,7 +26,7 @@ def parameters_in(directory: Path) -> Parameters:
         from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 
         with _without_scipy():
-            from automodel_ckpt.models.inspect.parameter_list import list_parameters
+            from automodel_ckpt.models.inspect.signature import list_parameters
 
             return [ModelParameter(*listed) for listed in list_parameters(directory)]
 

@@ -184,7 +184,7 @@ def _scheme(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
             value=arguments.scheme,
             hint=f"one of {', '.join(SCHEMES)}",
         )
-    from automodel_ckpt.models.inspect.linear_weights import linear_weights
+    from automodel_ckpt.models.inspect.signature import linear_weights
 
     return {"linear_weights": linear_weights}
 

@@ -67,10 +67,10 @@ class ModelConfig:
     """Parameters to freeze: vision_tower, audio_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     freeze_if_present: list[str] = field(default_factory=list)
     """Parameters to freeze as with freeze, except that a pattern may match none of the model's parameters."""
-    activation_checkpointing: Literal["full", "selective", "offload"] | bool = False
+    activation_checkpointing: Literal["full", "selective"] | bool = False
     """Recompute activations in the backward pass, for less memory: full or true recomputes all but the inputs of the
     layers (about a third more time); selective keeps results of attention and of every second matrix product (less
-    time, more memory); offload is full with the inputs of the layers in the memory of the host (needs a GPU)."""
+    time, more memory)."""
     neftune_alpha: float | None = setting(None, POSITIVE)
     """NEFTune: add uniform noise of at most alpha / sqrt(L * d) to the embeddings in training, where L is the length of
     the sample and d the size of an embedding; null: no noise. Usual values are 5 to 15."""

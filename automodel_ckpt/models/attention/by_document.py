@@ -110,11 +110,6 @@ def attend_by_mask(model: nn.Module) -> None:
             config._attn_implementation_internal = name.split(".")[1]
 
 
-def attends_by_document(model: nn.Module) -> bool:
-    """Whether :func:`attend_by_document` has enabled *model*."""
-    return attention_of(model).startswith(_PREFIX)
-
-
 def compares_name(model: nn.Module) -> bool:
     """Whether the code of a part of *model* computes something else for another name than sdpa.
 
@@ -276,7 +271,7 @@ def _request(
         softcap=options.get("softcap"),
         has_sinks=options.get("s_aux") is not None,
         has_dropout=bool(options.get("dropout")),
-        other_options=tuple(needing_pairs),
+        needs_pairs=next(iter(needing_pairs), ""),
     )
 
 

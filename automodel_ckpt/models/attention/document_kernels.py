@@ -45,23 +45,13 @@ class Request:
     softcap: float | None = None
     has_sinks: bool = False
     has_dropout: bool = False
-    other_options: tuple[str, ...] = ()
-    """Names of options that need all pairs of tokens, such as a bias of each pair."""
+    needs_pairs: str = ""
+    """The name of an option that needs all pairs of tokens, such as a bias of each pair; empty: none does."""
 
     @property
     def is_default_scale(self) -> bool:
         """Whether the scores are scaled as they are by default."""
         return self.scale is None or math.isclose(self.scale, self.head_dim**-0.5, rel_tol=1e-6)
-
-
-def pairs_needed(request: Request) -> str:
-    """The first option that needs all pairs; empty if there is none."""
-    return request.other_options[0] if request.other_options else ""
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The name of *dtype*, such as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def installed_kernels(device_type: str) -> dict[str, Kernel]:
@@ -105,7 +95,7 @@ class SdpaKernel:
         """Why it cannot compute *request*; empty if it can."""
         if request.device_type != self.device_type:
             return f"one call per document is slow on {request.device_type}"
-        needs = pairs_needed(request)
+        needs = request.needs_pairs
         if request.softcap is not None:
             needs = "a softcap"
         if request.has_sinks:

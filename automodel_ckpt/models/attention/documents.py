@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from automodel_ckpt.base.device_copies import to_device
-from automodel_ckpt.models.attention.host_positions import on_host
 from automodel_ckpt.models.attention.mask_functions import widens
 
 
@@ -115,9 +114,11 @@ def documents_of(
     if not is_narrowed or widens(mask_function) or others.get("use_vmap", False):
         return None
     target = torch.device(device)
-    of_host = on_host(mask_function)
-    if of_host is not None:
-        mask_function, device = of_host, "cpu"
+    if target.type != "cpu":
+        from automodel_ckpt.models.attention.host_positions import on_host
+
+        if (of_host := on_host(mask_function)) is not None:
+            mask_function, device = of_host, "cpu"
     row = torch.zeros(1, dtype=torch.long, device=device)
 
     def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from automodel_ckpt.models.attention.document_kernels import HALF, Request, name_of, pairs_needed
+from automodel_ckpt.models.attention.document_kernels import HALF, Request
 from automodel_ckpt.models.attention.documents import Documents, PreparedRow, mask_of_pairs
 
 _BLOCK = 128
@@ -118,10 +118,10 @@ class FlexKernel:
         if request.has_dropout:
             return "dropout"
         if request.dtype not in (*HALF, torch.float32):
-            return name_of(request.dtype)
+            return str(request.dtype)
         if min(request.head_dim, request.value_dim) < 16:
             return f"heads of {request.head_dim}: at least 16"
-        return pairs_needed(request)
+        return request.needs_pairs
 
     def prepare(self, documents: Documents) -> BlockRows:
         """The blocks of *documents*."""

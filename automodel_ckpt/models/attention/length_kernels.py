@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from automodel_ckpt.base.device_copies import to_device
-from automodel_ckpt.models.attention.document_kernels import HALF, Request, name_of, pairs_needed
+from automodel_ckpt.models.attention.document_kernels import HALF, Request
 from automodel_ckpt.models.attention.documents import Documents, PreparedRow, mask_of_pairs
 
 
@@ -85,7 +85,7 @@ def _by_lengths(
 def _dimension_problem(request: Request) -> str:
     """Why the flash attention kernels cannot compute heads of this size; empty if they can."""
     if request.dtype not in HALF:
-        return f"{name_of(request.dtype)}: only bfloat16 and float16"
+        return f"{request.dtype}: only bfloat16 and float16"
     if request.head_dim != request.value_dim:
         return "keys and values of different sizes"
     if request.head_dim % 8 or request.head_dim > 256:
@@ -110,7 +110,7 @@ class VarlenKernel:
         """Why it cannot compute *request*; empty if it can."""
         if request.device_type != self.device_type:
             return f"no kernel for {request.device_type}"
-        needs = pairs_needed(request)
+        needs = request.needs_pairs
         if request.softcap is not None:
             needs = "a softcap"
         if request.has_sinks:

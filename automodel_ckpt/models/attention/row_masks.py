@@ -1,4 +1,7 @@
-"""Attention masks of rows with several samples, in models that make other masks than causal ones from token types.
+"""Attention masks of rows with several samples, for models that do not make such masks from position ids.
+
+Some models (GPT-OSS, AFMoE) build their masks without position ids, so that attention crosses from one sample of a row
+to the next. Their forward passes accept prepared masks, which ``generate`` uses (:func:`mask_by_positions`).
 
 Gemma 3, Gemma 4 and PaliGemma let the tokens of an image attend to each other. Measured with transformers 5.23: its
 masks of Gemma 3's sliding layers look up the image tokens of a packed row at the positions within each sample, so a
@@ -8,6 +11,7 @@ alone, and they are put on the diagonal of the row's mask.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -15,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from automodel_ckpt.models.attention.mask_functions import create_without_cache
 from automodel_ckpt.models.inspect.forward import attention_of, model_without_adapters
@@ -23,6 +29,59 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "create_masks_for_generate"
 _SINGLE = ""
 """The name of the only mask of a model that has no types of layers."""
+_ACCEPTED = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
+
+
+def mask_by_positions(model: nn.Module) -> RemovableHandle | None:
+    """Pass masks by the position ids to the decoder of *model*; returns what undoes it, or None without a decoder.
+
+    Whether the decoder uses the masks has to be probed. Passes with a cache or a mask are not changed.
+    """
+    outer: Any = model_without_adapters(model)
+    if not isinstance(outer, PreTrainedModel):
+        return None
+    decoder: Any = outer.get_decoder()  # type: ignore[no-untyped-call]
+    if not isinstance(decoder, PreTrainedModel):
+        return None
+    parameters = inspect.signature(decoder.forward).parameters
+    if not parameters.keys() >= _ACCEPTED:
+        return None
+    return decoder.register_forward_pre_hook(_add_masks, with_kwargs=True)
+
+
+def _add_masks(
+    decoder: Any, args: tuple[Any, ...], inputs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook that adds the masks to the *inputs* of a forward pass of *decoder*."""
+    positions = inputs.get("position_ids")
+    has_other = _has(inputs, "attention_mask") or _has(inputs, "past_key_values")
+    if args or positions is None or positions.dim() != 2 or has_other:
+        return None
+    given = inputs["inputs_embeds"] if _has(inputs, "inputs_embeds") else inputs["input_ids"]
+    # Only its shape, dtype and device are read.
+    like = torch.empty((*given.shape[:2], 0), dtype=_dtype(decoder, given), device=given.device)
+    masks = create_without_cache(
+        create_masks_for_generate,
+        config=decoder.config,
+        inputs_embeds=like,
+        attention_mask=None,
+        position_ids=positions,
+    )
+    return args, {**inputs, "attention_mask": masks}
+
+
+def _has(inputs: Mapping[str, Any], name: str) -> bool:
+    return inputs.get(name) is not None
+
+
+def _dtype(decoder: nn.Module, given: torch.Tensor) -> torch.dtype:
+    """The type of masks that are added to scores: the one that *decoder* computes in."""
+    device_type = given.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    if given.is_floating_point():
+        return given.dtype
+    return next(decoder.parameters()).dtype
 
 
 def install_row_masks(model: nn.Module) -> RemovableHandle | None:

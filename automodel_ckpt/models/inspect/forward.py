@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.models.inspect.error_texts import first_line
+
 
 def attention_of(model: nn.Module) -> str:
     """The name of the attention implementation; ``its own`` for a model that is not of transformers."""
@@ -84,12 +86,9 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def class_and_message(error: Exception) -> str:
-    """The class of an exception and the first line of its message, at most 200 characters."""
-    name = type(error).__name__
-    for line in str(error).splitlines():
-        if line.strip():
-            return f"{name}: {line.strip()}"[:200]
-    return name
+    """The class of an exception and the first line of its message."""
+    name, text = type(error).__name__, first_line(error)
+    return name if text == name else f"{name}: {text}"
 
 
 @contextmanager

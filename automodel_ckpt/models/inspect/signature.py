@@ -1,7 +1,11 @@
-"""What the files of a model do not contain: its tensors' names in memory, which are tied, and which are transposed."""
+"""What the files of a model do not contain: its tensors' names in memory, which are tied or transposed, and its layers.
+
+Found by building the model that its config.json describes on the meta device: no weights are read.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +25,14 @@ from automodel_ckpt.models.task_head import is_of_backbone
 _TRANSPOSED = (Conv1D, nn.Embedding)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose weights have three or more dimensions and are no experts."""
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""The names that transformers' Trainer leaves out of weight decay (5.23, ``Trainer.get_decay_parameter_names``)."""
+_WITH_CONFIG = (
+    "name the directory of the model's config.json with --config, or remove --training-state to import the "
+    "weights"
+)
+_EXPERTS = 3
+"""Dimensions of a tensor that has the weights of all experts of a layer: [experts, out, in]."""
 
 
 class FusedExperts(NamedTuple):
@@ -187,3 +199,73 @@ def _spelling_in_files(name: str, prefix: str, stored: set[str]) -> str:
         if candidate in stored:
             return candidate
     return name
+
+
+class ListedParameter(NamedTuple):
+    """A parameter: its name in memory, its shape, and whether transformers' Trainer applies weight decay to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    decays: bool
+
+
+def list_parameters(directory: Path) -> list[ListedParameter]:
+    """Return the parameters of the model in *directory* in the order of ``named_parameters()``, tied ones once.
+
+    Raises :class:`CheckpointUnusable` if there is no config.json, or its class is not part of transformers.
+    """
+    model = empty_model(directory, hint=_WITH_CONFIG)
+    model.tie_weights()
+    return parameters_of(model)
+
+
+def parameters_of(model: nn.Module) -> list[ListedParameter]:
+    """Return the parameters of *model* that train, in the order of ``named_parameters()``, tied ones once."""
+    without_decay: set[int] = set()
+    for name, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{name}.{own_name}".lower()
+            if isinstance(module, nn.LayerNorm) or _WITHOUT_DECAY.search(full_name):
+                without_decay.add(id(parameter))
+    found: list[ListedParameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = id(parameter) not in without_decay
+            found.append(ListedParameter(name, tuple(parameter.shape), decays))
+    return found
+
+
+def linear_weights(directory: Path) -> frozenset[str]:
+    """Return the names, in files, of the weights of shape [out, in] of the text model's linear layers.
+
+    Experts of a layer, which are one tensor in memory, count where files store each of them as a matrix. The output
+    layer, the routers and other parts of a model, such as an image encoder, are not included. Builds the model in
+    *directory* from its config.json without memory.
+
+    Raises :class:`CheckpointUnusable` if its class is not part of transformers.
+    """
+    model = empty_model(
+        directory, hint="export Hugging Face files (--to hf), and quantize them with other tools"
+    )
+    renamed, parts = names_in_files(model, directory)
+    found: set[str] = set()
+    prefix = _prefix_of(model, model.get_decoder())
+    for module_name, module in model.named_modules():
+        if not module_name.startswith(prefix):
+            continue
+        if isinstance(module, nn.Linear):
+            name = f"{module_name}.weight"
+            found.add(renamed.get(name, name))
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == _EXPERTS:
+                found.update(parts.get(f"{module_name}.{parameter_name}", {}))
+    return frozenset(found)
+
+
+def _prefix_of(model: nn.Module, part: nn.Module) -> str:
+    """Return the prefix of the names of the modules in *part*, a submodule of *model* or the model itself."""
+    for name, module in model.named_modules():
+        if module is part:
+            return f"{name}." if name else ""
+    raise AssertionError("get_decoder() of a transformers model returns one of its modules")

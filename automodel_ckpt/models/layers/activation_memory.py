@@ -1,17 +1,14 @@
-"""Memory of activations: which of them a layer keeps for the backward pass, which it recomputes, and where they are.
+"""Memory of activations: which of them a layer keeps for the backward pass, and which it recomputes.
 
 * ``full``: a layer keeps its input and recomputes everything else.
 * ``selective``: a layer also keeps what is expensive to compute: the results of attention, of collectives, and of every
   second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py). Experts
   that are divided among ranks (expert parallelism) recompute everything.
-* ``offload``: as ``full``, and the inputs of the layers are in the memory of the host between the forward and the
-  backward pass.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,8 +26,6 @@ from torch.utils.checkpoint import (
 )
 
 from automodel_ckpt.errors import RecipeError
-
-log = logging.getLogger(__name__)
 
 _WHERE = "model.activation_checkpointing"
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"})
@@ -53,8 +48,6 @@ KEPT_OPERATORS = frozenset(
     }
 )
 """Operators whose results are kept: attention, and reductions over ranks."""
-_MIN_OFFLOADED_BYTES = 1 << 20
-"""Copies of smaller tensors would cost more time than they save memory."""
 
 
 def checkpoint_activations(
@@ -66,8 +59,8 @@ def checkpoint_activations(
     """Make the layers of *model* recompute activations in the backward pass: which of them, *mode* selects.
 
     *layers* are the decoder layers, which ``selective`` needs. *sharded_separately* are the modules in them that fsdp2
-    will shard separately from their layer: ``selective`` keeps none of their results. For ``offload``, the forward
-    passes also need :meth:`HostActivations.saving`. Raises :class:`RecipeError` if the model does not support it.
+    will shard separately from their layer: ``selective`` keeps none of their results. Raises :class:`RecipeError` if
+    the model does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise RecipeError(
@@ -87,20 +80,6 @@ def checkpoint_activations(
     # The reentrant variant computes no gradients if no input of a layer requires any, as with a
     # frozen embedding.
     enable({"use_reentrant": False})
-
-
-def check_offload(device: torch.device) -> None:
-    """Validate that activations on *device* can be offloaded. Raises :class:`RecipeError`."""
-    if device.type == "cpu":
-        raise RecipeError(
-            "there is no GPU memory to offload activations from",
-            where=_WHERE,
-            value=f"offload, device {device}",
-            hint="set it to full, which recomputes the same activations",
-        )
-
-
-# ---------------------------------------------------------------- selective
 
 
 def _select_activations(model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -198,128 +177,3 @@ class _Policy:
             self._num_products[is_recompute] += 1
             return self._num_products[is_recompute] % 2 == 1
         return name in KEPT_OPERATORS
-
-
-# ---------------------------------------------------------------- offload
-
-
-class HostActivations:
-    """Keeps the activations that autograd saves on a GPU in the memory of the host until the backward pass.
-
-    On CUDA, copies run on a separate stream: to the host while the forward pass computes the next layers, and back
-    while the backward pass computes the layer behind.
-    """
-
-    def __init__(self, device: torch.device, min_bytes: int = _MIN_OFFLOADED_BYTES) -> None:
-        """Offload from *device* what has at least *min_bytes*."""
-        self._device, self._min_bytes = device, min_bytes
-        self.stream: Any = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._newest: _OnHost | None = None
-        self._last_copy: torch.cuda.Event | None = None
-        self._can_pin = self.stream is not None
-
-    def saving(self) -> AbstractContextManager[None]:
-        """The context of a forward pass. Waits until the device has copied back what the newest backward pass needs."""
-        self._newest = None
-        if self._last_copy is not None:
-            # Memory that is still to be copied is not reused: a host that runs ahead of the device would allocate that
-            # of the next micro-batch, too. The device has to compute the backward pass of the first layer meanwhile.
-            self._last_copy.synchronize()
-            self._last_copy = None
-        hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, self._unpack
-        )
-        return hooks
-
-    def is_offloaded(self, tensor: torch.Tensor) -> bool:
-        """Whether *tensor*, which autograd saves, is moved to the host: large hidden states [B, T, H]."""
-        # Parameters and what is computed without gradients are leaves. Two dimensions: weights in another dtype.
-        is_activation = not tensor.is_leaf and tensor.dim() >= 3 and tensor.is_floating_point()
-        is_here = tensor.device.type == self._device.type
-        return is_activation and is_here and tensor.nbytes >= self._min_bytes
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if not self.is_offloaded(tensor):
-            return tensor
-        self._newest = _OnHost(self, tensor.detach(), self._newest)
-        return self._newest
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _OnHost):
-            tensor: torch.Tensor = packed
-            return tensor
-        return packed.take()
-
-    def note_last_copy(self) -> None:
-        """Let the next forward pass wait for the copies that are queued."""
-        if self.stream is not None:
-            # blocking: a wait that polls would take a core from the processes that read data.
-            self._last_copy = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._last_copy.record(self.stream)
-
-    def host_tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate memory of the host for a copy of *like*, pinned if possible."""
-        shape, dtype = like.shape, like.dtype
-        if self._can_pin:
-            try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
-            except RuntimeError as error:  # a limit of locked memory, or a kernel that has none
-                self._can_pin = False
-                log.warning(
-                    "activations are offloaded to unpinned memory, which is slower: %s", error
-                )
-        return torch.empty(shape, dtype=dtype)
-
-
-class _OnHost:
-    """One activation in the memory of the host."""
-
-    def __init__(
-        self, owner: HostActivations, tensor: torch.Tensor, previous: _OnHost | None
-    ) -> None:
-        self._owner, self._previous = owner, previous
-        self._device = tensor.device
-        self._host = owner.host_tensor(tensor)
-        self._fetched: torch.Tensor | None = None
-        stream = owner.stream
-        if stream is None:
-            self._host.copy_(tensor)
-            return
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(tensor, non_blocking=True)
-        # Otherwise the allocator would reuse the memory before the copy has read it.
-        tensor.record_stream(stream)
-
-    def fetch(self) -> None:
-        """Start copying the activation back to its device."""
-        if self._fetched is not None:
-            return
-        stream = self._owner.stream
-        if stream is None:
-            self._fetched = self._host.to(self._device, copy=True)
-            return
-        # After the copy to the host, which is on the same stream.
-        with torch.cuda.stream(stream):
-            self._fetched = self._host.to(self._device, non_blocking=True)
-
-    def take(self) -> torch.Tensor:
-        """The activation on its device; starts copying the one that was saved before it."""
-        self.fetch()
-        tensor = self._fetched
-        assert tensor is not None
-        self._fetched = None
-        stream = self._owner.stream
-        if stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(stream)
-            tensor.record_stream(current)
-        if self._previous is not None:
-            self._previous.fetch()
-            # The chain would keep the host's memory of all earlier activations.
-            self._previous = None
-        else:
-            self._owner.note_last_copy()
-        return tensor

@@ -6,28 +6,19 @@ match ``lm_head``.
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.inspect.module_patterns import (
-    available,
-    is_match,
-    leaf_names,
-    pattern_hint,
-    within,
-)
-from automodel_ckpt.models.layers.adapter_limits import (
-    lost_by_peft,
-    mistaken_for_experts,
-    not_linear_layers,
-    rejected_by_peft,
-)
-from automodel_ckpt.models.layers.lora import ALL_EXPERTS, ALL_LINEAR, Lora
+from automodel_ckpt.models.layers.lora import ADAPTER_NAME, ALL_EXPERTS, ALL_LINEAR, Lora
 from automodel_ckpt.models.loss.mtp import is_of_mtp, mtp_of
 
 log = logging.getLogger("automodel_ckpt")
@@ -37,6 +28,54 @@ _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FUSED_DIMENSIONS = 3
 """Fused experts have the shape (experts, inputs, outputs) or (experts, outputs, inputs)."""
 Named = TypeVar("Named")
+
+
+def is_match(pattern: str, name: str) -> bool:
+    """Whether a glob matches the full name, or a pattern without wildcards the name or its last components."""
+    if any(character in pattern for character in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def within(parents: Sequence[str], names: Iterable[str]) -> set[str]:
+    """The names of modules that are in *parents* or inside of one of them."""
+    prefixes = tuple(f"{parent}." for parent in parents)
+    return {name for name in names if name in parents or name.startswith(prefixes)}
+
+
+def leaf_names(names: Iterable[str]) -> list[str]:
+    """The last components of module names, without numbers and duplicates."""
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    return [leaf for leaf in leaves if not leaf.isdecimal()]
+
+
+def pattern_hint(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
+    """A hint with the names that are similar to the unknown component of *pattern*, and with all names.
+
+    The suggestion for a component that is not the last one of a name is a glob.
+    """
+    leaves = leaf_names(wanted)
+    components: dict[str, None] = {}
+    for name in wanted:
+        components.update(dict.fromkeys(name.split(".")))
+    words = [word for word in re.split(r"[^\w-]+", pattern) if word]
+    unknown = [word for word in words if word not in components]
+    word = unknown[-1] if unknown else pattern.rpartition(".")[2]
+    names = [component for component in components if not component.isdecimal()]
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if not near:
+        return available(wanted)
+    suggestions = [name if name in leaves else f"*.{name}.*" for name in near]
+    return f"did you mean {' or '.join(suggestions)}? {available(wanted)}"
+
+
+def available(wanted: Iterable[str]) -> str:
+    """A hint with the last components of up to 20 names."""
+    leaves = leaf_names(wanted)
+    if not leaves:
+        return "the model has no such layer"
+    more = f" and {len(leaves) - 20} more" if len(leaves) > 20 else ""
+    return f"there are {', '.join(leaves[:20])}{more}"
 
 
 def find_modules(
@@ -251,3 +290,98 @@ def _unsuited_problems(
         if wrong := sorted(found & names):
             problems.append(Problem(what, "peft.target_modules", wrong[:5], hint))
     return problems
+
+
+def mistaken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
+    """The names of layers that peft would replace by the fused experts of the model.
+
+    peft interprets such names as those of experts in older versions of the model.
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a version of peft without support for fused experts
+        return set()
+
+    def is_unchanged(leaf: str) -> bool:
+        config: Any = LoraConfig(target_modules=[leaf])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # peft rejects a part of a fused tensor
+            return False
+        return leaf in config.target_modules
+
+    experts = {leaf for leaf in leaf_names(adaptable) if not is_unchanged(leaf)}
+    return {name for name in adaptable if name.rpartition(".")[2] in experts}
+
+
+def rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
+    """The *names* of layers that peft rejects in models of this type, such as those whose kernels read the weight."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    def is_rejected(leaf: str) -> bool:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+        except ValueError:
+            return True
+        return False
+
+    candidates = set(names)
+    rejected = {leaf for leaf in leaf_names(candidates) if is_rejected(leaf)}
+    return {name for name in candidates if name.rpartition(".")[2] in rejected}
+
+
+def lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The *names* of layers whose adapters peft saves, and ignores when it loads them, with a warning.
+
+    peft applies the renamings that transformers has for old weights to adapters, too, and some rename the present name
+    of a layer (peft 0.21: shared_experts of Laguna).
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_adapter_state_dict_for_transformers as loaded_state,
+        )
+    except ImportError:  # a version of peft that renames nothing
+        return set()
+    keys = {f"base_model.model.{name}.lora_A.weight": name for name in names}
+    # Only the names matter. Adapters on the meta device take no memory.
+    state = {key: torch.empty(1, 1, device="meta") for key in keys}
+    config: Any = LoraConfig(target_modules=list(keys.values()))
+    loaded = loaded_state(model, config, state, ADAPTER_NAME)
+    found = {key.replace(f".{ADAPTER_NAME}.", ".") for key in loaded}
+    return {name for key, name in keys.items() if key not in found}
+
+
+def not_linear_layers(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> set[str]:
+    """The names of layers that the model's code derives from ``nn.Linear``, but that compute something else.
+
+    Examples are routers that return scores and indices, and block-diagonal projections. peft adds the output of an
+    adapter to what such a layer returns, and the forward pass fails.
+    """
+    found = set()
+    for name, layer in adaptable.items():
+        # Classes of other packages, such as quantized layers, have adapters of their own in peft.
+        is_own_class = type(layer).__module__ == type(model).__module__
+        if isinstance(layer, nn.Linear) and is_own_class and not _maps_rows(layer):
+            found.add(name)
+    return found
+
+
+def _maps_rows(layer: nn.Linear) -> bool:
+    """Whether *layer* maps rows of ``in_features`` values to a tensor with rows of ``out_features`` values."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    # On the meta device, nothing is computed and no random numbers are drawn.
+    state = [*layer.named_parameters(), *layer.named_buffers()]
+    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in state}
+    rows = torch.empty(2, 3, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        with torch.no_grad():
+            output = torch.func.functional_call(layer, tensors, (rows,))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (2, 3, layer.out_features)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,10 @@ _LOWEST = -1e4
 """The lowest log-probability of a teacher, whose probability is 0: minus infinity times 0 would be NaN."""
 _SMALLEST = 1e-30
 """The smallest probability of all tokens beside the top-k, so that its logarithm is finite."""
+
+
+TeacherTargets: TypeAlias = "LogitTargets | TopTargets"
+"""The distributions that a teacher predicts at the labeled positions of a micro-batch, position by position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +42,6 @@ class DistillationWeights:
     reverse: float = 0.0
 
 
-class TeacherTargets(Protocol):
-    """The distributions that a teacher predicts at the labeled positions of a micro-batch, position by position."""
-
-    @property
-    def num_columns(self) -> int | None:
-        """The number of tokens that are compared, the first ones of both vocabularies; None: all of them."""
-
-    def compare(
-        self,
-        start: int,
-        student: torch.Tensor,
-        weights: DistillationWeights,
-        part: VocabularyPart | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compare the *student* with the teacher at the positions from *start*.
-
-        *student* are log-probabilities [n, V] at the temperature, which are overwritten. Returns the divergence [n]
-        without the factor temperature**2, and its gradient [n, V] with respect to the logits / temperature. With
-        *part*, the columns are those of this rank, and this is collective.
-        """
-
-
 class LogitTargets:
     """The complete distributions of a teacher, from logits that are computed chunk by chunk."""
 
@@ -70,7 +52,8 @@ class LogitTargets:
         part: VocabularyPart | None = None,
     ) -> None:
         """*logits* returns the teacher's logits [n, V] of the positions from a start to an end, in a new tensor; with
-        *part*, those of this rank's rows of the teacher's output layer."""
+        *part*, those of this rank's rows of the teacher's output layer. *num_columns* is the number of tokens that are
+        compared, the first ones of both vocabularies; None: all."""
         self._logits = logits
         self.num_columns = num_columns
         self._part = part

@@ -38,7 +38,7 @@ class Distillation:
         self.sums: torch.Tensor | None = None
         """The summed cross-entropy and the summed divergence (with its factor temperature**2), [2]; set by a pass."""
 
-    def linear(
+    def __call__(
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute the loss for a layer of *weight* [V, H] and *bias* [V]; 0-dim.
@@ -106,7 +106,7 @@ def rows_of_chunk(device_type: str, num_columns: int) -> int:
 
 
 def peak_bytes(num_positions: int, num_columns: int, dtype: torch.dtype, device_type: str) -> int:
-    """Bytes that the chunks of :meth:`Distillation.linear` need for *num_positions* labels, without its inputs and the
+    """Bytes that the chunks of :class:`Distillation` need for *num_positions* labels, without its inputs and the
     gradients that it returns."""
     rows = min(num_positions, rows_of_chunk(device_type, num_columns))
     wide = torch.promote_types(dtype, torch.float32)
@@ -164,7 +164,7 @@ class CapturedHidden:
         self.part: VocabularyPart | None = None
         """This rank's rows of the layer; None: all of them."""
 
-    def linear(
+    def __call__(
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Keep the hidden states and the part; returns 0."""

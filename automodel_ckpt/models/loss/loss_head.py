@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,17 +42,8 @@ _SMALL = 2**18
 
 
 LinearLoss = Callable[[Labeled, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""A function with the arguments of :meth:`Criterion.linear`."""
-
-
-class Criterion(Protocol):
-    """What a loss head computes from labeled hidden states in place of the cross-entropy: a 0-dim tensor, or a vector
-    of one loss for each position."""
-
-    def linear(
-        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Compute it for a layer of *weight* [V, H] and *bias* [V]: all of its rows, or those of ``labeled.part``."""
+"""What a loss head computes from labeled hidden states, for a layer of weight [V, H] and bias [V]: all of its rows, or
+those of ``labeled.part``. Returns a 0-dim tensor, or a vector of one loss for each position."""
 
 
 class LossPass(AbstractContextManager["LossPass"]):
@@ -65,7 +56,7 @@ class LossPass(AbstractContextManager["LossPass"]):
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
-        criterion: Criterion | None = None,
+        criterion: LinearLoss | None = None,
         z_loss: ZLoss | None = None,
     ) -> None:
         self._head = head
@@ -88,7 +79,7 @@ class LossPass(AbstractContextManager["LossPass"]):
     @property
     def linear_loss(self) -> LinearLoss:
         """What computes the loss of a layer that is one matrix."""
-        return self._cross_entropy if self.criterion is None else self.criterion.linear
+        return self.criterion or self._cross_entropy
 
     def _cross_entropy(
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
@@ -206,7 +197,7 @@ class LossHead(nn.Linear):
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
-        criterion: Criterion | None = None,
+        criterion: LinearLoss | None = None,
         z_loss: ZLoss | None = None,
     ) -> LossPass:
         """Let the forward passes of the model inside the context compute a loss instead of logits.

@@ -25,21 +25,18 @@ from automodel_ckpt.models.loss.loss_inputs import (
 )
 
 
-class PositionLosses:
-    """A criterion of the loss head: the cross-entropy [N] of each labeled position, in float32 or float64."""
+def position_losses(
+    labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """A criterion of the loss head: the cross-entropy [N] of each labeled position, in float32 or float64.
 
-    def linear(
-        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Compute the losses [N] for a layer of *weight* [V, H] and *bias* [V]. Hits are not counted.
-
-        With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
-        """
-        hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
-        losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
-        )
-        return losses
+    Hits are not counted. With ``labeled.part``, *weight* and *bias* are this rank's rows, and this is collective.
+    """
+    hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
+    losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
+    )
+    return losses
 
 
 class _PositionLosses(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Find the address of this node that other nodes can reach. Uses the standard library only, before torch connects.
+"""Find the address of this node that other nodes can reach. Used before torch is loaded or connects.
 
 On many nodes the host name resolves to 127.0.0.1 or 127.0.1.1 (Debian writes such a line into /etc/hosts). torch then
 does not recognize that the node hosts the rendezvous, sends a loopback address to the others, and gloo listens there.
@@ -9,9 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _SIOCGIFADDR = 0x8915  # an interface's IPv4 address (source: netdevice(7))
 
@@ -66,6 +71,18 @@ def address_towards(host: str) -> str | None:
             address: str = probe.getsockname()[0]
             return address
     return None
+
+
+def own_address(group: ProcessGroup | None) -> str:
+    """An address of this node that the nodes of the other ranks of *group* can reach. Collective."""
+    from automodel_ckpt.parallel.ranks.agree import gather_objects
+
+    own = address_towards(os.environ.get("MASTER_ADDR", "localhost")) or "127.0.0.1"
+    # The host name of rank 0's node may resolve to 127.0.1.1 there.
+    others = [address for address in gather_objects(group, own) if not is_loopback(address)]
+    if is_loopback(own) and others:
+        return address_towards(others[0]) or own
+    return own
 
 
 def interface_of(address: str) -> str | None:

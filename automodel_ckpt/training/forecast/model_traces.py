@@ -13,7 +13,6 @@ from torch import nn
 
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.inspect.forward import model_without_adapters
-from automodel_ckpt.models.layers.activation_memory import HostActivations
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
@@ -69,9 +68,6 @@ def _traced(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
         targets = torch.zeros(batch.rows, batch.targets_per_row, dtype=torch.long)
         tokens["decoder_input_ids"] = targets
     dtype, is_autocast = traced_dtype(recipe)
-    host = None
-    if activation_mode(recipe.config.model) == "offload":
-        host = HostActivations(torch.device("cpu"))
     dtypes = {} if is_autocast else _computed_dtypes(recipe.model, dtype)
     quantized = quantized_layers(recipe)
     for key, itemsize in quantized_itemsizes(recipe).items():
@@ -90,7 +86,6 @@ def _traced(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
                     recipe.trainable.forward_options,
                     dtype=dtype,
                     is_autocast=is_autocast,
-                    host=host,
                     keeps_attention=keeps_attention,
                     is_on_gpu=recipe.layout.device.type == "cuda",
                     shapes=_without_lookups(backbone, shapes),

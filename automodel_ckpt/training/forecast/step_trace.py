@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from automodel_ckpt.models.layers.activation_memory import HostActivations, checkpoint_activations
+from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 
 Tensors = Mapping[str, torch.Tensor]
 _NAME = "automodel_ckpt_trace"
@@ -227,7 +227,6 @@ def traced_step(
     *,
     dtype: torch.dtype | None = None,
     is_autocast: bool = False,
-    host: HostActivations | None = None,
     keeps_attention: bool = False,
     is_on_gpu: bool = False,
     shapes: Mapping[int, torch.Size] | None = None,
@@ -241,7 +240,6 @@ def traced_step(
         options: Further arguments of its forward pass.
         dtype: The dtype that the passes compute in; None: that of the parameters.
         is_autocast: Whether *dtype* is that of autocast; otherwise parameters are cast to it before.
-        host: What decides which activations are in the memory of the host between the passes; None: none are.
         keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
         is_on_gpu: Whether the step is that of a GPU.
@@ -265,7 +263,6 @@ def traced_step(
                 live,
                 dtype,
                 is_autocast=is_autocast,
-                host=host,
                 shapes=shapes or {},
                 dtypes=dtypes or {},
             )
@@ -281,7 +278,6 @@ def _traced(
     dtype: torch.dtype | None,
     *,
     is_autocast: bool,
-    host: HostActivations | None,
     shapes: Mapping[int, torch.Size],
     dtypes: Mapping[int, torch.dtype],
 ) -> StepTrace:
@@ -298,7 +294,7 @@ def _traced(
         autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
         # Not functional_call: activation checkpointing calls layers again in the backward pass.
         with live, _reparametrize_module(backbone, own, tie_weights=True):
-            with autocast, _offloading(host):
+            with autocast:
                 output = backbone(**fake_inputs, **options)
             forward = live.peak
             hidden = _last_hidden(output)
@@ -364,26 +360,6 @@ def fake_parameters(
     for name, buffer in model.named_buffers():
         own[name] = torch.empty(buffer.shape, dtype=dtypes.get(id(buffer), buffer.dtype))
     return own
-
-
-@contextmanager
-def _offloading(host: HostActivations | None) -> Iterator[None]:
-    """Free the activations that *host* offloads, and make them again where the backward pass needs them."""
-    if host is None:
-        yield
-        return
-
-    def pack(tensor: torch.Tensor) -> Any:
-        return (tensor.shape, tensor.dtype) if host.is_offloaded(tensor) else tensor
-
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        shape, dtype = packed
-        return torch.empty(shape, dtype=dtype)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from automodel_ckpt.models.attention.attention_direction import causal_layers
 from automodel_ckpt.models.config_checks import sees_later_tokens
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.forward import model_without_adapters
-from automodel_ckpt.models.inspect.model_files import fetched_directory
 from automodel_ckpt.models.inspect.model_names import present_name
+from automodel_ckpt.models.inspect.repository import fetched_directory
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import reshard

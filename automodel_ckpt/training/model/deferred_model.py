@@ -28,8 +28,7 @@ from automodel_ckpt.models.build import (
     with_attention_caps,
 )
 from automodel_ckpt.models.inspect.error_texts import naming_files
-from automodel_ckpt.models.inspect.model_files import fetched_directory
-from automodel_ckpt.models.inspect.repository import importing_code
+from automodel_ckpt.models.inspect.repository import fetched_directory, importing_code
 from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size
 from automodel_ckpt.models.meta_init import (
     CANNOT_BUILD,

@@ -30,7 +30,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
 from automodel_ckpt.models.inspect.float32_parts import float32_pattern
-from automodel_ckpt.models.inspect.model_files import fetched_directory
+from automodel_ckpt.models.inspect.repository import fetched_directory
 from automodel_ckpt.models.inspect.vocabulary import log_resized, vocabulary_names
 from automodel_ckpt.models.weight_matching import (
     Names,

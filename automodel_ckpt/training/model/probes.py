@@ -17,7 +17,6 @@ from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
 from automodel_ckpt.models.config_checks import context_length
-from automodel_ckpt.models.dropout import turn_off_dropout
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,
     model_without_adapters,
@@ -267,6 +266,8 @@ def remove_dropout(request: ModelRequest, model: nn.Module) -> None:
     """Turn off the dropout of *model*, unless the recipe trains with it, and log that there was some."""
     if request.uses_dropout:
         return
+    from automodel_ckpt.models.dropout import turn_off_dropout
+
     rates = turn_off_dropout(model)
     if rates:
         log.info(

@@ -108,7 +108,7 @@ def probe_with_masks(
     # Each pipeline stage probes its own layers, and all stages need the same rows.
     if on_all_ranks(layout.gloo_group, bool(answer)):
         return Answer(True)
-    from automodel_ckpt.models.attention.position_masks import mask_by_positions
+    from automodel_ckpt.models.attention.row_masks import mask_by_positions
 
     handle = None if layout.in_stages else mask_by_positions(probe_model)
     if handle is None:

@@ -48,7 +48,7 @@ def parallelism(section: DistributedConfig) -> Parallelism:
 
 
 def activation_mode(section: ModelConfig | Target) -> str:
-    """Which activations are recomputed: ``full``, ``selective`` or ``offload``; empty: none."""
+    """Which activations are recomputed: ``full`` or ``selective``; empty: none."""
     given = section.activation_checkpointing if isinstance(section, ModelConfig) else False
     if isinstance(given, str):
         return given
@@ -176,11 +176,6 @@ class ModelRequest:
     def predicts_tokens(self) -> bool:
         """Whether the output layer computes logits of tokens."""
         return not self.has_task_head and self.task_type != _FEATURES
-
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether activations are kept in the memory of the host between the passes."""
-        return self.is_trained and activation_mode(self.config.model) == "offload"
 
     @property
     def row_multiple(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from automodel_ckpt.training.model.sections import (
 )
 
 if TYPE_CHECKING:
-    from automodel_ckpt.models.layers.activation_memory import HostActivations
     from automodel_ckpt.training.model.pipeline import PipelineStage
 
 
@@ -52,7 +51,7 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
                 value=layout.sizes.pp,
                 hint="remove pp_size: fsdp2 shards the model over the same ranks",
             )
-        from automodel_ckpt.models.stage_division import check_stages
+        from automodel_ckpt.models.pipeline_stage import check_stages
 
         check_stages(model, layout.sizes.pp * request.config.distributed.stages_per_rank)
     if layout.sizes.cp > 1:
@@ -66,16 +65,11 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
 
 
 def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
-    """Shard a model for training. Its forward pass offloads activations and uses CUDA graphs as the recipe states."""
+    """Shard a model for training. Its forward pass uses CUDA graphs as the recipe states."""
     sharded = shard(deferred, request.config, request.layout)
-    compute = sharded.compute
-    if request.offloads_activations:
-        from automodel_ckpt.models.layers.activation_memory import HostActivations
-
-        compute = _offloading(compute, HostActivations(request.layout.device))
     if has_cuda_graphs(request.config, request.layout):
-        compute = _marking_steps(compute)
-    return replace(sharded, compute=compute)
+        return replace(sharded, compute=_marking_steps(sharded.compute))
+    return sharded
 
 
 def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:
@@ -126,19 +120,6 @@ def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> 
         device=device,
         num_widths=num_row_widths(section.row_widths, section.dynamic, device.type),
     )
-
-
-def _offloading(
-    compute: Callable[[], AbstractContextManager[Any]], host: HostActivations
-) -> Callable[[], AbstractContextManager[Any]]:
-    """The context *compute* of a forward pass, in which activations are moved to the host."""
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with compute(), host.saving():
-            yield
-
-    return both
 
 
 def has_cuda_graphs(config: RecipeConfig, layout: RankLayout) -> bool:

@@ -247,10 +247,6 @@ def _check_device(request: ModelRequest, model: nn.Module, *, has_routers: bool)
     """Raise :class:`RecipeError` if this device does not support what the recipe asks of *model*."""
     config, layout = request.config, request.layout
     check_attention(model, layout.device)
-    if request.offloads_activations:
-        from automodel_ckpt.models.layers.activation_memory import check_offload
-
-        check_offload(layout.device)
     if has_cuda_graphs(config, layout) and request.is_trained:
         check_cuda_graphs(config, layout, has_routers=has_routers)
 

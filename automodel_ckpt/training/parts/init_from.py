@@ -34,8 +34,12 @@ from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.names.registry import model_types
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
-from automodel_ckpt.models.inspect.model_files import fetched_directory, require_local
-from automodel_ckpt.models.inspect.repository import base_directory, check_revision
+from automodel_ckpt.models.inspect.repository import (
+    base_directory,
+    check_revision,
+    fetched_directory,
+    require_local,
+)
 from automodel_ckpt.models.weight_matching import (
     Names,
     Verdict,

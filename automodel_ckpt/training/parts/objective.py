@@ -29,7 +29,6 @@ from automodel_ckpt.loss.causal import (
     num_label_tokens,
     shift_labels,
 )
-from automodel_ckpt.models.attention.host_positions import note_positions
 from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
@@ -379,7 +378,9 @@ class Objective:
             for name, value in rows.items()
             if name not in ("labels", IS_TOKEN)
         }
-        if "position_ids" in inputs:
+        if "position_ids" in inputs and not inputs["position_ids"].is_cpu:
+            from automodel_ckpt.models.attention.host_positions import note_positions
+
             note_positions(inputs["position_ids"], rows["position_ids"])
         if self.trainable.embedding_noise is not None:
             self.trainable.embedding_noise.note_rows(inputs)

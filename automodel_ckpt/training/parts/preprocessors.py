@@ -9,8 +9,11 @@ from typing import Any, Literal
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.model_files import reject_other_weights, require_local
-from automodel_ckpt.models.inspect.repository import check_revision
+from automodel_ckpt.models.inspect.repository import (
+    check_revision,
+    reject_other_weights,
+    require_local,
+)
 from automodel_ckpt.training.model.sections import preprocessor_options
 
 _BASE = "model.from_pretrained"

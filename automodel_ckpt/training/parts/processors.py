@@ -14,12 +14,12 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.media.media import AUDIO, media_of, takes_audio_with_text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.error_texts import first_line
-from automodel_ckpt.models.inspect.model_files import require_local
 from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     asks_for_code,
     code_not_trusted,
     damaged_config,
+    require_local,
 )
 from automodel_ckpt.models.processor import read_processor, unknown_settings
 

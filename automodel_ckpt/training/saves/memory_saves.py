@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
-from automodel_ckpt.parallel.ranks.node_address import own_address
+from automodel_ckpt.parallel.ranks.network import own_address
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 log = logging.getLogger("automodel_ckpt")

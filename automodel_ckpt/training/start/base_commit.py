@@ -37,7 +37,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.model_files import require_local
+from automodel_ckpt.models.inspect.repository import require_local
 from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_ranks
 
 log = logging.getLogger("automodel_ckpt")

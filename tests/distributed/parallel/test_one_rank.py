@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from automodel_ckpt.models.inspect.float32_parts import float32_names
-from automodel_ckpt.parallel import parallelize as module
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.parallel.ranks import one_rank
 from tests.distributed.models import test_float32_parts
@@ -62,7 +61,7 @@ def trained(
     build: Any, how: Parallelism, with_copies: bool, **sizes: int
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], int]:
     """(losses and norms of two steps, the weights after them, the bytes that were moved)."""
-    patch = mock.patch.object(module, "cast_without_copies")
+    patch = mock.patch.object(one_rank, "cast_without_copies")
     layout, model = layout_here(**sizes), build()
     if with_copies:
         with patch:

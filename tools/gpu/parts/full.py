@@ -15,7 +15,6 @@ from tools.gpu.steps import base_of
 FULL: Mapping[str, Any] = {"model": {"activation_checkpointing": "full"}}
 SELECTIVE: Mapping[str, Any] = {"model": {"activation_checkpointing": "selective"}}
 FP8: Mapping[str, Any] = {"fp8": {}}
-OFFLOAD: Mapping[str, Any] = {"model": {"activation_checkpointing": "offload"}}
 BF16: Mapping[str, Any] = {"model": {"dtype": "bfloat16"}}
 """Weights and moments in bfloat16: as the bare loop has them."""
 ADAM_8_BIT: Mapping[str, Any] = {
@@ -59,7 +58,6 @@ CASES = (
         forecasts=True,
     ),
     Case("less precise: FP8, compiled", FP8, needs="torchao"),
-    Case("ours, offloaded activations, compiled", OFFLOAD, only_gpu=True),
     Case("ours, defaults", compiles=False),
 )
 """Those of ours that are not less precise have float32 weights and moments, and so count for the goal."""

@@ -26,7 +26,6 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.models.attention.by_document import (
     attend_by_document,
     attend_by_mask,
-    attends_by_document,
 )
 from automodel_ckpt.models.attention.documents import Documents, documents_of
 from automodel_ckpt.models.inspect.forward import attention_of
@@ -53,7 +52,6 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def by_document(model_type: str) -> Any:
     model = build(model_type, "sdpa")
     assert attend_by_document(model, OPTIONS)
-    assert attends_by_document(model)
     return model
 
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from automodel_ckpt.models.attention import flex_kernel
 from automodel_ckpt.models.attention.by_document import (
     UnsupportedByKernel,
     attend_by_document,
     attend_by_mask,
-    attends_by_document,
     attention_by_pairs,
     compares_name,
     validate_kernel,
@@ -33,9 +28,7 @@ from automodel_ckpt.models.attention.document_kernels import (
 )
 from automodel_ckpt.models.attention.documents import Documents
 from automodel_ckpt.models.attention.flex_kernel import FlexKernel, block_rows
-from automodel_ckpt.models.attention.length_kernels import VarlenKernel, cumulative_lengths
-from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
-from automodel_ckpt.models.layers.compiling import compile_layers
+from automodel_ckpt.models.attention.length_kernels import VarlenKernel
 from tests.unit.models.building.test_build import GEMMA2
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients, samples
 
@@ -158,7 +151,7 @@ SCALE = dataclasses.replace(TASK, scale=0.3)
 SOFTCAP = dataclasses.replace(TASK, softcap=2.0)
 SINKS = dataclasses.replace(TASK, has_sinks=True)
 DROPOUT = dataclasses.replace(TASK, has_dropout=True)
-BIAS = dataclasses.replace(TASK, other_options=("position_bias",))
+BIAS = dataclasses.replace(TASK, needs_pairs="position_bias")
 FULL = dataclasses.replace(TASK, dtype=torch.float32)
 ODD = dataclasses.replace(TASK, head_dim=12, value_dim=12)
 MIXED = dataclasses.replace(TASK, head_dim=32)
@@ -254,17 +247,6 @@ def chosen(counts: Any, indices: Any) -> torch.Tensor:
     return found
 
 
-def test_cumulative_lengths_have_few_sizes_and_the_same_mask() -> None:
-    documents = Documents(((3, 1), (70, 1), (1, 3)), 4, CPU)
-    rows = cumulative_lengths(documents)
-    assert rows.cumulative.tolist() == [0, 3, 73, 74, 75, 76, 76, 76, 76]
-    assert (rows.longest, rows.num_tokens) == (128, 76)
-    # A power of two is not rounded up.
-    two = cumulative_lengths(Documents(((64, 2),), None, torch.device("cpu")))
-    assert (two.longest, two.cumulative.tolist()) == (64, [0, 64, 128])
-    assert torch.equal(rows.mask, documents.mask)
-
-
 def test_a_kernel_that_computes_something_else_is_found() -> None:
     def too_wide(*tensors: Any, window_size: tuple[int, int], **options: Any) -> torch.Tensor:
         return varlen_2_11(*tensors, window_size=(window_size[0] + 1, 0), scale=options["scale"])
@@ -300,7 +282,6 @@ def test_a_model_attends_by_a_kernel_that_supports_all_of_its_layers(
     assert attend_by_document(model, OPTIONS, kernel_name=f"test_{name}", kernel=ALL[name]) == (
         is_able
     )
-    assert attends_by_document(model) == is_able
     loss, gradients = loss_and_gradients(model, one_row())
     attend_by_mask(model)
     expected_loss, expected = loss_and_gradients(model, one_row())
@@ -338,25 +319,6 @@ def test_an_eager_model_with_a_softcap_attends_by_flex() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("limit", [8, 1000])
-def test_flex_attention_is_compiled_again_for_more_variants_than_torch_allows_by_default(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = []
-
-    def compiled(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        limits.append(torch._dynamo.config.recompile_limit)
-        return query
-
-    monkeypatch.setattr(flex_kernel, "_compiled_flex", lambda: compiled)
-    rows = [torch.empty(1, 2, 8, 16, device="meta") for _ in range(3)]
-    # Compiled layers have raised the limit in the second case.
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        flex_kernel._flex(*rows)
-        assert torch._dynamo.config.recompile_limit == limit
-    assert limits == [max(limit, 128)]
-
-
 def test_models_that_add_an_index_to_the_mask_under_the_name_sdpa_keep_the_mask() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -373,130 +335,3 @@ def test_models_that_add_an_index_to_the_mask_under_the_name_sdpa_keep_the_mask(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert compares_name(model)
-
-
-# ---------------------------------------------------------------- compilation and recomputation
-
-
-@torch.library.custom_op("automodel_ckpt_test::varlen", mutates_args={})
-def _opaque(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cumulative: torch.Tensor,
-    longest: int,
-) -> torch.Tensor:
-    return reference(query, key, value, cumulative, longest, -1, None)
-
-
-@_opaque.register_fake
-def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return torch.empty_like(query)
-
-
-@torch.library.custom_op("automodel_ckpt_test::varlen_backward", mutates_args={})
-def _opaque_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cumulative: torch.Tensor,
-    longest: int,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def gradients() -> Any:
-        tensors = [each.detach().requires_grad_() for each in (query, key, value)]
-        output = reference(tensors[0], tensors[1], tensors[2], cumulative, longest, -1, None)
-        return torch.autograd.grad(output, tensors, gradient)
-
-    # Autograd is off in the thread that runs an operator.
-    with ThreadPoolExecutor(1) as threads:
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = threads.submit(gradients).result()
-    return found
-
-
-@_opaque_backward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    query, key, value, cumulative = ctx.saved_tensors
-    return *_opaque_backward(query, key, value, cumulative, ctx.longest, gradient), None, None
-
-
-def _keep(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-    *tensors, ctx.longest = inputs
-    ctx.save_for_backward(*tensors)
-
-
-_opaque.register_autograd(_backward, setup_context=_keep)
-
-
-def opaque_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
-    output: torch.Tensor = _opaque(query, key, value, cu_seq_q, max_q)
-    return output
-
-
-def rows_of(*lengths: int) -> dict[str, torch.Tensor]:
-    """A row of documents of these lengths, which sum up to the same number in all calls."""
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    tokens = (positions * 7 + 3) % 97
-    return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
-
-
-ROWS = [(9, 7), (4, 4, 8), (1, 2, 3, 10), (16,), (2, 2, 2, 2, 2, 2, 2, 2), (1, 15)]
-
-
-@pytest.mark.parametrize("is_recomputed", [pytest.param(False, marks=pytest.mark.further), True])
-def test_compiled_layers_are_not_compiled_again_for_other_documents(is_recomputed: bool) -> None:
-    model = build("llama", "sdpa").to(torch.bfloat16)
-    kernel = VarlenKernel(opaque_varlen, "cpu")
-    assert attend_by_document(model, OPTIONS, kernel_name="test_opaque", kernel=kernel)
-    if is_recomputed:
-        checkpoint_activations(model)
-    expected = [loss_and_gradients(model, rows_of(*lengths)) for lengths in ROWS]
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.register_backend(counter, name="counted")
-    try:
-        compile_layers(list(model.model.layers), backend="counted", fullgraph=not is_recomputed)
-        found = [loss_and_gradients(model, rows_of(*lengths)) for lengths in ROWS]
-    finally:
-        torch._dynamo.backends.registry._COMPILER_FNS.pop("counted")
-    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=2e-3)
-        for ours, theirs in zip(gradients, expected_gradients, strict=True):
-            assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max() + 1e-3
-    # With documents, with documents of any number and length, and without documents.
-    assert counter.frame_count <= 4
-
-
-def test_the_documents_of_a_row_are_found_once_per_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[Documents] = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Noting(VarlenKernel):
-        def prepare(self, documents: Documents) -> Any:
-            calls.append(documents)
-            return super().prepare(documents)
-
-    prepared: Callable[..., Any] = Noting(varlen_2_11, "cpu")  # type: ignore[assignment]
-    model = build("llama", "sdpa").to(torch.bfloat16)
-    assert attend_by_document(model, OPTIONS, kernel_name="test_noting", kernel=prepared)  # type: ignore[arg-type]
-    checkpoint_activations(model)
-    calls.clear()
-    loss_and_gradients(model, rows_of(4, 4, 8))
-    assert [documents.lengths for documents in calls] == [[4, 4, 8]]

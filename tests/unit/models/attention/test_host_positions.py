@@ -71,15 +71,6 @@ def test_a_row_of_one_sample_has_no_documents() -> None:
     assert documents_of(**asked_for("causal", on_device)) is None
 
 
-def test_several_masks_of_a_forward_pass_share_the_numbers_of_samples() -> None:
-    on_host = positions_of([3, 2])
-    on_device = on_host.to(META)
-    note_positions(on_device, on_host)
-    first, second = (documents_of(**asked_for(kind, on_device)) for kind in KINDS)
-    assert first is not None and second is not None
-    assert first.runs == second.runs == ((3, 1), (2, 1))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -128,22 +119,6 @@ def test_a_mask_that_reads_other_tensors_is_read_from_the_device() -> None:
     wanted["mask_function"] = and_mask
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         documents_of(**wanted)
-
-
-def test_a_mask_whose_default_arguments_have_tensors_is_read_from_the_device() -> None:
-    on_host = positions_of([3, 2])
-    on_device = on_host.to(META)
-    note_positions(on_device, on_host)
-    seen = torch.ones(5, dtype=torch.bool, device=META)
-
-    def one(query: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
-        return seen[query]
-
-    def other(query: torch.Tensor, *, seen: torch.Tensor = seen) -> torch.Tensor:
-        return seen[query]
-
-    assert host_positions.on_host(one) is None
-    assert host_positions.on_host(other) is None
 
 
 def test_a_mask_that_may_create_tensors_on_the_device_is_read_from_there() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,24 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
 )
-from transformers.utils.hub import cached_file
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
-    _build_errors,
     build_model,
     restore_attention_caps,
 )
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.inspect.float32_parts import float32_names
-from automodel_ckpt.models.inspect.model_files import fetched_directory, require_local
-from automodel_ckpt.models.inspect.repository import base_directory
+from automodel_ckpt.models.inspect.repository import (
+    base_directory,
+    require_local,
+)
 from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.quantize import cast_to, check_not_quantized
 from automodel_ckpt.parallel.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.training.model.deferred_model import build_deferred
-from tests.support.servers.serving import serve
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -164,48 +162,6 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *values: Any) -> None:
         pass
-
-
-@pytest.mark.parametrize("size", ["1KB", "1GB"], ids=["several files", "one file"])
-def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
-) -> None:
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(
-        tmp_path / "made", max_shard_size=size
-    )
-    (tmp_path / "made/other.safetensors").write_bytes(b"that no index names")
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), type("Served", (Hub,), {"directory": tmp_path / "made"})
-    )
-    threading.Thread(target=serve, args=(server,), daemon=True).start()
-    constants = "huggingface_hub.constants"
-    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert fetched_directory("some/model") is None, "offline"
-    monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
-    template = (
-        f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    )
-    monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    # The library asks the Hub for the list of files first, which is more than is served here.
-    monkeypatch.setattr(
-        "automodel_ckpt.models.inspect.model_files.get_checkpoint_shard_files",
-        lambda name, index, revision: [
-            cached_file(name, f, revision=revision)
-            for f in json.loads(Path(index).read_text())["weight_map"].values()
-        ],
-    )
-    try:
-        load_model_config(from_pretrained="some/model")
-        assert not list((tmp_path / "cache").rglob("*.safetensors"))
-        found = fetched_directory("some/model")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert found is not None
-    there = {file.name for file in found.iterdir()}
-    made = {file.name for file in (tmp_path / "made").glob("model*")}
-    assert made <= there and "other.safetensors" not in there
-    assert (len(made) > 2) == (size == "1KB")
 
 
 def test_longer_samples_than_the_context_are_refused() -> None:
@@ -478,16 +434,6 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
     assert casts_everything or "from bfloat16 to float32 (model.dtype)" in caplog.text
 
 
-def test_a_missing_package_of_a_quantized_base_is_named_with_a_way_out() -> None:
-    with (
-        pytest.raises(
-            RecipeError, match=r"No module named 'torchao'[\s\S]*install the named package"
-        ),
-        _build_errors("base", None),
-    ):
-        raise ImportError("No module named 'torchao'")
-
-
 def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:
     model: Any = torch.nn.Linear(2, 2)
     check_not_quantized(model)
@@ -520,13 +466,3 @@ def test_patterns_with_dots_keep_parts_in_float32_as_in_transformers(
     cast_to(model, dtype)
     found = {name for name, each in model.named_parameters() if each.dtype == torch.float32}
     assert dtype == torch.float32 or found == kept
-
-
-def test_names_in_adapters_are_those_of_the_base() -> None:
-    model: Any = nn.Module()
-    model._keep_in_fp32_modules_strict = ["gate.weight", "norm.weight"]
-    model.gate, model.norm = nn.Module(), nn.Module()
-    model.gate.base_layer = nn.Linear(2, 2, bias=False)
-    model.norm.original_module = nn.LayerNorm(2, bias=False)
-    model.norm.modules_to_save = nn.ModuleDict({"default": nn.LayerNorm(2, bias=False)})
-    assert float32_names(model, torch.bfloat16) == {name for name, _ in model.named_parameters()}

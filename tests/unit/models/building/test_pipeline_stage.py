@@ -13,11 +13,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import (
     LocalStages,
+    check_stages,
     keep_stages,
+    layers_of,
     parameters_of_ranks,
     stages_of,
 )
-from automodel_ckpt.models.stage_division import check_stages, layers_of
 from tests.support.runs.parallel import VOCABULARY, model_of
 
 SLIDING = {

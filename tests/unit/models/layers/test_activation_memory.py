@@ -1,10 +1,9 @@
-"""Activations that layers keep, recompute or move to the host: the same gradients, and less memory."""
+"""Activations that layers keep or recompute: the same gradients, and less memory."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,11 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.by_document import attend_by_document
-from automodel_ckpt.models.layers.activation_memory import (
-    HostActivations,
-    check_offload,
-    checkpoint_activations,
-)
+from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 from automodel_ckpt.models.layers.compiling import compile_layers
 from automodel_ckpt.training.gradients import selected_activations
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
@@ -30,8 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
 ]
 
-CPU = torch.device("cpu")
-MODES = ["full", "selective", "offload"]
+MODES = ["full", "selective"]
 
 
 def row() -> dict[str, torch.Tensor]:
@@ -60,21 +54,11 @@ def layers_of(model: Any) -> list[Any]:
     return list(inner.model.layers)
 
 
-def offloading(mode: str | None) -> HostActivations | None:
-    return HostActivations(CPU, min_bytes=1) if mode == "offload" else None
-
-
-def trained(model: Any, mode: str | None) -> tuple[float, list[torch.Tensor]]:
-    host = offloading(mode)
-    with host.saving() if host is not None else nullcontext():
-        return loss_and_gradients(model, row())
-
-
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_the_gradients_of_a_plain_pass(mode: str, adapters: bool) -> None:
-    expected_loss, expected = trained(model_with(None, adapters=adapters), None)
-    loss, gradients = trained(model_with(mode, adapters=adapters), mode)
+    expected_loss, expected = loss_and_gradients(model_with(None, adapters=adapters), row())
+    loss, gradients = loss_and_gradients(model_with(mode, adapters=adapters), row())
     assert loss == expected_loss
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -99,7 +83,7 @@ class LiveBytes:
     def __init__(self) -> None:
         self.references: dict[int, Any] = {}
 
-    def measure(self, model: Any, mode: str | None) -> int:
+    def measure(self, model: Any) -> int:
         from torch.utils._python_dispatch import TorchDispatchMode
 
         made = self.references
@@ -119,8 +103,7 @@ class LiveBytes:
         own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         own |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         inputs = {name: each for name, each in row().items() if name != "labels"}
-        host = offloading(mode)
-        with host.saving() if host is not None else nullcontext(), Noting():
+        with Noting():
             output = model.model(**inputs, use_cache=False).last_hidden_state
         alive = sum(
             size
@@ -132,9 +115,7 @@ class LiveBytes:
 
 
 def test_selective_keeps_less_than_no_mode_and_more_than_full() -> None:
-    kept = {
-        mode: LiveBytes().measure(model_with(mode), mode) for mode in (None, "full", "selective")
-    }
+    kept = {mode: LiveBytes().measure(model_with(mode)) for mode in (None, "full", "selective")}
     assert kept["full"] < kept["selective"] < kept[None]
     # Results of attention, and four of seven matrix products of each layer.
     inner, hidden, tokens = 48, 32, 32
@@ -143,54 +124,28 @@ def test_selective_keeps_less_than_no_mode_and_more_than_full() -> None:
     assert kept["selective"] - kept["full"] == 2 * (products + attention)
 
 
-def test_offload_keeps_no_input_of_a_layer_on_the_device() -> None:
-    model = model_with("offload")
-    host = offloading("offload")
-    assert host is not None
-    references: list[Any] = []
-    for layer in layers_of(model):
-        layer.register_forward_pre_hook(lambda _, args: references.append(weakref.ref(args[0])))
-    inputs = {name: each for name, each in row().items() if name != "labels"}
-    with host.saving():
-        output = model.model(**inputs, use_cache=False).last_hidden_state
-    assert [reference() for reference in references] == [None, None]
-    output.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.model.layers.parameters())
-
-
-def test_only_large_activations_are_offloaded() -> None:
-    host = HostActivations(CPU, min_bytes=4 * 2 * 3 * 5)
-    weight = torch.ones(3, 5, requires_grad=True)
-    hidden = torch.ones(2, 4, 3) @ weight
-    assert host.is_offloaded(hidden)
-    assert not host.is_offloaded(hidden[:1])
-    assert not host.is_offloaded(weight)
-    assert not host.is_offloaded(weight.t())
-    assert not host.is_offloaded(hidden.detach())
-
-
 def test_a_copy_of_a_selective_model_computes_with_its_own_weights() -> None:
     model = model_with("selective")
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.model.layers.parameters():
             parameter.zero_()
-    assert trained(model, None)[0] == trained(model_with(None), None)[0]
-    assert trained(other, None)[0] != trained(model, None)[0]
+    assert loss_and_gradients(model, row())[0] == loss_and_gradients(model_with(None), row())[0]
+    assert loss_and_gradients(other, row())[0] != loss_and_gradients(model, row())[0]
 
 
 @pytest.mark.parametrize(
     "mode", ["full", *(pytest.param(mode, marks=pytest.mark.further) for mode in MODES[1:])]
 )
 def test_compiled_layers_recompute_too(mode: str) -> None:
-    expected_loss, expected = trained(model_with(None), None)
+    expected_loss, expected = loss_and_gradients(model_with(None), row())
     model = model_with(mode)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.register_backend(counter, name="counted_modes")
     try:
         compile_layers(layers_of(model), backend="counted_modes")
-        loss, gradients = trained(model, mode)
+        loss, gradients = loss_and_gradients(model, row())
     finally:
         torch._dynamo.backends.registry._COMPILER_FNS.pop("counted_modes")
     assert counter.frame_count >= 1
@@ -201,21 +156,18 @@ def test_compiled_layers_recompute_too(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_documents_of_a_row_are_recomputed_in_every_mode(mode: str) -> None:
-    expected_loss, expected = trained(model_with(None), None)
+    expected_loss, expected = loss_and_gradients(model_with(None), row())
     model = model_with(mode)
     assert attend_by_document(model, {"use_cache": False})
-    loss, gradients = trained(model, mode)
+    loss, gradients = loss_and_gradients(model, row())
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_what_cannot_be_selected_or_offloaded_is_an_error() -> None:
+def test_what_cannot_be_selected_is_an_error() -> None:
     with pytest.raises(RecipeError, match="no repeated layers"):
         checkpoint_activations(build("llama"), "selective", [])
-    with pytest.raises(RecipeError, match="no GPU memory to offload activations"):
-        check_offload(CPU)
-    check_offload(torch.device("cuda"))
 
 
 class BiasInPlace(nn.Module):

@@ -25,10 +25,9 @@ from transformers import (
 
 from automodel_ckpt.checkpoint.state.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules
+from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules, peft_targets
 from automodel_ckpt.models.layers.adapter_layers import find_modules
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.models.layers.peft_names import peft_targets
 from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
 from automodel_ckpt.models.quantize import quantized_loading, type_beside_quantized
 from automodel_ckpt.training.watch.batch_errors import check_all_trained

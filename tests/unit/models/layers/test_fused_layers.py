@@ -343,27 +343,6 @@ def test_decorated_forward_passes_rotate_by_the_kernel(kernel: Kernel) -> None:
     assert kernel.num_calls == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "num_rotations"), [("eager_attention_forward", 4), ("apply_rotary_pos_emb", 0)]
-)
-def test_functions_that_are_replaced_later_are_called(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, name: str, num_rotations: int
-) -> None:
-    model = build("llama", "eager")
-    assert fuse_rotary_embeddings(model) == 2
-    function = getattr(modeling_llama, name)
-    num_calls = 0
-
-    def replaced(*args: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return function(*args, **options)
-
-    monkeypatch.setattr(modeling_llama, name, replaced)
-    model(TOKENS)
-    assert (num_calls, kernel.num_calls) == (2, num_rotations)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> None:
     model = build("llama", "sdpa")

@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_those_of_full_logits(num_columns: int | None) ->
         targets = LogitTargets(lambda start, end: teacher[start:end].clone(), num_columns)
         hits = TokenHits(torch.device("cpu"))
         criterion = Distillation(targets, weights)
-        loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM, hits), weight, bias)
+        loss = criterion(Labeled(leaves[0], labels, TRANSFORM, hits), weight, bias)
         assert_same(loss, wanted, leaves)
         torch.testing.assert_close(criterion.sums, sums)
         assert hits.read() == (F.linear(*leaves).argmax(1) == labels).sum()
@@ -110,7 +110,7 @@ def test_a_cache_of_all_tokens_is_the_complete_divergence_and_of_some_a_part_of_
             tokens, log_probs, rest = top_of(teacher.clone(), k, weights.temperature)
             assert tokens.shape == (N, min(k, V))
             criterion = Distillation(TopTargets(tokens.long(), log_probs, rest), weights)
-            loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
+            loss = criterion(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
             assert criterion.sums is not None
             found.append(criterion.sums[1])
             wanted = coarse(leaves, tokens.long(), log_probs, rest, labels, weights)
@@ -154,7 +154,7 @@ def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows()
             hidden, weight, bias = (leaf.detach().requires_grad_() for leaf in leaves)
             own = [hidden, weight, bias]
             whole = Distillation(case(teacher, weights.temperature), weights)
-            wanted = whole.linear(Labeled(own[0], labels, TRANSFORM), *own[1:])
+            wanted = whole(Labeled(own[0], labels, TRANSFORM), *own[1:])
             expected_gradients = torch.autograd.grad(wanted, own)
             targets = case(teacher, weights.temperature)
             if shares:
@@ -168,7 +168,7 @@ def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows()
             local = [weight[rows].detach().requires_grad_(), bias[rows].detach().requires_grad_()]
             hits = TokenHits(torch.device("cpu"))
             labeled = Labeled(hidden, labels, TRANSFORM, hits, part)
-            loss = Distillation(targets, weights).linear(labeled, *local)
+            loss = Distillation(targets, weights)(labeled, *local)
             assert hits.read() == (F.linear(*leaves).argmax(1) == labels).sum()
             torch.testing.assert_close(loss, wanted)
             found = list(torch.autograd.grad(loss, [hidden, *local]))
@@ -202,7 +202,7 @@ def test_tokens_that_a_teacher_excludes_have_no_part_in_the_forward_divergence()
         criterion = Distillation(
             LogitTargets(lambda start, end: teacher[start:end].clone()), weights
         )
-        loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
+        loss = criterion(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
         assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
         assert loss.isfinite()
 
@@ -212,7 +212,7 @@ def test_a_part_of_the_loss_that_does_not_count_may_be_anything() -> None:
     teacher[3] = math.nan
     targets = LogitTargets(lambda start, end: teacher[start:end].clone())
     criterion = Distillation(targets, DistillationWeights(kd_ratio=0.0))
-    loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
+    loss = criterion(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
     wanted = F.cross_entropy(TRANSFORM(F.linear(*leaves)), labels, reduction="sum")
     assert_same(loss, wanted, leaves)
 
@@ -220,7 +220,7 @@ def test_a_part_of_the_loss_that_does_not_count_may_be_anything() -> None:
 def test_without_labels_the_loss_is_zero_and_has_gradients() -> None:
     leaves, teacher, labels = inputs()
     criterion = Distillation(LogitTargets(lambda start, end: teacher[start:end]), WEIGHTS[3])
-    loss = criterion.linear(Labeled(leaves[0][:0], labels[:0], TRANSFORM), *leaves[1:])
+    loss = criterion(Labeled(leaves[0][:0], labels[:0], TRANSFORM), *leaves[1:])
     assert loss == 0
     assert all(not gradient.any() for gradient in torch.autograd.grad(loss, leaves))
 
@@ -229,7 +229,7 @@ def test_a_teacher_with_another_number_of_logits_is_an_error() -> None:
     leaves, teacher, labels = inputs()
     targets = LogitTargets(lambda start, end: teacher[start:end, 1:].clone())
     with pytest.raises(RecipeError, match="different sizes") as raised:
-        Distillation(targets, WEIGHTS[3]).linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
+        Distillation(targets, WEIGHTS[3])(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
     assert raised.value.problems[0].where == "distill.teacher"
     assert raised.value.problems[0].value == "36 and 37 logits per position"
 

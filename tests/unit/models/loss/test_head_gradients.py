@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.head_gradients import StoredErrors, stores_errors
 from automodel_ckpt.models.loss.head_memory import HeadSizes
 from automodel_ckpt.models.loss.loss_inputs import LogitTransform, VocabularyPart
 from tests.support import ranks
@@ -80,36 +79,6 @@ def test_gradients_in_bfloat16_are_as_exact_as_sums() -> None:
             errors[stores, name] = difference.item()
     assert errors[True, "h"] < 1.1 * errors[False, "h"]
     assert errors[True, "w"] < 1.1 * errors[False, "w"]
-
-
-def test_the_gradient_of_many_positions_keeps_no_more_memory_than_its_own() -> None:
-    hidden, weight, _ = leaves(40, 53, torch.float32)
-    linear_cross_entropy(hidden, weight, None, labels(40, 53)).backward()
-    assert weight.grad is not None
-    assert weight.grad.untyped_storage().nbytes() == weight.nbytes
-
-
-@pytest.mark.parametrize("num", [5, 16, 40])
-@pytest.mark.parametrize("vocabulary", [53, 64])
-def test_another_gradient_of_the_same_weight_is_added_in_place(
-    num: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As that of an embedding that is also the output layer. A new tensor would be as large as the gradient.
-    _, weight, _ = leaves(num, vocabulary, torch.float32)
-    places: list[int] = []
-    scaled = StoredErrors.scaled
-
-    def noted(self: StoredErrors, *arguments: Any) -> Any:
-        found = scaled(self, *arguments)
-        assert found[1] is not None
-        places.append(found[1].data_ptr())
-        return found
-
-    monkeypatch.setattr(StoredErrors, "scaled", noted)
-    embedded = F.embedding(torch.arange(num), weight)
-    linear_cross_entropy(embedded, weight, None, labels(num, vocabulary)).backward()
-    assert weight.grad is not None
-    assert [weight.grad.data_ptr()] == places
 
 
 @pytest.mark.parametrize("num", [1, 16, 40])
@@ -181,27 +150,6 @@ def test_hidden_states_that_change_before_the_backward_pass_are_an_error() -> No
         states.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_errors_are_stored_where_they_take_less_memory_than_a_sum() -> None:
-    def stores(dtype: torch.dtype, num: int, device: str = "cuda", trains: bool = True) -> bool:
-        return stores_errors(device, dtype, num, 4096, trains_weight=trains)
-
-    assert stores(torch.bfloat16, 1) and stores(torch.float16, 8192)
-    assert not stores(torch.bfloat16, 8193) and not stores(torch.bfloat16, 0)
-    assert not stores(torch.float32, 4096)
-    assert not stores(torch.bfloat16, 4096, device="cpu")
-    assert not stores(torch.bfloat16, 4096, trains=False)
-
-
-def test_blocks_have_so_many_columns_that_their_product_has_128_mebibytes() -> None:
-    assert head_gradients.BLOCK_ELEMENTS == 16 * HIDDEN
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_gradients, "BLOCK_ELEMENTS", 2**25)
-        for hidden_size, expected in ((4096, 8192), (5120, 4096), (8192, 4096), (64, 151_936)):
-            assert head_gradients.block_columns(151_936, hidden_size) == expected
-        assert head_gradients.block_columns(32_001, 64) == 32_001
-        assert head_gradients.block_columns(32_001, 2**26) == 1
 
 
 @pytest.mark.parametrize("num", [32, 64, 128])

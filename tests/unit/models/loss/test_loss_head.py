@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch import nn
 from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
 from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.models.loss import fused_cross_entropy, loss_inputs
 from automodel_ckpt.models.loss.fused_cross_entropy import (
     CHUNK_ELEMENTS,
-    chunk_rows,
     linear_cross_entropy,
 )
 from automodel_ckpt.models.loss.head_memory import HeadSizes
@@ -123,22 +120,6 @@ def test_the_z_loss_of_chunks_is_that_of_the_full_logits(transform: LogitTransfo
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_the_z_loss_of_a_head_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 97 * 4)
-    layer = nn.Linear(8, 97)
-    head = LossHead.of(layer)
-    hidden = torch.randn(1, 12, 8, requires_grad=True)
-    targets = torch.randint(0, 97, (12,))
-    z_loss = ZLoss(0.05, torch.device("cpu"))
-    with head.computing_loss(torch.arange(12), targets, z_loss=z_loss) as loss_pass:
-        loss = loss_pass.loss_in(layer(hidden))
-    loss.backward()
-    logits = layer(hidden)[0]
-    expected = 0.05 * torch.logsumexp(logits, 1).square().sum()
-    torch.testing.assert_close(z_loss.take(), expected.detach())
-    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum") + expected)
-
-
 def test_of_equal_logits_the_first_one_is_predicted() -> None:
     hits = TokenHits(torch.device("cpu"))
     hits.add(torch.tensor([[1.0, 2.0, 2.0], [2.0, 1.0, 2.0]]), torch.tensor([1, 2]))
@@ -161,13 +142,6 @@ def test_a_second_backward_pass_fails_instead_of_scaling_twice(
     loss.backward(retain_graph=True)
     with pytest.raises(AttributeError):
         loss.backward()
-
-
-def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4)
-    monkeypatch.delattr(fused_cross_entropy.GradientSums, "add")
-    with torch.no_grad():
-        assert linear_cross_entropy(*inputs(torch.float32)) > 0
 
 
 def test_logits_outside_of_a_forward_pass_have_the_scale_and_the_cap_of_the_model() -> None:
@@ -397,49 +371,6 @@ def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(
     assert unweighted.grad is not None and weighted.grad is not None
     ratio = weighted.grad.double().norm() / unweighted.grad.double().norm()
     assert ratio.item() == pytest.approx(loss_weight, abs=1e-3)
-
-
-def test_chunks_of_a_gpu_are_large_and_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_inputs, "_has_triton", lambda device_type: False)
-    assert chunk_rows("cuda", 128_256) == 1024
-    monkeypatch.setattr(loss_inputs, "_has_triton", lambda device_type: True)
-    assert chunk_rows("cuda", 128_256) == 2048
-    assert chunk_rows("cuda", 152_064) == 1536
-    assert chunk_rows("cuda", 2**30) == 256
-    assert chunk_rows("cpu", 128_256) == 262
-    for vocabulary in (32_000, 49_152, 128_256, 256_000):
-        rows = chunk_rows("cuda", vocabulary)
-        assert rows % 256 == 0
-        assert 2**27 < rows * vocabulary <= 2**28
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run here")
-def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level("INFO", "automodel_ckpt"):
-        assert not loss_inputs.try_kernels.__wrapped__()
-    assert "computed without Triton, whose kernel fails here: " in caplog.text
-
-
-@pytest.mark.parametrize("trains_weight", [False, True])
-@pytest.mark.parametrize("has_triton", [True, False])
-@pytest.mark.parametrize("num_positions", [4096, 8192])
-def test_a_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
-    num_positions: int, has_triton: bool, trains_weight: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss_inputs, "_has_triton", lambda device_type: has_triton)
-    shape = (num_positions, 128_256, 4096, torch.bfloat16, "cuda")
-    # In float32 the log-softmax and two gradients, in the backward pass.
-    full = num_positions * 128_256 * 3 * 4
-    needed = HeadSizes(*shape, trains_weight, stores=trains_weight).peak_bytes
-    if trains_weight:
-        needed += 2 * 128_256 * 4096
-    assert needed <= 0.2 * full
-    float32_sum = 4 * 128_256 * 4096
-    summed = HeadSizes(*shape, trains_weight=True, stores=False)
-    frozen = replace(summed, trains_weight=False)
-    assert summed.peak_bytes == frozen.peak_bytes + float32_sum
 
 
 @pytest.mark.parametrize("trains_weight", [False, True])

@@ -9,7 +9,7 @@ from torch import nn
 
 from automodel_ckpt.models.loss import fused_cross_entropy
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LogitTransform
-from automodel_ckpt.models.loss.position_losses import PositionLosses
+from automodel_ckpt.models.loss.position_losses import position_losses
 from automodel_ckpt.training.forecast.step_trace import LiveBytes
 
 
@@ -28,9 +28,8 @@ def test_losses_and_gradients_are_those_of_full_logits(
     expected = F.cross_entropy(transform(layer(hidden)), labels, reduction="none")
     inputs = [hidden, *layer.parameters()]
     gradients = torch.autograd.grad((expected * weights).sum(), inputs)
-    criterion = PositionLosses()
     labeled = Labeled(hidden, labels, transform)
-    found = criterion.linear(labeled, layer.weight, layer.bias)
+    found = position_losses(labeled, layer.weight, layer.bias)
     torch.testing.assert_close(found, expected)
     for gradient, other in zip(
         torch.autograd.grad((found * weights).sum(), inputs), gradients, strict=True
@@ -42,9 +41,7 @@ def test_the_weight_of_a_position_is_not_rounded_to_bfloat16() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(5, 7).bfloat16()
     hidden = torch.randn(64, 5, dtype=torch.bfloat16, requires_grad=True)
-    losses = PositionLosses().linear(
-        Labeled(hidden, torch.arange(64) % 7), layer.weight, layer.bias
-    )
+    losses = position_losses(Labeled(hidden, torch.arange(64) % 7), layer.weight, layer.bias)
     [once] = torch.autograd.grad(losses.sum(), hidden, retain_graph=True)
     # In bfloat16, the weight is 1.2969.
     [weighted] = torch.autograd.grad((1.3 * losses).sum(), hidden)
@@ -61,7 +58,7 @@ def test_the_memory_of_a_chunk_is_free_before_the_next_one(monkeypatch: pytest.M
         labels = torch.zeros(len(hidden), dtype=torch.long)
         live = LiveBytes()
         with live:
-            losses = PositionLosses().linear(Labeled(hidden, labels), layer.weight, layer.bias)
+            losses = position_losses(Labeled(hidden, labels), layer.weight, layer.bias)
             forward = live.peak
             live.reset_peak()
             losses.sum().backward()

@@ -12,8 +12,14 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
-from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, nearest
+from automodel_ckpt.optim.adam8bit import (
+    AdamW8bit,
+    decoded,
+    divided,
+    dynamic_table,
+    joined,
+    nearest,
+)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
