@@ -118,7 +118,7 @@ def _schedule(
     AutoModel's OptimizerParamScheduler has one peak rate, which each group's ``lr_mult`` multiplies.
     """
     state = read_scheduler(directory, content)
-    peak = state.get("max_lr") if state is not None else None
+    peak: Any = state.get("max_lr") if state is not None else None
     if state is None or optimizer is None or type(peak) not in (int, float):
         return state
     factors = [group.options.get("lr_mult", 1.0) for group in optimizer.groups]

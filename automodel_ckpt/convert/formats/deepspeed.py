@@ -22,7 +22,7 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
 from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.deepspeed_files import (
@@ -36,10 +36,11 @@ from automodel_ckpt.convert.formats.deepspeed_files import (
     divided_error,
     is_tag_directory,
     length_of,
+    read_partition,
     shapes_in,
     slices_of,
 )
-from automodel_ckpt.convert.formats.files import UNCHECKED, names_in
+from automodel_ckpt.convert.formats.files import UNCHECKED, faults_of, names_in
 from automodel_ckpt.convert.formats.format import Counters, Format
 from automodel_ckpt.convert.formats.torch.torch_files import (
     is_text_name,
@@ -293,10 +294,22 @@ class _Model:
 
     def _add_partitions(self, groups: Sequence[dict[str, Shape]]) -> None:
         """Add the parameters of *groups*, whose values are in the ranks' files of optimizer states."""
-        ranks = [Partition(self._tag, name) for _, name in sorted(self._files.optimizer.items())]
+        ranks = [
+            read_partition(self._tag, name) for _, name in sorted(self._files.optimizer.items())
+        ]
         first = ranks[0]
         for rank in ranks:
-            if rank.facts != first.facts:
+            facts = [
+                (
+                    each.stage,
+                    each.num_ranks,
+                    len(each.segments),
+                    each.segments[0].dtype,
+                    each.paddings,
+                )
+                for each in (first, rank)
+            ]
+            if facts[0] != facts[1]:
                 raise unusable(
                     "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes",
                     rank.path,
@@ -330,8 +343,15 @@ class _Model:
             )
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
+            paddings: tuple[int, ...] | None = (0,) * len(shapes)
+            if first.paddings is not None:
+                with faults_of(first.path, "the paddings of the parameters are damaged"):
+                    paddings = counts(first.paddings[index])
+            if paddings is None or len(paddings) != len(shapes):
+                what = "the paddings of the parameters are damaged"
+                raise unusable(what, first.path, repr(first.paddings)[:200])
             vector = [rank.segments[index] for rank in ranks]
-            self._add_group(list(shapes.items()), [vector], first.paddings(index, len(shapes)))
+            self._add_group(list(shapes.items()), [vector], paddings)
 
     def _add_group(
         self,
@@ -430,7 +450,7 @@ def _check_places(ranks: Sequence[Partition], index: int) -> None:
     ends: dict[str, int] = {}
     rank_begin = 0
     for rank in ranks:
-        for fqn, start, num_elements in rank.places(index):
+        for fqn, start, num_elements in rank.place_of(index):
             begin = rank_begin + start
             if ends.setdefault(fqn, begin) != begin:
                 raise unusable(

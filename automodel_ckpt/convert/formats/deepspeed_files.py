@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, row_major_boxes
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import check_no_links, unusable
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, names_in
 from automodel_ckpt.convert.formats.torch.torch_files import (
     check_view,
-    faults_of,
     is_text_name,
     read_archive,
     tensor_of_view,
@@ -210,44 +210,24 @@ def slices_of(
         begin = end
 
 
+@dataclass(frozen=True, slots=True)
 class Partition:
-    """One rank's part of the parameters: a segment for each group, and the number of ranks that share the groups."""
+    """One rank's part of the parameters: a segment for each group, and the number of ranks that share the groups.
 
-    def __init__(self, tag: Path, name: str) -> None:
-        file = StateFile(tag, name)
-        self.path = file.path
-        state = file.mapping("optimizer_state_dict")
-        self.stage = self._stage(state.get("zero_stage"))
-        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        groups = state.get(key)
-        if not isinstance(groups, (list, tuple)) or not groups:
-            raise unusable(f"the file has no list {key!r}", file.path, type(groups).__name__)
-        self.segments = [file.segment(key, group) for group in groups]
-        if len({segment.dtype for segment in self.segments}) > 1:
-            raise unusable("the parts of the parameters have several dtypes", file.path, key)
-        self.num_ranks = self._num_ranks(state)
-        # Elements after each parameter that belong to none, for each group.
-        self._paddings = state.get("param_alignment_paddings")
-        self._places = state.get("param_slice_mappings")
-        dtype = self.segments[0].dtype
-        # What all ranks have in common.
-        self.facts = (self.stage, self.num_ranks, len(self.segments), dtype, self._paddings)
+    *paddings* has the elements after each parameter that belong to none, for each group, and *places* where the file
+    states that parameters are, for each group. Both are as stored.
+    """
 
-    def paddings(self, index: int, num_parameters: int) -> tuple[int, ...]:
-        """Return the paddings of a group."""
-        if self._paddings is None:
-            return (0,) * num_parameters
-        groups = self._paddings if isinstance(self._paddings, (list, tuple)) else []
-        found = counts(groups[index]) if index < len(groups) else None
-        if found is None or len(found) != num_parameters:
-            raise unusable(
-                "the paddings of the parameters are damaged", self.path, repr(self._paddings)[:200]
-            )
-        return found
+    path: Path
+    stage: int | None
+    segments: Sequence[Segment]
+    num_ranks: int
+    paddings: Any
+    places: Any
 
-    def places(self, index: int) -> Iterator[tuple[str, int, int]]:
+    def place_of(self, index: int) -> Iterator[tuple[str, int, int]]:
         """Yield (name, first element, number of elements) of the parameters in segment *index*, if they are stated."""
-        groups = self._places if isinstance(self._places, (list, tuple)) else ()
+        groups = self.places if isinstance(self.places, (list, tuple)) else ()
         group = groups[index] if index < len(groups) else None
         for name, address in group.items() if isinstance(group, dict) else ():
             if isinstance(address, Opaque):
@@ -255,22 +235,28 @@ class Partition:
                 if place is not None:
                     yield name, place[0], place[1]
 
-    def _stage(self, value: Any) -> int | None:
-        """Return the stage of ZeRO; None for an optimizer without ZeRO (BF16_Optimizer), which states none."""
-        if isinstance(value, Opaque) and value.kind == _STAGE_ENUM and len(value.arguments) == 1:
-            value = value.arguments[0]
-        if value is not None and (type(value) is not int or value not in (0, 1, 2, 3)):
-            raise unusable("the stage of ZeRO is unknown", self.path, repr(value)[:100])
-        return value
 
-    def _num_ranks(self, state: Mapping[str, Any]) -> int:
-        value = state.get("partition_count")
-        numbers = counts(value if isinstance(value, (list, tuple)) else [value])
+def read_partition(tag: Path, name: str) -> Partition:
+    """Read the file *name* of a rank's optimizer states. Raises :class:`CheckpointUnusable` if it is damaged."""
+    file = StateFile(tag, name)
+    with faults_of(file.path, "this rank's part of the parameters cannot be read"):
+        state = file.mapping("optimizer_state_dict")
+        # An optimizer without ZeRO (BF16_Optimizer) states no stage.
+        stage = state.get("zero_stage")
+        if isinstance(stage, Opaque) and stage.kind == _STAGE_ENUM:
+            (stage,) = stage.arguments
+        if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
+            raise Fault(f"the stage of ZeRO is unknown: {stage!r:.100}")
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        segments = [file.segment(key, group) for group in state[key]]
+        if len({segment.dtype for segment in segments}) != 1:
+            raise Fault(f"{key} is empty, or has several dtypes")
+        count = state["partition_count"]
+        numbers = counts(count if isinstance(count, (list, tuple)) else [count])
         if not numbers:
-            raise unusable(
-                "the number of ranks (partition_count) is missing", self.path, repr(value)[:100]
-            )
+            raise Fault(f"the number of ranks (partition_count) is missing: {count!r:.100}")
         if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
             # Parameters of experts are divided among fewer ranks than the others.
-            raise divided_error(self.path, "expert parallelism", f"partition_count {value!r:.100}")
-        return numbers[0]
+            raise divided_error(file.path, "expert parallelism", f"partition_count {count!r:.100}")
+    paddings, places = state.get("param_alignment_paddings"), state.get("param_slice_mappings")
+    return Partition(file.path, stage, segments, numbers[0], paddings, places)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.errors import CheckpointUnusable
 
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 # Parsed JSON takes up to 25 times its size in memory.
@@ -84,3 +87,19 @@ def read_json(
     if not isinstance(value, dict):
         raise unusable("this file is not a JSON mapping", path, type(value).__name__)
     return value
+
+
+@contextlib.contextmanager
+def faults_of(
+    path: Path,
+    what: str = "this file of torch.save cannot be read",
+    hint: str = "take the files from another copy, or use another checkpoint",
+) -> Iterator[None]:
+    """Raise any error in the block, other than CheckpointUnusable, as one that names the file *path*."""
+    try:
+        yield
+    except CheckpointUnusable:
+        raise
+    except Exception as error:  # a damaged pickle makes the unpickler raise anything
+        value = str(error) if isinstance(error, Fault | OSError) else repr(error)
+        raise unusable(what, path, value.split("\n")[0][:300], hint) from error

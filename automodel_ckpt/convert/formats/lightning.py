@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import Counters
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp, plain_model_names
 from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
@@ -32,7 +33,6 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
     attribute_prefix,
-    faults_of,
     plain_names,
     read_archive,
 )

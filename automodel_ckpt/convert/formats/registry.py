@@ -138,22 +138,20 @@ def formats_in(directory: Path) -> dict[str, Format]:
         known = detect(directory, follow_links=True, readable_only=True)
         return {".": known} if known is not None else {}
     for name in (".", *names_in(directory)):
-        path = directory / name
-        if name != "." and (path.is_symlink() or not path.is_dir()):
+        path, is_inside = directory / name, name != "."
+        if is_inside and (name in parts or path.is_symlink() or not path.is_dir()):
             continue
         if os.path.lexists(path / layout.MANIFEST):
             continue
         try:
-            follows = name == "." and not has_links_outside(path)
+            follows = not is_inside and not has_links_outside(path)
             known = detect(path, follow_links=follows, readable_only=True)
         except PermissionError:
-            if name == ".":
-                raise
             # A directory of another user, such as lost+found, does not hide the others.
-            continue
-        if known is None or name in parts:
-            continue
-        found[name] = known
-        if name == ".":
-            parts = known.parts(directory)
+            if is_inside:
+                continue
+            raise
+        if known is not None:
+            found[name] = known
+            parts = parts if is_inside else known.parts(directory)
     return found

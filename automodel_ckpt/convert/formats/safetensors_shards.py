@@ -106,8 +106,7 @@ def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
     """Return the tensor that the slices make up. Raises :class:`CheckpointUnusable` if they do not tile its shape."""
     slices = found.slices
     dtypes = {stored.dtype for stored in slices}
-    num_dimensions = {len(stored.sizes) for stored in slices}
-    if len(dtypes) > 1 or len(num_dimensions) > 1:
+    if len(dtypes) > 1 or len({len(stored.sizes) for stored in slices}) > 1:
         raise unusable(
             f"shards disagree on the dtype or rank of {fqn!r}",
             directory / slices[-1].file,

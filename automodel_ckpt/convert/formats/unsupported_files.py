@@ -45,8 +45,7 @@ def first_zip_entry(head: bytes) -> str:
     """Return the name of a zip archive's first entry (source: the format's local file header), or an empty string."""
     if not _is_zip(head):
         return ""
-    length = int.from_bytes(head[26:28], "little")
-    return head[30 : 30 + length].decode(errors="replace")
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
 
 
 def _is_zip(head: bytes) -> bool:

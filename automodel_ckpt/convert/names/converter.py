@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.rules import Rule
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows
-from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_LISTED = 3
 
@@ -47,17 +51,16 @@ class Converter:
         """
         found: dict[str, Tensor] = {}
         used: set[str] = set()
-        for rule in self.rules:
-            for name, targets in rule.expanded(dimensions):
-                tensor = tensors.get(name)
-                if tensor is None and rule.optional:
-                    continue
-                if tensor is None:
-                    raise _unusable("a tensor of the model is missing", name, where)
-                used.add(name)
-                for part in split_tensor(rule, tensor, targets, dimensions, where):
-                    found[part.fqn] = part
-        _check_all_used(tensors, used, where)
+        with _mismatches(where):
+            for rule in self.rules:
+                for name, targets in rule.expanded(dimensions):
+                    if name in tensors:
+                        used.add(name)
+                        parts = _split(rule, tensors[name], targets, dimensions)
+                        found |= {part.fqn: part for part in parts}
+                    elif not rule.optional:
+                        raise Fault(f"a tensor of the model is missing: {name}")
+            _check_all_used(tensors, used)
         return found
 
     def from_hugging_face(
@@ -76,38 +79,41 @@ class Converter:
         found: dict[str, Tensor] = {}
         zero_rows: dict[str, int] = {}
         used: set[str] = set()
-        for rule in self.rules:
-            for name, sources in rule.expanded(dimensions):
-                present = [source for source in sources if source in tensors]
-                if rule.optional and not present:
-                    continue
-                if len(present) != len(sources):
-                    missing = next(source for source in sources if source not in tensors)
-                    raise _unusable("a tensor of the model is missing", missing, where)
-                used.update(sources)
-                parts = [tensors[source] for source in sources]
-                found[name] = _joined(rule, name, parts, dimensions, where)
-                padding = -found[name].shape[0] % vocabulary_multiple if rule.padded else 0
-                if padding:
-                    zero_rows[name] = padding
-        _check_all_used(tensors, used, where)
+        with _mismatches(where):
+            for rule in self.rules:
+                for name, sources in rule.expanded(dimensions):
+                    missing = [source for source in sources if source not in tensors]
+                    if rule.optional and len(missing) == len(sources):
+                        continue
+                    if missing:
+                        raise Fault(f"a tensor of the model is missing: {missing[0]}")
+                    used.update(sources)
+                    found[name] = _joined(
+                        rule, name, [tensors[each] for each in sources], dimensions
+                    )
+                    padding = -found[name].shape[0] % vocabulary_multiple if rule.padded else 0
+                    if padding:
+                        zero_rows[name] = padding
+            _check_all_used(tensors, used)
         return ExternalTensors(found, zero_rows)
 
 
-def split_tensor(
-    rule: Rule, tensor: Tensor, targets: tuple[str, ...], dimensions: Dimensions, where: str
+def _split(
+    rule: Rule, tensor: Tensor, targets: tuple[str, ...], dimensions: Dimensions
 ) -> list[Tensor]:
-    """Return the Hugging Face tensors *targets* in one of the other program.
-
-    Raises :class:`CheckpointUnusable` if it does not have the rows that *dimensions* imply.
-    """
+    """Return the Hugging Face tensors *targets* in one of the other program."""
     if rule.padded:
-        return [_without_padding(tensor, targets[0], dimensions, where)]
+        vocab_size = dimensions.vocab_size
+        if vocab_size is None or tensor.shape[:1] == (vocab_size,):
+            return [tensor.renamed(targets[0])]
+        if not tensor.shape or tensor.shape[0] < vocab_size:
+            raise _wrong_rows(tensor)
+        return [join_rows(targets[0], [tensor], [RowRange(0, 0, vocab_size)])]
     if len(targets) == 1 and not tensor.shape:
         return [tensor.renamed(targets[0])]
     ranges = rule.rows(dimensions, tensor.shape[0], len(targets))
     if sum(wanted.num_rows for wanted in ranges) != tensor.shape[0]:
-        raise _wrong_rows(tensor, where)
+        raise _wrong_rows(tensor)
     if len(ranges) == 1:
         return [tensor.renamed(targets[0])]
     # The inverse: each range of a part is located in the fused tensor, in the order of the part's rows.
@@ -123,60 +129,38 @@ def split_tensor(
     return parts
 
 
-def _joined(
-    rule: Rule, name: str, parts: list[Tensor], dimensions: Dimensions, where: str
-) -> Tensor:
+def _joined(rule: Rule, name: str, parts: list[Tensor], dimensions: Dimensions) -> Tensor:
     """Return the tensor of the other program that consists of *parts*."""
-    kinds = {(part.dtype, part.shape[1:]) for part in parts}
-    if len(kinds) > 1:
-        raise _unusable(
-            "these tensors are fused and do not match",
-            ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts),
-            where,
-        )
-    is_scalar = len(parts) == 1 and not parts[0].shape
-    if rule.padded or is_scalar:
+    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+        text = ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts)
+        raise Fault(f"these tensors are fused and do not match: {text}")
+    if rule.padded or (len(parts) == 1 and not parts[0].shape):
         return parts[0].renamed(name)
-    num_rows = sum(part.shape[0] for part in parts)
-    ranges = rule.rows(dimensions, num_rows, len(parts))
+    ranges = rule.rows(dimensions, sum(part.shape[0] for part in parts), len(parts))
     for number, part in enumerate(parts):
-        wanted = sum(own.num_rows for own in ranges if own.part == number)
-        if wanted != part.shape[0]:
-            raise _wrong_rows(part, where)
+        if sum(own.num_rows for own in ranges if own.part == number) != part.shape[0]:
+            raise _wrong_rows(part)
     if len(ranges) == 1:
         return parts[0].renamed(name)
     return join_rows(name, parts, ranges, strided=rule.permuted)
 
 
-def _without_padding(tensor: Tensor, target: str, dimensions: Dimensions, where: str) -> Tensor:
-    vocab_size = dimensions.vocab_size
-    if vocab_size is None or tensor.shape[:1] == (vocab_size,):
-        return tensor.renamed(target)
-    if not tensor.shape or tensor.shape[0] < vocab_size:
-        raise _wrong_rows(tensor, where)
-    return join_rows(target, [tensor], [RowRange(0, 0, vocab_size)])
-
-
-def _check_all_used(tensors: Mapping[str, Tensor], used: set[str], where: str) -> None:
+def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
     unknown = sorted(tensors.keys() - used)
     if unknown:
-        more = len(unknown) - _MAX_LISTED
-        raise _unusable(
-            "the converter has no rule for tensors of the model",
-            ", ".join(unknown[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else ""),
-            where,
-        )
+        text = ", ".join(unknown[:_MAX_LISTED])
+        raise Fault(f"the converter has no rule for {counted(len(unknown), 'tensor')}: {text}")
 
 
-def _wrong_rows(tensor: Tensor, where: str) -> CheckpointUnusable:
+def _wrong_rows(tensor: Tensor) -> Fault:
     text = f"{tensor.fqn} of shape {list(tensor.shape)}"
-    return _unusable("a tensor does not have the rows that the model's config implies", text, where)
+    return Fault(f"a tensor does not have the rows that the model's config implies: {text}")
 
 
-def _unusable(what: str, value: str, where: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what,
-        where=where,
-        value=value[:500],
-        hint="use the config.json of the same model, and the converter of its model type",
+def _mismatches(where: str) -> AbstractContextManager[None]:
+    """Report a fault in the block as one of the tensors in *where*."""
+    return faults_of(
+        Path(where),
+        "the tensors are not those of the model",
+        "use the config.json of the same model, and the converter of its model type",
     )

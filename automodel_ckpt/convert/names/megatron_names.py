@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows, stack, unstack
-from automodel_ckpt.errors import CheckpointUnusable
 
 # What wrappers and NeMo put before the names of the model.
 _PREFIX = re.compile(
@@ -39,6 +42,8 @@ _EXPERT = re.compile(
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)([0-9]{1,6})", re.ASCII)
 # A tensor without elements could claim any number of layers.
 _MAX_STACKED = 1 << 16
+_MISMATCH = "these are not the tensors of a model of Megatron"
+_HINT = "take the files from another copy, or convert them with Megatron Bridge"
 _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
 
 
@@ -57,22 +62,23 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     halves: dict[str, dict[int, Tensor]] = {}
-    for stored_name, tensor in tensors.items():
-        for name, one in _unstacked(without_prefix(stored_name), tensor, where):
-            suffix = next(filter(name.endswith, _HALVES), None)
-            if suffix is not None:
-                whole = name.removesuffix(suffix) + "linear_fc1.weight"
-                halves.setdefault(whole, {})[_HALVES[suffix]] = one
-            elif name not in found:
-                found[name] = one.renamed(name)
-            elif not name.endswith(_MLP_NORM):
-                # Our exports of models with experts have the norm under both names.
-                raise _unusable("a tensor is stored twice", name, where)
-    for name, pair in halves.items():
-        if len(pair) != 2 or name in found or pair[0].shape != pair[1].shape:
-            raise _unusable("the two halves of a tensor are not there or do not match", name, where)
-        ranges = [RowRange(half, 0, pair[0].shape[0]) for half in (0, 1)]
-        found[name] = join_rows(name, [pair[0], pair[1]], ranges)
+    with faults_of(Path(where), _MISMATCH, _HINT):
+        for stored_name, tensor in tensors.items():
+            for name, one in _unstacked(without_prefix(stored_name), tensor):
+                suffix = next(filter(name.endswith, _HALVES), None)
+                if suffix is not None:
+                    whole = name.removesuffix(suffix) + "linear_fc1.weight"
+                    halves.setdefault(whole, {})[_HALVES[suffix]] = one
+                elif name not in found:
+                    found[name] = one.renamed(name)
+                elif not name.endswith(_MLP_NORM):
+                    # Our exports of models with experts have the norm under both names.
+                    raise Fault(f"a tensor is stored twice: {name}")
+        for name, pair in halves.items():
+            if len(pair) != 2 or name in found or pair[0].shape != pair[1].shape:
+                raise Fault(f"the two halves of a tensor are not there or do not match: {name}")
+            ranges = [RowRange(half, 0, pair[0].shape[0]) for half in (0, 1)]
+            found[name] = join_rows(name, [pair[0], pair[1]], ranges)
     return found
 
 
@@ -96,9 +102,9 @@ def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor
         layers.setdefault(rest, {}).setdefault(int(match[1]), {})[expert] = tensor
     for rest, by_layer in layers.items():
         name = f"decoder.layers.{rest}"
-        kinds = {(one.dtype, one.shape) for own in by_layer.values() for one in own.values()}
-        if len(kinds) > 1:
-            raise _unusable("the layers of the model have different dtypes or shapes", name, where)
+        if len({(one.dtype, one.shape) for own in by_layer.values() for one in own.values()}) > 1:
+            what = "the layers of the model have different dtypes or shapes"
+            raise unusable(what, Path(where), name, _HINT)
         rows: list[Tensor] = []
         for _, by_expert in sorted(by_layer.items()):
             own = [tensor for _, tensor in sorted(by_expert.items())]
@@ -113,24 +119,22 @@ def without_prefix(name: str) -> str:
     return name if prefix is None else name[prefix.end() :]
 
 
-def _unstacked(name: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tensor]]:
+def _unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of single layers and experts that *tensor* consists of, by name."""
     match = _LAYER.fullmatch(name)
     if match is None:
         yield name, tensor
         return
     rest = _NORMS.get(match[2], match[2])
-    if match[1] is not None:
-        layers = [(int(match[1]), tensor)]
-    else:
-        layers = list(enumerate(_checked_unstack(name, tensor, where)))
+    stacked = match[1] is None
+    layers = enumerate(_checked_unstack(name, tensor)) if stacked else [(int(match[1]), tensor)]
     for layer, one in layers:
         prefix = f"decoder.layers.{layer}."
-        for own, expert in _experts(rest, one, where):
+        for own, expert in _experts(rest, one):
             yield prefix + own, expert
 
 
-def _experts(rest: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tensor]]:
+def _experts(rest: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     prefix = "mlp.experts.local_experts."
     grouped = _GROUPED.fullmatch(rest)
     if grouped is not None:
@@ -142,24 +146,12 @@ def _experts(rest: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tenso
     elif match[1] is not None:
         yield f"{prefix}{int(match[1])}.{match[2]}", tensor
     else:
-        for expert, one in enumerate(_checked_unstack(rest, tensor, where)):
+        for expert, one in enumerate(_checked_unstack(rest, tensor)):
             yield f"{prefix}{expert}.{match[2]}", one
 
 
-def _checked_unstack(name: str, tensor: Tensor, where: str) -> list[Tensor]:
+def _checked_unstack(name: str, tensor: Tensor) -> list[Tensor]:
     if not tensor.shape or tensor.shape[0] > _MAX_STACKED:
-        raise _unusable(
-            "this tensor does not stack layers or experts",
-            f"{name} of shape {list(tensor.shape)}",
-            where,
-        )
+        shape = list(tensor.shape)
+        raise Fault(f"this tensor does not stack layers or experts: {name} of shape {shape}")
     return unstack(tensor)
-
-
-def _unusable(what: str, value: str, where: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what,
-        where=where,
-        value=value[:300],
-        hint="take the files from another copy, or convert them with Megatron Bridge",
-    )

@@ -119,8 +119,7 @@ def _joined_at_a_distance(one: Slice, row: Slice) -> Slice | None:
     if not follows or row.sizes != (1, *one.sizes[1:]) or row.file != one.file or not row.nbytes:
         return None
     one_strides = _element_strides(one)
-    row_strides = _element_strides(row)
-    if one_strides[1:] != row_strides[1:]:
+    if one_strides[1:] != _element_strides(row)[1:]:
         return None
     itemsize = DTYPE_BITS[one.dtype] // 8
     if one.sizes[0] == 1:

@@ -80,8 +80,7 @@ def inputs_of(
     :class:`RecipeError` if there are no tokens, and if the template fails.
     """
     if isinstance(prompt, str):
-        tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
-        encoded = tokenizer(prompt, return_tensors="pt")
+        encoded = getattr(preprocessor, "tokenizer", preprocessor)(prompt, return_tensors="pt")
     else:
         bound_chat_templates()
         # Separately, because a processor also reads images, which is no error of the template.
@@ -139,8 +138,7 @@ def generate(
     num_before = 1 if getattr(model.config, "is_encoder_decoder", False) else num_prompt_tokens
     if context is not None:
         # Beyond it, learned positions are an error, and others are of low quality.
-        left = max(1, context - num_before)
-        arguments["max_new_tokens"] = min(sampling.max_new_tokens, left)
+        arguments["max_new_tokens"] = min(sampling.max_new_tokens, max(1, context - num_before))
     ends = _end_tokens(model)
     if end is not None:
         ends.add(end)

@@ -53,8 +53,7 @@ def decoded_blocks(
         block = rows[order[first : first + num_rows]]
         if info.kind.is_quantized:
             library = require_library()
-            number = library.GGMLQuantizationType[info.kind.name]
-            block = library.quants.dequantize(block, number)
+            block = library.quants.dequantize(block, library.GGMLQuantizationType[info.kind.name])
         if target is not None and target.offset:
             block = block - np.float32(target.offset)
         yield np.ascontiguousarray(block).data

@@ -19,7 +19,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.convert.formats.torch.torch_files import faults_of
+from automodel_ckpt.convert.formats.files import faults_of
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -200,8 +200,7 @@ def _llama_3_scaling(
             "high_freq_factor": 4.0,
             _LENGTH: length,
         }
-        expected = Positions(theta, scaling).factors(head_dim)
-        pairs = zip(expected, factors, strict=True)
+        pairs = zip(Positions(theta, scaling).factors(head_dim), factors, strict=True)
         if all(math.isclose(one, other, rel_tol=1e-5) for one, other in pairs):
             return scaling
     raise not_convertible(

@@ -129,7 +129,6 @@ def _deviations(vocab: Mapping[str, int], merges: Sequence[str]) -> list[str]:
         last = token
     for token in vocab:
         cuts = range(1, len(token))
-        num_pairs = sum(1 for cut in cuts if token[:cut] in vocab and token[cut:] in vocab)
-        if num_pairs != known[token]:
+        if sum(1 for cut in cuts if token[:cut] in vocab and token[cut:] in vocab) != known[token]:
             found[token] = None
     return list(found)

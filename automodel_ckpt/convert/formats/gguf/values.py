@@ -33,8 +33,8 @@ def positive_number(
 
     Raises :class:`CheckpointUnusable`, which names the file *where* and the key.
     """
-    value = values.get(key)
-    value = default if value is None else value
+    stated = values.get(key)
+    value: Any = default if stated is None else stated
     # Not isinstance: True is an int, too. The comparison is false for NaN.
     is_number = type(value) in (int, float)
     if not is_number or not 0 < value < 1e30:

@@ -134,6 +134,5 @@ def files_in_directory(path: Path) -> PackedFiles:
             raise unusable("this directory has more files than a model", path, relative)
         for name in names:
             file = os.path.normpath(os.path.join(relative, name))
-            nbytes = os.lstat(os.path.join(parent, name)).st_size
-            files[file] = StoredFile(file, 0, nbytes)
+            files[file] = StoredFile(file, 0, os.lstat(os.path.join(parent, name)).st_size)
     return PackedFiles(path, path, files)

@@ -117,7 +117,7 @@ class TarReader:
     ) -> None:
         self.path = path
         self._max_members = max_members
-        self._faults = (
+        self._faults: tuple[type[Exception], ...] = (
             *(TarFault, tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile),
             # tarfile, of damaged numbers, names and chains of attributes.
             *(ValueError, OverflowError, RecursionError),

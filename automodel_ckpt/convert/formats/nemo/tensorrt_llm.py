@@ -107,8 +107,7 @@ def _num_ranks(config: Mapping[str, Any], packed: PackedFiles) -> int:
             str(mapping)[:200],
             "export it again with pipeline parallel size 1",
         )
-    size: int = sizes["tp_size"]
-    return size
+    return int(sizes["tp_size"])
 
 
 def _rank_tensors(packed: PackedFiles, rank: int) -> dict[str, Tensor]:

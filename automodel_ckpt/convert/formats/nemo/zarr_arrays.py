@@ -21,8 +21,8 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.convert.formats.files import faults_of, names_in
 
 ARRAY = ".zarray"
 _DTYPES = {
@@ -39,6 +39,7 @@ _DTYPES = {
 }
 """The names of dtypes in ``.zarray``, and their safetensors codes."""
 _MAX_ARRAY_BYTES = 1 << 20
+_HINT = "write it without compression, as Megatron-Core does, or as safetensors"
 _MAX_CHUNKS = 1 << 20
 _MAX_SLICES = 1 << 16
 
@@ -71,46 +72,34 @@ def read_arrays(directory: Path) -> dict[str, ZarrArray]:
         place = directory / name
         if place.is_symlink() or not os.path.lexists(place / ARRAY):
             continue
-        try:
+        with faults_of(place / ARRAY, "this array is not read", _HINT):
             value = parse_json(read_safely(place, ARRAY, limit=_MAX_ARRAY_BYTES))
-        except (OSError, ValueError) as error:
-            raise unusable("this file cannot be read", place / ARRAY, repr(error)[:200]) from error
-        found[name] = _array(name, value, place / ARRAY)
+            found[name] = _array(name, value)
     return found
 
 
 # ---------------------------------------------------------------- .zarray
 
 
-def _array(name: str, value: Any, path: Path) -> ZarrArray:
-    if not isinstance(value, dict) or value.get("zarr_format") != 2:
-        raise unusable("this array has another version than zarr 2", path, str(value)[:100])
-    shape, chunks = counts(value.get("shape")), counts(value.get("chunks"))
+def _array(name: str, value: dict[str, Any]) -> ZarrArray:
+    expected = {"zarr_format": 2, "order": "C", "filters": None, "compressor": None}
+    for key, usual in expected.items():
+        if value.get(key) not in (usual, []):
+            raise Fault(f"its {key} is {value.get(key)!r:.200}")
+    shape, chunks = counts(value["shape"]), counts(value["chunks"])
     if shape is None or chunks is None or len(shape) != len(chunks) or 0 in chunks:
-        raise unusable("the shape of this array is invalid", path, str(value)[:200])
-    dtype = value.get("dtype")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise unusable("the dtype of this array is not supported", path, str(dtype)[:100])
-    separator = value.get("dimension_separator", ".")
-    if value.get("order", "C") != "C" or separator not in (".", "/") or value.get("filters"):
-        raise unusable(
-            "this array is stored in an unusual way (order, filters or names of chunks)",
-            path,
-            str(value)[:200],
-        )
-    if value.get("compressor") is not None:
-        raise unusable(
-            "compressed arrays of zarr are not read",
-            path,
-            str(value["compressor"])[:200],
-            "write them without compression, as Megatron-Core does, or as safetensors",
-        )
+        raise Fault("its shape is invalid")
     fault = shape_fault(shape) or shape_fault(chunks)
     if fault is not None:
-        raise unusable("the shape of this array is invalid", path, fault)
+        raise Fault(fault)
+    dtype, separator = value["dtype"], value.get("dimension_separator", ".")
+    if dtype not in _DTYPES or separator not in (".", "/"):
+        raise Fault(
+            f"its dtype is {dtype!r:.100}, and the names of its chunks have {separator!r:.50}"
+        )
     array = ZarrArray(name, _DTYPES[dtype], shape, chunks, separator)
     if math.prod(array.grid) > _MAX_CHUNKS:
-        raise unusable("this array has too many chunks", path, math.prod(array.grid))
+        raise Fault(f"it has too many chunks: {math.prod(array.grid)}")
     return array
 
 
@@ -121,37 +110,26 @@ def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
     """Describe an array in *directory*. Raises :class:`CheckpointUnusable` if a chunk is missing or damaged."""
     slices: list[Slice] = []
     chunk_bytes = nbytes_of(array.dtype, array.chunks)
-    for index in itertools.product(*map(range, array.grid)):
-        file = array.chunk_file(index)
-        _check_chunk(directory / file, chunk_bytes)
-        slices.extend(_slices(array, index, file))
-        if len(slices) > _MAX_SLICES:
-            raise unusable(
-                "the chunks of this array are cut into too many parts",
-                directory / array.name,
-                f"more than {_MAX_SLICES}",
-            )
-    fault = tiling_fault([stored.box for stored in slices], array.shape)
-    if fault is not None:
-        raise unusable("the chunks of this array do not make it up", directory / array.name, fault)
+    with faults_of(directory / array.name, "the chunks of this array do not make it up"):
+        for index in itertools.product(*map(range, array.grid)):
+            file = array.chunk_file(index)
+            _check_chunk(directory / file, chunk_bytes)
+            slices.extend(_slices(array, index, file))
+            if len(slices) > _MAX_SLICES:
+                raise Fault(f"they are cut into more than {_MAX_SLICES} parts")
+        fault = tiling_fault([stored.box for stored in slices], array.shape)
+        if fault is not None:
+            raise Fault(fault)
     return Tensor(array.name, array.dtype, array.shape, tuple(slices))
 
 
 def _check_chunk(path: Path, chunk_bytes: int) -> None:
-    """Raise :class:`CheckpointUnusable` unless a chunk is a regular file of *chunk_bytes*."""
-    try:
-        status = os.lstat(path)
-        is_linked = path.parent.is_symlink()
-    except OSError as error:
-        raise unusable("a chunk of this array is missing", path, error.strerror) from error
-    if is_linked or not stat.S_ISREG(status.st_mode):
-        raise unusable("a chunk of this array is not a regular file", path, "a link or other file")
+    """Raise :class:`Fault` unless a chunk is a regular file of *chunk_bytes*, OSError if it is missing."""
+    status = os.lstat(path)
+    if path.parent.is_symlink() or not stat.S_ISREG(status.st_mode):
+        raise Fault(f"{path.name} is not a regular file")
     if status.st_size != chunk_bytes:
-        raise unusable(
-            "a chunk of this array has the wrong size",
-            path,
-            f"{status.st_size} bytes, not {chunk_bytes}",
-        )
+        raise Fault(f"{path.name} has the wrong size: {status.st_size} bytes, not {chunk_bytes}")
 
 
 def _slices(array: ZarrArray, index: tuple[int, ...], file: str) -> Iterator[Slice]:

@@ -21,8 +21,8 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tens
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in, reports
-from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
+from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, names_in, reports
+from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import (
     FOOTER_BYTES,
     MAX_INDEX_BYTES,
@@ -30,7 +30,6 @@ from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import (
     is_index,
     read_index,
 )
-from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 
 INDEX_SUFFIX = ".index"
 _STATE_FILE = "checkpoint"
@@ -77,14 +76,6 @@ class TensorFlowCheckpoint(Format):
     def stored_tensors(self, path: Path) -> StoredTensors:
         checkpoint = _Checkpoint(_index_of(path))
         return StoredTensors(checkpoint.index.parent, checkpoint.tensors)
-
-    def inventory(self, path: Path) -> Inventory:
-        checkpoint = _Checkpoint(_index_of(path))
-        summaries = {
-            name: TensorSummary(tensor.dtype, tensor.shape, len(tensor.slices))
-            for name, tensor in checkpoint.tensors.items()
-        }
-        return Inventory(summaries, checkpoint.num_values)
 
 
 class _Checkpoint:

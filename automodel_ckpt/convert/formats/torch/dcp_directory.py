@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, counts, n
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.torch.torch_files import faults_of
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,

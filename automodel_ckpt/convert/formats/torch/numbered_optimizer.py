@@ -20,11 +20,11 @@ from typing import Any
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
 from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import (
     check_view,
-    faults_of,
     is_text_name,
     tensor_of_view,
 )
@@ -114,8 +114,7 @@ def named_state(
     of the model's parameters, which have the *shapes*. Raises :class:`CheckpointUnusable` for state of other shapes,
     and :class:`Fault`, or any other exception, for damaged state.
     """
-    num_members = sum(len(group["params"]) for group in groups)
-    if not len(set(names.values())) == len(names) == num_members:
+    if not len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups):
         raise Fault("a parameter is in its groups twice")
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Number]] = {}

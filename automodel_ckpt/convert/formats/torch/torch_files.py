@@ -9,7 +9,6 @@ a plain training script, or of FSDP's full state dict has the model under such a
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
@@ -27,7 +26,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import first_bytes, names_in, reports
+from automodel_ckpt.convert.formats.files import faults_of, first_bytes, names_in, reports
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.torch.nested_state import (
     Keys,
@@ -203,22 +202,6 @@ def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Ar
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def faults_of(
-    path: Path,
-    what: str = "this file of torch.save cannot be read",
-    hint: str = "take the files from another copy, or use another checkpoint",
-) -> Iterator[None]:
-    """Raise any error in the block, other than CheckpointUnusable, as one that names the file *path*."""
-    try:
-        yield
-    except CheckpointUnusable:
-        raise
-    except Exception as error:  # a damaged pickle makes the unpickler raise anything
-        value = str(error) if isinstance(error, Fault | OSError) else repr(error)
-        raise unusable(what, path, value.split("\n")[0][:300], hint) from error
-
-
 def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
     value = archive.value
     if not isinstance(value, dict):
@@ -269,9 +252,9 @@ def _states(value: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
         others = {other: item for other, item in state.items() if other != key}
         state = {**others, **state[key]}
     usual = (key for key in _MODEL_KEYS if isinstance(state.get(key), dict))
-    key = keys[-1] if keys else next((key for key in usual if any(views_in(state[key]))), None)
-    if key is not None:
-        return state[key], state
+    found = keys[-1] if keys else next((key for key in usual if any(views_in(state[key]))), None)
+    if found is not None:
+        return state[found], state
     others = {name: item for name, item in state.items() if not _is_optimizer(item)}
     return state if len(others) == len(state) else others, state
 
@@ -380,8 +363,7 @@ def attribute_prefix(names: Sequence[str]) -> str:
     A model of transformers has a prefix too (``model.``), but not for all tensors: its output layer has none.
     """
     attribute = names[0].partition(".")[0] + "."
-    is_common = all(name.startswith(attribute) for name in names)
-    return attribute if is_common else ""
+    return attribute if all(name.startswith(attribute) for name in names) else ""
 
 
 def _no_model(path: Path, value: str) -> CheckpointUnusable:

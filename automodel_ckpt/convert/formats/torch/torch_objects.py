@@ -122,8 +122,7 @@ def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None 
     Raises :class:`Fault`, or whatever a damaged pickle makes Python's reader raise (any Exception).
     """
     ranges = archive_ranges(data)
-    byteorder = _record(data, ranges, "byteorder", 16)
-    if byteorder not in (b"", b"little"):
+    if _record(data, ranges, "byteorder", 16) not in (b"", b"little"):
         raise Fault("it was written on a machine of the other byte order")
     limit = max_program_bytes or min(
         _MAX_PROGRAM_BYTES, max(_FREE_PROGRAM_BYTES, len(data) // _DATA_RATIO)

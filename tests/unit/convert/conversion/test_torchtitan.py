@@ -103,7 +103,7 @@ def test_an_export_in_torchtitans_names_is_converted_back(tied: bool, tmp_path: 
         ("num_attention_heads", 3, "does not have the rows|is missing or invalid"),
         ("head_dim", 7, "does not have the rows"),
         ("num_hidden_layers", 3, "a tensor of the model is missing"),
-        ("num_hidden_layers", 1, "no rule for tensors"),
+        ("num_hidden_layers", 1, "no rule for"),
         ("model_type", "qwen3", "cannot be converted"),
     ],
 )
