@@ -26,9 +26,8 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.kinds.embedding_checks import (
     check_attention,
     check_attention_setting,
-    data_sections,
 )
-from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.sections import data_sections, row_multiple
 from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import WITH_HEAD, Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum

@@ -44,7 +44,6 @@ from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.cadence import total_steps
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.measurements import Benchmark
 from automodel_ckpt.training.measure.validation_metrics import (
     TRAIN_LOSS,
     cadence_of,
@@ -86,7 +85,7 @@ from automodel_ckpt.training.values.run_log import RunLog
 from automodel_ckpt.training.watch.batch_errors import Situation, reporting_out_of_memory
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.measure.evaluated_model import Completions
+    from automodel_ckpt.training.measure.evaluated_model import Completions, HarnessBenchmark
     from automodel_ckpt.training.measure.weight_average import WeightAverage
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
     from automodel_ckpt.training.start.remote_weights import Section
@@ -628,23 +627,16 @@ class Recipe:
 
         return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
 
-    def build_benchmarks(self) -> list[Benchmark]:
+    def build_benchmarks(self) -> list[HarnessBenchmark]:
         """Build what the section ``evaluation`` runs."""
         section = self.config.evaluation
-        if section is None:
+        if section is None or section.harness is None:
             return []
+        from automodel_ckpt.training.measure.evaluated_model import HarnessBenchmark
+
         parts = (self.trainable, self.preprocessor, self.layout, self.rng)
-
-        def stop_is_wanted() -> bool:
-            return self.stop_request.wanted
-
-        found: list[Benchmark] = []
-        if section.harness is not None:
-            index = self._task_index
-            from automodel_ckpt.training.measure.evaluated_model import HarnessBenchmark
-
-            found.append(HarnessBenchmark(section.harness, index, *parts, stop_is_wanted))
-        return found
+        index = self._task_index
+        return [HarnessBenchmark(section.harness, index, *parts, lambda: self.stop_request.wanted)]
 
     # ---------------------------------------------------------------- what --show-samples and --dry-run ask
 

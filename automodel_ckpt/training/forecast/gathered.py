@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,8 +50,7 @@ class Gathered:
     """On a CPU, whose heap keeps what was freed: all that existed in any phase."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(NamedTuple):
     """Bytes of modules that are gathered together: parameters, gradients, and gradients while they are reduced."""
 
     parameters: int = 0
@@ -69,11 +68,8 @@ def gathered_bytes(recipe: Any, parameters: list[nn.Parameter], parts: RankParts
     embedding = group(each for module in embeddings for each in module.parameters())
     output = group(each for module in outputs for each in module.parameters())
     everything = group(parameters)
-    root = _Group(
-        everything.parameters - sum(each.parameters for each in (*layers, embedding, output)),
-        everything.gradients - sum(each.gradients for each in (*layers, embedding, output)),
-        everything.reduced - sum(each.reduced for each in (*layers, embedding, output)),
-    )
+    parts_of_root = zip(everything, *layers, embedding, output, strict=True)
+    root = _Group(*(total - sum(elsewhere) for total, *elsewhere in parts_of_root))
     layer = max(layers, key=lambda each: each.parameters, default=_Group())
     is_lookup = all(type(module) is nn.Embedding for module in embeddings)
     section = recipe.config.distributed
@@ -123,10 +119,14 @@ def _grouping(
     recipe: Any, parameters: list[nn.Parameter], parts: RankParts
 ) -> Callable[[Iterable[nn.Parameter]], _Group]:
     """A function that returns the bytes of modules with some of the *parameters* of a rank."""
-    dtype = compute_dtype(recipe.config.distributed)
+    section = recipe.config.distributed
+    dtype = compute_dtype(section)
     # As in parallelize: gradients are summed over the ranks in float32.
     reduce_dtype = torch.float32 if dtype else None
-    gathered = {id(each) for each in _gathered(recipe, parameters, parts)}
+    gathered = {id(each) for each in parameters}
+    if parts.num_shards == 1 and not section.cpu_offload and dtype is not None:
+        # On one rank, fsdp2 only casts.
+        gathered = {id(each) for each in parameters if each.dtype != dtype}
 
     def group(some: Iterable[nn.Parameter]) -> _Group:
         those = [each for each in some if id(each) in gathered]
@@ -138,15 +138,6 @@ def _grouping(
         )
 
     return group
-
-
-def _gathered(recipe: Any, parameters: list[nn.Parameter], parts: RankParts) -> list[nn.Parameter]:
-    """Those of *parameters* that fsdp2 gathers or casts; on one rank, only those that are not in the compute type."""
-    section = recipe.config.distributed
-    dtype = compute_dtype(section)
-    if parts.num_shards > 1 or section.cpu_offload or dtype is None:
-        return parameters
-    return [parameter for parameter in parameters if parameter.dtype != dtype]
 
 
 def _in_heap(

@@ -59,7 +59,7 @@ def _saved_bytes(
     cast_to = None if is_autocast else dtype
     live = LiveBytes()
     with FakeTensorMode():
-        own = fake_parameters(model, cast_to)
+        own = fake_parameters(model, cast_to, {}, {})
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
             is_cast = cast_to is not None and tensor.is_floating_point()

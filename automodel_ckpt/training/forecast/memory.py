@@ -93,19 +93,24 @@ def _of_rank(
     share = parts.stored_bytes(trained) / max(nbytes(trained), 1)
     average = average_bytes(parameters) if recipe.weight_average is not None else 0
     others = sum(nbytes(model.parameters()) for model in recipe.other_models())
-    gathered = gathered_bytes(recipe, parameters, parts)
-    temporary = int(_bytes_of_optimizer_step(recipe, trained) * share)
-    peak = _peak(recipe, trained, gathered, temporary, activations, parts)
-    memory = Memory(
+    state = Memory(
         weights=parts.stored_bytes(parameters),
-        gradients=peak.gradients,
+        gradients=0,
         optimizer=int(_optimizer_bytes(recipe, trained) * share),
-        gathered=peak.gathered,
-        activations=peak.activations,
+        gathered=0,
+        activations=None,
         process=process,
         average=int(average * share),
         others=others // num_shards(recipe),
     )
+    gathered = gathered_bytes(recipe, parameters, parts)
+    temporary = int(_bytes_of_optimizer_step(recipe, trained) * share)
+    phases = []
+    for gradients, of_gathered, peak in _phases(
+        recipe, trained, gathered, temporary, activations, parts
+    ):
+        phases.append(replace(state, gradients=gradients, gathered=of_gathered, activations=peak))
+    memory = max(phases, key=lambda phase: phase.total)
     if recipe.config.distributed.cpu_offload:
         return replace(memory, weights=0, gradients=0, optimizer=0, average=0, others=0)
     return memory
@@ -130,9 +135,7 @@ def _parameters_of_ranks(recipe: Any) -> list[list[nn.Parameter]]:
     num_ranks, section = recipe.layout.sizes.pp, recipe.config.distributed
     if num_ranks == 1:
         return [list(recipe.model.parameters())]
-    return [
-        list(each) for each in parameters_of_ranks(recipe.model, num_ranks, section.stages_per_rank)
-    ]
+    return list(map(list, parameters_of_ranks(recipe.model, num_ranks, section.stages_per_rank)))
 
 
 def _gradient_bytes(recipe: Any, trained: list[nn.Parameter], parts: RankParts) -> int:
@@ -178,51 +181,42 @@ def _bytes_of_optimizer_step(recipe: Any, trained: list[nn.Parameter]) -> int:
     return nbytes(trained) if is_multi_tensor and not is_fused else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Peak:
-    """Bytes that exist at one time, besides those that exist during the whole step. None: unknown."""
-
-    gradients: int
-    gathered: int
-    activations: int | None
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.gathered + (self.activations or 0)
+_Phase = tuple[int, int, int | None]
+"""Bytes that exist at one time, besides those that exist during the whole step: gradients, gathered parameters, and
+activations (None: unknown)."""
 
 
-def _peak(
+def _phases(
     recipe: Any,
     trained: list[nn.Parameter],
     gathered: Gathered,
     temporary: int,
     activations: Activations | None,
     parts: RankParts,
-) -> _Peak:
-    """The phase of a step with the largest total. *temporary* are the bytes of the optimizer's step."""
+) -> list[_Phase]:
+    """The phases of a step. *temporary* are the bytes of the optimizer's step."""
     gradients = _gradient_bytes(recipe, trained, parts)
+    has_phases = _has_separate_phases(recipe)
     if activations is None:
         at_once = max(gathered.forward, gathered.backward, gathered.last) + gathered.kept
-        is_heap = not _has_separate_phases(recipe)
-        return _Peak(gradients, gathered.heap if is_heap else at_once, None)
+        return [(gradients, at_once if has_phases else gathered.heap, None)]
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
-    phases = [_Peak(gradients, 0, temporary)]
+    phases: list[_Phase] = [(gradients, 0, temporary)]
     # The phases below have the activations of all micro-batches that are in progress at one time.
     in_progress = max(gradients - activations.last_other, 0)
-    if not _has_separate_phases(recipe):
-        phases.append(_Peak(in_progress, gathered.heap, activations.step))
-        return max(phases, key=lambda phase: phase.total)
+    if not has_phases:
+        return [*phases, (in_progress, gathered.heap, activations.step)]
     # Those of the micro-batches before.
     accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
     at_first = in_progress if accumulates else 0
     before, after = (gathered.kept, 0) if gathered.is_deferred else (0, gathered.kept)
     phases += [
-        _Peak(at_first, gathered.start + before, activations.others),
-        _Peak(at_first, gathered.forward + after, activations.forward),
-        _Peak(at_first, gathered.loss + after, activations.loss),
-        _Peak(at_first, gathered.output + after, activations.output),
-        _Peak(at_first, gathered.reduced_output + after, activations.saved),
-        _Peak(in_progress, gathered.last + before, activations.others),
+        (at_first, gathered.start + before, activations.others),
+        (at_first, gathered.forward + after, activations.forward),
+        (at_first, gathered.loss + after, activations.loss),
+        (at_first, gathered.output + after, activations.output),
+        (at_first, gathered.reduced_output + after, activations.saved),
+        (in_progress, gathered.last + before, activations.others),
     ]
     of_output, of_root = _gradients_of_ends(recipe, trained, parts)
     of_backbone = gradients - of_output
@@ -232,8 +226,8 @@ def _peak(
         of_phase = gathered.first_backward if is_first else gathered.backward
         kept = int(share * before + (1 - share) * after)
         complete = of_output + min(of_layers, of_backbone - of_root)
-        phases.append(_Peak(in_progress if accumulates else complete, of_phase + kept, peak))
-    return max(phases, key=lambda phase: phase.total)
+        phases.append((in_progress if accumulates else complete, of_phase + kept, peak))
+    return phases
 
 
 def _gradients_of_ends(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -198,7 +198,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _traced_attention(model: nn.Module, *, is_on_gpu: bool) -> Iterator[None]:
+def _traced_attention(model: nn.Module, is_on_gpu: bool) -> Iterator[None]:
     """Let the layers of *model* call :func:`_attention`, except where attention is computed by plain products.
 
     Without values, transformers builds a dense mask, and torch then selects the formula that keeps all weights.
@@ -248,63 +248,52 @@ def traced_step(
 
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
-    live = LiveBytes()
     # It prints the stack of an operation that it does not support; the caller handles the exception.
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, torch_log.disabled = torch_log.disabled, True
+    # On the meta device, transformers would look for packed samples in the values of the positions.
+    attention = nullcontext() if keeps_attention else _traced_attention(backbone, is_on_gpu)
     try:
-        # On the meta device, transformers would look for packed samples in the values of the positions.
-        traced = _traced_attention(backbone, is_on_gpu=is_on_gpu)
-        with nullcontext() if keeps_attention else traced:
-            return _traced(
-                backbone,
-                inputs,
-                options,
-                live,
-                dtype,
-                is_autocast=is_autocast,
-                shapes=shapes or {},
-                dtypes=dtypes or {},
+        with attention, FakeTensorMode(allow_non_fake_inputs=True):
+            own = fake_parameters(
+                backbone, None if is_autocast else dtype, shapes or {}, dtypes or {}
             )
+            autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
+            return _traced(backbone, own, inputs, options, autocast)
     finally:
         torch_log.disabled = was_disabled
 
 
 def _traced(
     backbone: nn.Module,
+    own: Tensors,
     inputs: Tensors,
     options: Mapping[str, Any],
-    live: LiveBytes,
-    dtype: torch.dtype | None,
-    *,
-    is_autocast: bool,
-    shapes: Mapping[int, torch.Size],
-    dtypes: Mapping[int, torch.dtype],
+    autocast: AbstractContextManager[Any],
 ) -> StepTrace:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        own = fake_parameters(backbone, None if is_autocast else dtype, shapes, dtypes)
-        fake_inputs: dict[str, torch.Tensor] = {}
-        for name, tensor in inputs.items():
-            fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        gradients = _Gradients(live)
-        for tensor in (*own.values(), *fake_inputs.values()):
-            live.exclude(tensor)
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(gradients.take)  # type: ignore[no-untyped-call]
-        autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
-        # Not functional_call: activation checkpointing calls layers again in the backward pass.
-        with live, _reparametrize_module(backbone, own, tie_weights=True):
-            with autocast:
-                output = backbone(**fake_inputs, **options)
-            forward = live.peak
-            hidden = _last_hidden(output)
-            del output
-            initial = [torch.empty_like(each) for each in hidden]
-            after_forward = live.current
-            live.reset_peak()
-            if hidden[0].requires_grad:
-                torch.autograd.backward(hidden, initial)
-            gradients.note_peak()
+    """Run *backbone* with the parameters and buffers *own*, inside of torch's FakeTensorMode."""
+    live = LiveBytes()
+    gradients = _Gradients(live)
+    fake_inputs = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()
+    }
+    for tensor in (*own.values(), *fake_inputs.values()):
+        live.exclude(tensor)
+        if tensor.requires_grad:
+            tensor.register_post_accumulate_grad_hook(gradients.take)  # type: ignore[no-untyped-call]
+    # Not functional_call: activation checkpointing calls layers again in the backward pass.
+    with live, _reparametrize_module(backbone, dict(own), tie_weights=True):
+        with autocast:
+            output = backbone(**fake_inputs, **options)
+        forward = live.peak
+        hidden = _last_hidden(output)
+        del output
+        initial = [torch.empty_like(each) for each in hidden]
+        after_forward = live.current
+        live.reset_peak()
+        if hidden[0].requires_grad:
+            torch.autograd.backward(hidden, initial)
+        gradients.note_peak()
     course = tuple(gradients.course)
     return StepTrace(forward, after_forward, gradients.peak, gradients.nbytes, course)
 
@@ -342,14 +331,13 @@ class _Gradients:
 def fake_parameters(
     model: nn.Module,
     dtype: torch.dtype | None,
-    shapes: Mapping[int, torch.Size] | None = None,
-    dtypes: Mapping[int, torch.dtype] | None = None,
+    shapes: Mapping[int, torch.Size],
+    dtypes: Mapping[int, torch.dtype],
 ) -> dict[str, torch.Tensor]:
     """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*.
 
     *shapes* and *dtypes* are those of single parameters and buffers, by id.
     """
-    shapes, dtypes = shapes or {}, dtypes or {}
     own: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         kind = parameter.dtype

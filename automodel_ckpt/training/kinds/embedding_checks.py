@@ -28,7 +28,7 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
-from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.sections import data_sections, row_multiple
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.unsupported import Unsupported
 
@@ -47,14 +47,6 @@ UNSUPPORTED = (
 _ATTENTION = "embedding.attention"
 _POOLER = "pooler.*"
 _PROMPTS = ("query_prompt", "document_prompt")
-
-
-def data_sections(config: RecipeConfig) -> Mapping[str, Target | None]:
-    """The sections of data sets by their dotted keys."""
-    sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
-    for name, section in config.validation_datasets.items():
-        sections[f"validation_datasets.{name}"] = section
-    return sections
 
 
 def prompts_in_data(config: RecipeConfig) -> list[Problem]:

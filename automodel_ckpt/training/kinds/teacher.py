@@ -35,7 +35,12 @@ from automodel_ckpt.models.loss.fused_distillation import CapturedHidden
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.parallelize import gather_root, reshard
-from automodel_ckpt.training.model.sections import naming_keys, repository_options, text_tokenizer
+from automodel_ckpt.training.model.sections import (
+    is_fully_sharded,
+    naming_keys,
+    repository_options,
+    text_tokenizer,
+)
 from automodel_ckpt.training.model.trainable import Trainable
 
 log = logging.getLogger("automodel_ckpt")
@@ -54,7 +59,8 @@ _SAMPLE_BYTES = 2**20
 def teacher_config(config: RecipeConfig, layout: RankLayout) -> RecipeConfig:
     """Return a recipe whose ``model`` is the teacher of *config*, for ``build_trainable``."""
     distributed = config.distributed
-    if _moves_layers(config, layout):
+    if _offloads(config, layout) and is_fully_sharded(config, layout):
+        # fsdp2 moves one layer at a time between host and device.
         distributed = replace(distributed, cpu_offload=True)
     return replace(config, model=teacher_model(config), peft=None, distributed=distributed)
 
@@ -73,17 +79,12 @@ def teacher_model(config: RecipeConfig) -> ModelConfig | Target:
     )
 
 
-def _moves_layers(config: RecipeConfig, layout: RankLayout) -> bool:
-    """Whether fsdp2 moves the teacher's weights between host and device, one layer at a time."""
-    return _offloads(config, layout) and _is_sharded(config, layout)
-
-
 def moves_whole(config: RecipeConfig, layout: RankLayout) -> bool:
     """Whether the complete teacher is moved between host and device.
 
     Raises :class:`RecipeError` if tensor parallel ranks share it without fsdp2.
     """
-    if not _offloads(config, layout) or _is_sharded(config, layout):
+    if not _offloads(config, layout) or is_fully_sharded(config, layout):
         return False
     if layout.sizes.tp > 1:
         raise RecipeError(
@@ -98,10 +99,6 @@ def moves_whole(config: RecipeConfig, layout: RankLayout) -> bool:
 def _offloads(config: RecipeConfig, layout: RankLayout) -> bool:
     wanted = (config.distill or DistillConfig()).offload_teacher
     return wanted and layout.device.type != "cpu"
-
-
-def _is_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
-    return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,7 @@ from automodel_ckpt.training.watch.batch_errors import BatchErrors
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.measure.harness import TaskMetric
-    from automodel_ckpt.training.measure.evaluated_model import Completions
+    from automodel_ckpt.training.measure.evaluated_model import Completions, HarnessBenchmark
     from automodel_ckpt.training.measure.weight_average import WeightAverage
 
 log = logging.getLogger("automodel_ckpt")
@@ -191,16 +191,6 @@ def validation_text(validation: Validation, measures: Iterable[str]) -> str:
     return "; ".join(sets)
 
 
-class Benchmark(Protocol):
-    """A section of ``evaluation``, which computes metrics of the model in training."""
-
-    every_steps: int | None
-    """It runs after every N steps, and at the end; None: only at the end."""
-
-    def run(self) -> Sequence[TaskMetric] | None:
-        """Compute the metrics; None if a stop was requested meanwhile. A collective; the same on all ranks."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured at a step: its *validation*, None if none was due, and the *benchmarks*, empty if none were."""
@@ -224,7 +214,7 @@ class Measurements:
         self._saves = recipe.saves
         self._run_log: RunLog = recipe.run_log
         self._weight_average: WeightAverage | None = recipe.weight_average
-        self._benchmarks: Sequence[Benchmark] = recipe.build_benchmarks()
+        self._benchmarks: Sequence[HarnessBenchmark] = recipe.build_benchmarks()
         self._completions: Completions | None = recipe.build_completions()
         self._measures = measures
 

@@ -237,14 +237,14 @@ def read_model_config(
             set_size(found, size)
         check_vocabulary(found, tokenizer, size=size)
         check_all_heads(found, layout.sizes)
-    for name, dataset in _data_sets(config).items():
+    for name, dataset in data_sections(config).items():
         seq_length = dataset.kwargs.get("seq_length") if dataset is not None else None
         if seq_length is not None:
             check_context(found, int(seq_length), f"{name}.seq_length")
     return found
 
 
-def _data_sets(config: RecipeConfig) -> Mapping[str, Target | None]:
+def data_sections(config: RecipeConfig) -> Mapping[str, Target | None]:
     """The sections of data sets by their dotted keys."""
     sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     for name, section in config.validation_datasets.items():

@@ -7,7 +7,7 @@ import glob
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,7 +33,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.names.registry import model_types
 from automodel_ckpt.convert.open import Weights, open_weights
-from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.inspect.repository import (
     base_directory,
     check_revision,
@@ -195,7 +195,7 @@ def start_from(
     :class:`CheckpointUnusable` for damaged ones.
     """
     with raise_on_all_ranks(group):
-        compared = _compared(section, modules, resizable, _open)
+        compared = _compared(section, modules, resizable, fetches=True)
         assert compared is not None
         start, pair, verdict = compared
         for weights in start.sources:
@@ -224,7 +224,7 @@ def inspect_start(
     No value is read and nothing is fetched: None for a Hub name whose weights are not in the cache. Raises as
     :func:`start_from`, except for damage that only a digest shows.
     """
-    compared = _compared(section, modules, resizable, _open_local)
+    compared = _compared(section, modules, resizable, fetches=False)
     if compared is None:
         return None
     start, _, verdict = compared
@@ -237,7 +237,8 @@ def _compared(
     section: Section,
     modules: Mapping[str, nn.Module],
     resizable: Iterable[str],
-    open_source: Callable[[InitFromConfig, str, Path | None], Weights | None],
+    *,
+    fetches: bool,
 ) -> tuple[Start, _Pair, Verdict] | None:
     """Open all sources, and compare their tensors with those of the *modules*; None if one is not on this machine.
 
@@ -246,7 +247,9 @@ def _compared(
     start = Start()
     with config_directory(modules) as config:
         for one, where in _sections(section):
-            weights = open_source(one, where, _config_for(one, config))
+            # The names of a part of the model are not those of its config.
+            is_part = isinstance(one, InitFromSource) and bool(one.strip or one.into)
+            weights = _open(one, where, None if is_part else config, fetches=fetches)
             if weights is None:
                 return None
             start.add(one, weights, where)
@@ -279,12 +282,6 @@ def _sections(section: Section) -> list[tuple[InitFromConfig, str]]:
     return [(one, f"init_from.{number}") for number, one in enumerate(section)]
 
 
-def _config_for(section: InitFromConfig, config: Path | None) -> Path | None:
-    """The directory of the model's config, if the weights are for the whole model and not for a part of it."""
-    is_part = isinstance(section, InitFromSource) and bool(section.strip or section.into)
-    return None if is_part else config
-
-
 def _prefix(name: str) -> str:
     return name if not name or name.endswith(".") else f"{name}."
 
@@ -301,25 +298,9 @@ def verify_base(
     *revision* is a branch, tag or commit of a Hub name. Called on all ranks, each of which reads its share. Raises
     :class:`CheckpointUnusable`, the same on all ranks.
     """
-
     with raise_on_all_ranks(group):
-        problems = _base_problems(name, level, ranks, revision)
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
-
-
-def _base_problems(
-    name: str, level: Level, ranks: RankLayout, revision: str | None
-) -> list[Problem]:
-    directory = base_directory(name, revision)
-    if directory is None:
-        return []
-    export = find_export_manifest(directory, follow_links=True)
-    if export is None:
-        return []
-    # Side files that training does not read may be missing from a copy.
-    present = {file for file in export.files if (directory / file).exists()}
-    return export.problems(only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size)
+        directory = base_directory(name, revision)
+        _verify_export(directory, level, rank=ranks.rank, num_ranks=ranks.world_size)
 
 
 def verify_side_files(name: str, level: Level, revision: str | None = None) -> None:
@@ -328,42 +309,43 @@ def verify_side_files(name: str, level: Level, revision: str | None = None) -> N
     directory = None
     with contextlib.suppress(OSError, ValueError):  # no name of the Hub, which its reader reports
         directory = base_directory(name, revision)
+    _verify_export(directory, level, are_weights_read=False)
+
+
+def _verify_export(
+    directory: Path | None, level: Level, *, are_weights_read: bool = True, **share: int
+) -> None:
     export = find_export_manifest(directory, follow_links=True) if directory is not None else None
     if directory is None or export is None:
         return
-    small = {
-        file
-        for file in export.files
-        if not file.endswith(".safetensors") and (directory / file).exists()
-    }
-    if problems := export.problems(only=small, level=level):
+    # Side files that training does not read may be missing from a copy.
+    present = {file for file in export.files if (directory / file).exists()}
+    if not are_weights_read:
+        present = {file for file in present if not file.endswith(".safetensors")}
+    if problems := export.problems(only=present, level=level, **share):
         raise CheckpointUnusable.all_of(problems)
 
 
-def _open_local(section: InitFromConfig, where: str, config: Path | None) -> Weights | None:
-    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name, and for a URL.
+def _open(
+    section: InitFromConfig, where: str, config: Path | None, *, fetches: bool
+) -> Weights | None:
+    """The weights of a path or of a Hub name. Without *fetches*, None for a URL and a name that is not in the cache.
 
     *config* is the directory of the config.json to whose names weights of other programs are converted.
     """
     path = section.path
-    if is_url(path):
+    if not fetches and is_url(path):
         return None
-    local = _local_path(section, where)
-    if local is not None:
+    local = Path(path).expanduser()
+    # A path in an existing directory is never a Hub name: a typo must not become a download.
+    if local.exists() or local.is_symlink() or local.parent.is_dir():
+        check_revision(path, section.revision, f"{where}.revision", f"{where}.path")
         return open_weights(local, config)
     require_local(path, f"{where}.path")
-    cached = base_directory(path, section.revision)
-    if cached is None or not any(cached.glob("*.safetensors")):
-        return None
-    return open_weights(cached)
-
-
-def _open(section: InitFromConfig, where: str, config: Path | None) -> Weights:
-    local = _local_path(section, where)
-    if local is not None:
-        return open_weights(local, config)
-    path = section.path
-    require_local(path, f"{where}.path")
+    if not fetches:
+        cached = base_directory(path, section.revision)
+        has_weights = cached is not None and any(cached.glob("*.safetensors"))
+        return open_weights(cached) if cached is not None and has_weights else None
     if (fetched := fetched_directory(path, section.revision)) is None:
         raise RecipeError(
             "the weights of this name cannot be fetched from the Hub, or are no safetensors",
@@ -373,16 +355,6 @@ def _open(section: InitFromConfig, where: str, config: Path | None) -> Weights:
             "and for a model that asks for it a login (hf auth login)",
         )
     return open_weights(fetched)
-
-
-def _local_path(section: InitFromConfig, where: str) -> Path | None:
-    """The path of *section*; None for the name of a repository. Raises :class:`RecipeError` for a path's revision."""
-    local = Path(section.path).expanduser()
-    # A path in an existing directory is never a Hub name: a typo must not become a download.
-    if not (local.exists() or local.is_symlink() or local.parent.is_dir()):
-        return None
-    check_revision(section.path, section.revision, f"{where}.revision", f"{where}.path")
-    return local
 
 
 def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:

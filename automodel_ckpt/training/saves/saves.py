@@ -18,7 +18,6 @@ from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_c
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.timeline import SAVES
-from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import (
@@ -39,38 +38,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.watch.replica_check import ReplicaCheck
 
 log = logging.getLogger("automodel_ckpt")
-
-
-def make_final_exports(
-    checkpointer: Checkpointer,
-    section: CheckpointConfig,
-    newest: Path | None,
-    wait: Callable[[], None],
-) -> None:
-    """Export the best model, and the averages that *section* asks for. Collective.
-
-    *newest* is the newest checkpoint; None if there is none. *wait* waits for saves in the background. Exports that
-    exist are not made again. Raises :class:`ExportFailed` on all ranks.
-    """
-    if section.export_best:
-        checkpointer.exports.export_best()
-    if section.export_ema and newest is not None:
-        checkpointer.exports.export_average(newest)
-    if section.average_last is not None:
-        wait()
-        _average_last(checkpointer, section.average_last)
-
-
-def _average_last(checkpointer: Checkpointer, count: int) -> None:
-    def average() -> Path | None:
-        checkpointer.check_lease()
-        from automodel_ckpt.training.saves.averages import average_last
-
-        return average_last(checkpointer.directory, count)
-
-    checkpointer.exports.run_on_rank0(
-        f"averaging the last {count} checkpoints (the checkpoints themselves are safe)", average
-    )
 
 
 def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
@@ -473,9 +440,29 @@ class Saves:
             self._finish_uploads(self.checkpointer, request)
 
     def _make_final_exports(self, checkpointer: Checkpointer) -> None:
-        newest = self.last_save or self.resumed
-        path = newest.path if newest is not None else None
-        make_final_exports(checkpointer, self._section, path, self.wait)
+        """Export the best model, and the averages that the recipe asks for, unless these exports exist.
+
+        Raises :class:`ExportFailed` on all ranks.
+        """
+        section, newest = self._section, self.last_save or self.resumed
+        if section.export_best:
+            checkpointer.exports.export_best()
+        if section.export_ema and newest is not None:
+            checkpointer.exports.export_average(newest.path)
+        count = section.average_last
+        if count is None:
+            return
+        self.wait()
+
+        def average() -> Path | None:
+            checkpointer.check_lease()
+            from automodel_ckpt.training.saves.averages import average_last
+
+            return average_last(checkpointer.directory, count)
+
+        checkpointer.exports.run_on_rank0(
+            f"averaging the last {count} checkpoints (the checkpoints themselves are safe)", average
+        )
 
     def _finish_uploads(self, checkpointer: Checkpointer, request: StopRequest) -> None:
         """Wait for the uploads of models and of checkpoints, until the second signal of *request* at the latest.

@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ def with_local_weights(
     end of the context. Raises, the same on all ranks,
     :class:`CheckpointUnusable` for a URL without weights, :class:`SaveFailed` without space, and :class:`StoreError`.
     """
-    urls = [one.path for one in _sources(section) if is_url(one.path)]
+    sources = [section] if isinstance(section, InitFromConfig) else section
+    urls = [one.path for one in sources if is_url(one.path)]
     if not urls:
         yield section
         return
@@ -74,7 +75,9 @@ def with_local_weights(
         with raise_on_all_ranks(group):
             if failure is not None:
                 raise failure
-        yield _replaced(section, broadcast_object(group, paths))
+        local = broadcast_object(group, paths)
+        found: Any = [replace(one, path=local.get(one.path, one.path)) for one in sources]
+        yield found[0] if isinstance(section, InitFromConfig) else found
     finally:
         if downloads:
             shutil.rmtree(directory, ignore_errors=True)
@@ -92,17 +95,3 @@ def _download(
     log.info("downloading the weights of %s", f"{run.store}/{name}" if name else run.store)
     num_threads = 8 if checkpoint.remote is None else checkpoint.remote.num_threads
     return pull_weights(run, name, target, num_threads=num_threads, stopping=stopping)
-
-
-def _sources(section: Section) -> Sequence[InitFromConfig]:
-    return [section] if isinstance(section, InitFromConfig) else section
-
-
-def _replaced(section: Section, paths: Mapping[str, str]) -> Section:
-    def local(one: Any) -> Any:
-        return replace(one, path=paths.get(one.path, one.path))
-
-    if isinstance(section, InitFromConfig):
-        changed: InitFromConfig = local(section)
-        return changed
-    return [local(one) for one in section]

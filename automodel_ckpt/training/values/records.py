@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -93,15 +93,6 @@ class Control:
             ClockReading(elapsed_seconds, save_is_wanted > 0, time_is_up > 0),
         )
         return control, further_sums
-
-
-class Position(Protocol):
-    """The step and the epoch that a log record is about."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from automodel_ckpt.training.model.sections import logs_mfu
 from automodel_ckpt.training.values.records import (
     LABEL_TOKENS,
     Control,
-    Position,
     PromptCompletion,
+    StepPosition,
     StepResult,
     Validation,
 )
@@ -238,7 +238,7 @@ class RunLog:
 
     def log_step(
         self,
-        position: Position,
+        position: StepPosition,
         sample_ids: Sequence[int],
         control: Control,
         result: StepResult,
