@@ -27,12 +27,7 @@ from automodel_ckpt.data.collate import (
     has_keys,
     require_sample,
 )
-from automodel_ckpt.data.pairs.joint_pairs import (
-    EmbeddingEncoder,
-    JointEncoder,
-    TemplateEncoder,
-    no_text,
-)
+from automodel_ckpt.data.pairs.joint_pairs import TextsEncoder, no_text
 from automodel_ckpt.data.rows.arguments import RowOptions, require_range, require_tokenizer
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
@@ -103,25 +98,21 @@ def encoder_of(
     truncation: str,
     pair_template: str | None,
     query_length: int | None = None,
-) -> EmbeddingEncoder:
+) -> TextsEncoder:
     """The encoder of separate texts (*pair_template* None), or of queries with documents as one text."""
     require_tokenizer(tokenizer)
-    if pair_template is None:
-        return EmbeddingEncoder(tokenizer, seq_length, truncation, query_length)
-    if query_length is not None:
+    if pair_template is not None and query_length is not None:
         raise RecipeError(
             "a query with a document is one text, which has one limit",
             where="dataset.query_length",
             value=query_length,
             hint="remove it, and set dataset.seq_length",
         )
-    if pair_template:
-        return TemplateEncoder(tokenizer, seq_length, truncation, pair_template)
-    return JointEncoder(tokenizer, seq_length, truncation)
+    return TextsEncoder(tokenizer, seq_length, truncation, pair_template, query_length)
 
 
 class TextTruncation(Truncation):
-    """Counts the samples of which :class:`EmbeddingEncoder` has truncated a text. It changes and skips none."""
+    """Counts the samples of which :class:`TextsEncoder` has truncated a text. It changes and skips none."""
 
     def apply_to_group(
         self, samples: Sequence[TokenizedSample], where: Where
@@ -134,7 +125,7 @@ class TextTruncation(Truncation):
 class PairReader:
     """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
 
-    encoder: EmbeddingEncoder
+    encoder: TextsEncoder
     query_field: str
     positive_field: str
     negative_fields: list[str] | None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
+    from automodel_ckpt.data.batches.packed_stream import PackedStream
     from automodel_ckpt.data.batches.stream_batches import StreamBatch
 
 log = logging.getLogger(__name__)
@@ -120,11 +122,8 @@ class GlobalBatchLoader:
         return -(-self.num_samples // size)
 
     def __iter__(self) -> Generator[GlobalBatch]:
-        batches = (
-            self._stream_batches()
-            if self.num_samples is None
-            else self._map_batches(self.num_samples)
-        )
+        is_stream = self.num_samples is None
+        batches = self._stream_batches() if is_stream else self._map_batches()
         # If the caller stops early, worker processes end now and not when garbage is collected.
         with closing(batches):
             first = next(batches, None)
@@ -178,10 +177,8 @@ class GlobalBatchLoader:
         """
         if self._source_state is None:
             return
-        from automodel_ckpt.data.batches.packed_stream import PackedStream
-
-        if isinstance(self.dataset, PackedStream):
-            self._source_state = self.dataset.merged(gather(self._source_state))
+        if self._packed is not None:
+            self._source_state = self._packed.merged(gather(self._source_state))
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a saved position, on any number of ranks.
@@ -253,21 +250,24 @@ class GlobalBatchLoader:
             self.epoch, self.consumed_samples = 0, consumed_samples
             self._load_source_state(None)
             return
-        size = self.sizes.global_batch_size
-        samples_per_epoch = len(self) * size if self.sizes.drop_last else self.num_samples
-        self.epoch, self.consumed_samples = divmod(consumed_samples, samples_per_epoch)
+        self.epoch, self.consumed_samples = divmod(consumed_samples, self._samples_per_epoch)
 
     @property
     def samples_before(self) -> int:
         """The samples before the position, in all epochs; those of an epoch of a stream are not known."""
         if self.num_samples is None:
             return self.consumed_samples
-        size = self.sizes.global_batch_size
-        samples_per_epoch = len(self) * size if self.sizes.drop_last else self.num_samples
-        return self.epoch * samples_per_epoch + self.consumed_samples
+        return self.epoch * self._samples_per_epoch + self.consumed_samples
 
-    def _map_batches(self, num_samples: int) -> Generator[GlobalBatch]:
-        epoch = self.epoch
+    @property
+    def _samples_per_epoch(self) -> int:
+        assert self.num_samples is not None
+        return (
+            len(self) * self.sizes.global_batch_size if self.sizes.drop_last else self.num_samples
+        )
+
+    def _map_batches(self) -> Generator[GlobalBatch]:
+        num_samples, epoch = len(self.dataset), self.epoch
         size = self.sizes.global_batch_size
         order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
         # A mixture uses other samples in each epoch.
@@ -324,10 +324,8 @@ class GlobalBatchLoader:
             self._start_state,
             self.shuffle,
         )
-        from automodel_ckpt.data.batches.packed_stream import PackedStream
-
-        if isinstance(self.dataset, PackedStream):
-            found = self.dataset.read(position, self.sizes, self.collate_fn, self.num_workers)
+        if self._packed is not None:
+            found = self._packed.read(position, self.sizes, self.collate_fn, self.num_workers)
         else:
             reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
             found = read_stream(reader, self.num_workers)
@@ -351,6 +349,13 @@ class GlobalBatchLoader:
         self.epoch += 1
         self.consumed_samples = 0
 
+    @cached_property
+    def _packed(self) -> PackedStream | None:
+        """The data set if it is a packed stream, which makes the rows of this rank itself."""
+        from automodel_ckpt.data.batches.packed_stream import PackedStream
+
+        return self.dataset if isinstance(self.dataset, PackedStream) else None
+
     def _unit(self) -> str:
         return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
 
@@ -373,9 +378,7 @@ class GlobalBatchLoader:
             self._warn(
                 "an iterable data set is read in its own order; dataloader.shuffle does not apply"
             )
-        from automodel_ckpt.data.batches.packed_stream import PackedStream
-
-        if self.num_workers > 1 and not isinstance(self.dataset, PackedStream):
+        if self.num_workers > 1 and self._packed is None:
             self._warn(
                 f"an iterable data set is read by one worker process, not {self.num_workers}"
             )
@@ -447,9 +450,7 @@ class GlobalBatchLoader:
         if source_state is not None and restores_exactly(self.dataset):
             self._source_state = source_state
             return
-        from automodel_ckpt.data.batches.packed_stream import PackedStream
-
-        self._source_state = self._start_state if isinstance(self.dataset, PackedStream) else None
+        self._source_state = None if self._packed is None else self._start_state
         if self.consumed_samples:
             self._warn(
                 f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples"

@@ -78,10 +78,8 @@ def _part(entry: Any) -> Object:
     kind = part.get("type") or _type_by_keys(part)
     if kind in _TEXTS:
         return _text_part(part)
-    if kind in _IMAGES:
-        return _image_part(part)
-    if kind in _AUDIOS:
-        return _audio_part(part)
+    if kind in (*_IMAGES, *_AUDIOS):
+        return _media_part(part, "image" if kind in _IMAGES else "audio")
     if not isinstance(kind, str):
         raise _unusable("a message has a part without a type", entry)
     return part
@@ -112,9 +110,9 @@ def _text_part(part: Object) -> Object:
     return {**others, "type": "text", "text": text}
 
 
-def _image_part(part: Object) -> Object:
+def _media_part(part: Object, kind: str) -> Object:
     if part.get("text"):
-        raise _unusable("an image part of a message has a text", part)
+        raise _unusable(f"an {kind} part of a message has a text", part)
     for key in _IMAGE_SETTINGS:
         if part.get(key):
             raise UnusableSample(
@@ -122,17 +120,7 @@ def _image_part(part: Object) -> Object:
                 f"{key}: {part[key]!r}"[:80],
                 "remove it and resize the image, or limit all images with processor.kwargs",
             )
-    for key in _IMAGE_KEYS:
-        value = part.get(key)
-        if value:
-            return {"type": "image", "image": {key: value} if key == "base64" else value}
-    return {"type": "image"}
-
-
-def _audio_part(part: Object) -> Object:
-    if part.get("text"):
-        raise _unusable("an audio part of a message has a text", part)
-    for key in _AUDIO_KEYS:
+    for key in _AUDIO_KEYS if kind == "audio" else _IMAGE_KEYS:
         value = part.get(key)
         if not value:
             continue
@@ -140,8 +128,8 @@ def _audio_part(part: Object) -> Object:
             value = {"base64": value["data"]}
         elif key == "base64":
             value = {key: value}
-        return {"type": "audio", "audio": value}
-    return {"type": "audio"}
+        return {"type": kind, kind: value}
+    return {"type": kind}
 
 
 def _unusable(what: str, part: Any) -> UnusableSample:

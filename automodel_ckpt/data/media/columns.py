@@ -286,35 +286,37 @@ def usable_rows(
 
     Raises :class:`RecipeError` if no row is left.
     """
-    num_rows = source.num_rows
-    is_used = np.ones(num_rows, dtype=np.bool_)
+    left_out: dict[str, Any] = {}
     if skip_empty:
-        [texts] = source.read([columns.text_field])
-        is_used = np.array([bool(columns.transcript(text).strip()) for text in texts], np.bool_)
-    num_empty = num_rows - int(is_used.sum())
-    reasons = [(num_empty, "without a transcript")]
+        texts = source.values(columns.text_field)
+        is_empty = [not columns.transcript(text).strip() for text in texts]
+        left_out["without a transcript"] = np.array(is_empty, np.bool_)
     if min_seconds is not None or max_seconds is not None:
         seconds = _durations(source, columns.audio_field)
-        is_short = is_used & (seconds < (min_seconds or 0.0))
-        is_long = is_used & (seconds > (np.inf if max_seconds is None else max_seconds))
-        is_used &= ~(is_short | is_long)
-        reasons.append((int(is_short.sum()), f"shorter than {min_seconds} s"))
-        reasons.append((int(is_long.sum()), f"longer than {max_seconds} s"))
+        left_out[f"shorter than {min_seconds} s"] = seconds < (min_seconds or 0.0)
+        longest = np.inf if max_seconds is None else max_seconds
+        left_out[f"longer than {max_seconds} s"] = seconds > longest
+    is_used = np.ones(source.num_rows, np.bool_)
+    reasons = []
+    for reason, rows in left_out.items():
+        if number := int((is_used & rows).sum()):
+            reasons.append(f"{number} {reason}")
+        is_used &= ~rows
+    if min_seconds is not None or max_seconds is not None:
         hours = float(seconds[is_used].sum()) / 3600
         log.info("%s: %.2f hours of audio", source.path, hours)
     if not is_used.any():
         raise RecipeError(
             "no row is left to train on",
             where="dataset",
-            value=", ".join(f"{number} {why}" for number, why in reasons if number) or "0 rows",
+            value=", ".join(reasons) or "0 rows",
             hint="check dataset.text_field, min_seconds and max_seconds",
         )
-    if is_used.all():
+    if not reasons:
         return None
-    left_out = ", ".join(f"{number} {why}" for number, why in reasons if number)
-    log.info("%s: %s left out: %s", source.path, counted(int((~is_used).sum()), "row"), left_out)
-    numbers: list[int] = np.flatnonzero(is_used).tolist()
-    return numbers
+    num_left_out = counted(int((~is_used).sum()), "row")
+    log.info("%s: %s left out: %s", source.path, num_left_out, ", ".join(reasons))
+    return list(np.flatnonzero(is_used).tolist())
 
 
 def _durations(source: Source, field: str) -> Any:

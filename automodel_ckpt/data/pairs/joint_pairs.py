@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -45,26 +45,33 @@ def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return any(encoded.get("token_type_ids", ()))
 
 
-class EmbeddingEncoder:
-    """Tokenizes texts as libraries that compute embeddings do: with the special tokens that the tokenizer adds.
+class TextsEncoder:
+    """Tokenizes the texts of rows with the special tokens that the tokenizer adds.
+
+    With *template* None, these are the query and each document, as libraries that compute embeddings read them.
+    Otherwise, each document is tokenized together with its query, as a text that the template writes, or for an empty
+    template in the tokenizer's form of two texts.
 
     Texts of more than *seq_length* tokens (None: no limit) are truncated by the tokenizer, or rejected with
     *truncation* ``error``; *query_length* is the limit of queries (None: *seq_length*).
     """
-
-    noun = "a text of a pair"
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         seq_length: int | None,
         truncation: str,
+        template: str | None = None,
         query_length: int | None = None,
     ) -> None:
         require_choice("truncation", truncation, ("error", "right"))
         self._tokenizer = tokenizer
         self._limits = (query_length or seq_length, seq_length)
         self._rejects = truncation == "error"
+        self._template = FieldTemplate(template) if template else None
+        self._is_joint = template is not None
+        self._noun = "a query with its document" if self._is_joint else "a text of a pair"
+        self._has_types = self._is_joint and has_types(tokenizer, template or "")
 
     def samples(
         self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
@@ -85,11 +92,11 @@ class EmbeddingEncoder:
                 ids, starts = next(encoded)
                 limit = self._limits[position > 0]
                 if not ids:
-                    raise no_text(f"{self.noun} has no tokens", where(number))
+                    raise no_text(f"{self._noun} has no tokens", where(number))
                 if limit is not None and len(ids) > limit:
                     self._check_length(len(ids), limit, partial(where, number))
                     with truncation_on_the_right(self._tokenizer):
-                        ids, starts = self._shortened(part, limit)
+                        [(ids, starts)] = self._call([part], truncation=True, max_length=limit)
                     is_cut = True
                 tokens += ids
                 flags = [True] * len(ids)
@@ -99,81 +106,31 @@ class EmbeddingEncoder:
             samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
         return samples
 
-    def _parts(self, row: Sequence[str], where: Where) -> Sequence[Any]:
-        """What is tokenized of a row."""
-        return row
+    def _parts(self, row: Sequence[str], where: Where) -> list[tuple[str, ...]]:
+        """What is tokenized of a row: texts, or pairs of them."""
+        query, *documents = row
+        if not self._is_joint:
+            return [(text,) for text in row]
+        if self._template is None:
+            return [(query, document) for document in documents]
+        fields = [{"query": query, "document": document} for document in documents]
+        return [(self._template.write(each, where),) for each in fields]
 
-    def _encode(self, parts: list[Any]) -> list[tuple[list[int], list[int]]]:
+    def _encode(self, parts: list[tuple[str, ...]]) -> list[tuple[list[int], list[int]]]:
         """The tokens of each part, and the positions in it without a label."""
-        found = encode_all(self._tokenizer, parts, add_special_tokens=True)
+        if self._is_joint and self._template is None:
+            return self._call(parts)
+        found = encode_all(self._tokenizer, [text for (text,) in parts], add_special_tokens=True)
         return [(ids, [0]) for ids in found]
 
-    def _shortened(self, part: Any, limit: int) -> tuple[list[int], list[int]]:
-        encoded = self._tokenizer(part, truncation=True, max_length=limit)
-        return list(encoded["input_ids"]), [0]
-
-    def _check_length(self, num_tokens: int, limit: int, where: Where) -> None:
-        if self._rejects:
-            raise RecipeError(
-                f"{self.noun} is longer than seq_length",
-                where=where(),
-                value=f"{num_tokens} tokens, seq_length {limit}",
-                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
-            )
-
-
-class TemplateEncoder(EmbeddingEncoder):
-    """Tokenizes each document together with its query, as a text that a *template* writes."""
-
-    noun = "a query with its document"
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        seq_length: int | None,
-        truncation: str,
-        template: str,
-    ) -> None:
-        super().__init__(tokenizer, seq_length, truncation)
-        self._template = FieldTemplate(template)
-
-    def _parts(self, row: Sequence[str], where: Where) -> Sequence[Any]:
-        query, *documents = row
-        return [
-            self._template.write({"query": query, "document": each}, where) for each in documents
-        ]
-
-
-class JointEncoder(EmbeddingEncoder):
-    """Tokenizes each document together with its query, in the tokenizer's form of two texts."""
-
-    noun = TemplateEncoder.noun
-
-    def _parts(self, row: Sequence[str], where: Where) -> Sequence[Any]:
-        query, *documents = row
-        return [(query, document) for document in documents]
-
-    def _encode(self, parts: list[Any]) -> list[tuple[list[int], list[int]]]:
-        queries, documents = map(list, zip(*parts, strict=True))
-        return self._with_starts(self._call(queries, documents))
-
-    def _shortened(self, part: Any, limit: int) -> tuple[list[int], list[int]]:
-        query, document = part
-        options = {"truncation": True, "max_length": limit}
-        [found] = self._with_starts(self._call([query], [document], **options))
-        return found
-
-    @cached_property
-    def _has_types(self) -> bool:
-        return has_types(self._tokenizer, "")
-
-    def _call(self, queries: list[str], documents: list[str], **options: Any) -> Any:
-        return self._tokenizer(
-            queries, documents, return_attention_mask=False, verbose=False, **options
+    def _call(
+        self, parts: list[tuple[str, ...]], **options: Any
+    ) -> list[tuple[list[int], list[int]]]:
+        """As :meth:`_encode`, by a call of the tokenizer; of tokens with types, each document has such a position."""
+        texts = map(list, zip(*parts, strict=True))
+        encoded: Any = self._tokenizer(
+            *texts, return_attention_mask=False, verbose=False, **options
         )
-
-    def _with_starts(self, encoded: Any) -> list[tuple[list[int], list[int]]]:
-        """The tokens of pairs, and the first token of each; also of each document if the tokens have types."""
         found = []
         for number, ids in enumerate(encoded["input_ids"]):
             starts = [0]
@@ -182,6 +139,15 @@ class JointEncoder(EmbeddingEncoder):
                 starts.append(types.index(1) if 1 in types else -1)
             found.append((list(ids), starts))
         return found
+
+    def _check_length(self, num_tokens: int, limit: int, where: Where) -> None:
+        if self._rejects:
+            raise RecipeError(
+                f"{self._noun} is longer than seq_length",
+                where=where(),
+                value=f"{num_tokens} tokens, seq_length {limit}",
+                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
+            )
 
 
 def no_text(what: str, where: str) -> RecipeError:
@@ -217,9 +183,9 @@ def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
 class ScoreCollator:
     """Pads each query with a document to a row, in the order of the samples.
 
-    The argument is a non-empty list of samples of :class:`JointEncoder`. Returns int64 tensors ``input_ids``,
-    ``attention_mask`` and ``labels`` [rows, length], where the labels are the tokens and -100 for padding; with
-    *has_types* also ``token_type_ids``; and ``num_documents`` [queries]. Padding is on the right. Raises
+    The argument is a non-empty list of samples of :class:`TextsEncoder` with a template. Returns int64 tensors
+    ``input_ids``, ``attention_mask`` and ``labels`` [rows, length], where the labels are the tokens and -100 for
+    padding; with *has_types* also ``token_type_ids``; and ``num_documents`` [queries]. Padding is on the right. Raises
     :class:`RecipeError` for other samples.
     """
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForMultimodalLM
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.conversations.messages import UnusableSample
-from automodel_ckpt.data.image_collate import AudioLimit, ImageTextCollator
+from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media import media_files as audio_files
 from automodel_ckpt.data.media.media_files import duration_of, open_audio
 from automodel_ckpt.data.vlm import conversations, transcripts
@@ -349,19 +349,6 @@ def test_transcripts_of_a_table_have_labels(
         transcripts(processor, str(tmp_path / "a.parquet"), skip_empty=False)[1]
     with pytest.raises(RecipeError, match="as a text and as a column"):
         transcripts(processor, "a", prompt="a", prompt_field="b")
-
-
-def test_audio_whose_end_has_no_effect_is_cut() -> None:
-    calls = []
-
-    def features_of(samples: Any) -> list[Any]:
-        calls.append(len(samples))
-        return [np.add.reduceat(samples[:9000], range(0, min(len(samples), 9000), 160))]
-
-    limit = AudioLimit(features_of, 1000)
-    assert limit.uses(4000) and limit.uses(6000)
-    assert len(calls) == 2
-    assert limit.uses(9000) and not limit.uses(9050)
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])

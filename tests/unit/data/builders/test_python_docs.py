@@ -5,26 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.examples.data.python_docs import (
-    docstring_pairs,
-    train_tokenizer,
-)
 from tests.support.servers.command_server import CommandServer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def pairs(tokenizer: Any) -> TokenizedDataset:
-    return docstring_pairs(tokenizer, seq_length=96)
 
 
 def start(
@@ -56,6 +40,7 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.further
 def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
     tmp_path: Path, commands: CommandServer
 ) -> None:
@@ -66,25 +51,3 @@ def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
     assert first == second
     assert any(name.endswith("tokenizer.json") for name in first)
     assert any(name.endswith("tokens.npy") for name in first)
-
-
-def test_a_pair_asks_for_a_docstring_and_labels_only_that(
-    tokenizer: Any, pairs: TokenizedDataset
-) -> None:
-    def texts(sample: dict[str, list[int]]) -> tuple[str, str]:
-        masked = sample["labels"].count(-100)
-        assert sample["labels"] == [-100] * masked + sample["input_ids"][masked:]
-        return tokenizer.decode(sample["input_ids"][:masked]), tokenizer.decode(
-            sample["input_ids"][masked:]
-        )
-
-    found = dict(texts(pairs[i]) for i in range(len(pairs)))
-    assert len(pairs) > 3000
-    assert found["def textwrap.fill(text, width=70, **kwargs):\n"].startswith(
-        "Fill a single paragraph of text"
-    )
-    assert found["class fractions.Fraction(numbers.Rational):\n"].startswith(
-        "This class implements rational numbers."
-    )
-    assert all(len(pairs[i]["input_ids"]) <= 96 for i in range(len(pairs)))
-    assert sum(completion.endswith("</s>") for completion in found.values()) > 1000

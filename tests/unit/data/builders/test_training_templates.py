@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -413,50 +412,3 @@ def test_labels_end_with_the_assistants_own_turn() -> None:
         "It is 3.<turn|>\n",
         "!<turn|>\n",
     ]
-
-
-def pairs() -> list[Path]:
-    """Templates of models in $AUTOMODEL_CKPT_CHAT_TEMPLATES that one is shipped for and that TRL has a pair for.
-
-    TRL's repository has them in trl/chat_templates, as NAME.jinja and NAME_training.jinja; none is copied here.
-    """
-    directory = Path(os.environ.get("AUTOMODEL_CKPT_CHAT_TEMPLATES", "/nowhere"))
-    found = [
-        path
-        for path in sorted(directory.glob("*.jinja"))
-        if path.with_stem(f"{path.stem}_training").exists()
-    ]
-    # That of R1-Distill also writes reasoning_content and ends calls, which TRL's does not.
-    models = (None, "DeepSeek-R1-Distill")
-    return [
-        path
-        for path in found
-        if model_of(select_template(path.read_text(encoding="utf-8"), None)) not in models
-    ]
-
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "array"}},
-    "required": ["a"],
-}
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS},
-}
-
-
-@pytest.mark.parametrize("path", pairs(), ids=lambda path: path.stem)
-def test_a_training_template_writes_the_text_of_its_pair_where_that_is_at_hand(path: Path) -> None:
-    theirs = path.with_stem(f"{path.stem}_training").read_text(encoding="utf-8")
-    ours = select_template(path.read_text(encoding="utf-8"), None)
-    render: Any = render_jinja_template
-    for talk in (TALK, THINKING, CALLS, CALLS[:2], [SYSTEM, *CALLS]):
-        for tools in (None, [ADD]):
-            texts = [
-                render(conversations=[talk], tools=tools, chat_template=template, bos_token="<s>")[
-                    0
-                ][0]
-                for template in (ours, theirs)
-            ]
-            assert texts[0] == texts[1]
