@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.config.automodel.notices import Notice
+from automodel_ckpt.config.automodel.rows import Notice
 from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.keys.model import ModelConfig

@@ -150,7 +150,7 @@ def _run_recipe(line: CommandLine) -> int:
         print(loaded.converted(), end="")
         return EXIT_DONE
     if loaded.notices and _reports_for_node():
-        from automodel_ckpt.config.automodel.notices import report_lines
+        from automodel_ckpt.config.automodel.rows import report_lines
 
         for text in report_lines(loaded.notices):
             print_error(text)

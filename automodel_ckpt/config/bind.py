@@ -34,7 +34,6 @@ from automodel_ckpt.config.tree.convert import (
     section_type,
     target_type,
     typed,
-    untyped,
 )
 from automodel_ckpt.config.tree.references import (
     KEY_REFERENCE,
@@ -43,7 +42,14 @@ from automodel_ckpt.config.tree.references import (
     resolve,
 )
 from automodel_ckpt.config.tree.rules import MISSING, Condition, Relation, Target
-from automodel_ckpt.config.tree.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
+from automodel_ckpt.config.tree.yaml_tree import (
+    DEFAULT,
+    NULL_WORDS,
+    Node,
+    node_of,
+    read_text,
+    untyped,
+)
 from automodel_ckpt.errors import Problem
 
 _LISTS = (list, tuple, set, Sequence, Iterable)
@@ -91,29 +97,42 @@ class Binder:
         self.other_keys = frozenset(other_keys)
 
     def section(self, cls: type[Any], node: Node, key: str) -> Any:
-        """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node."""
+        """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node.
+
+        A section that takes any key has those that are not its fields in ``kwargs``. Elsewhere they are errors.
+        """
         assert isinstance(node.value, dict)
-        given = node.value
+        given = dict(node.value)
         num_before = len(self.problems)
         hints = hints_of(cls)
-        unknown = {name: child for name, child in given.items() if name not in hints}
-        for name, child in unknown.items():
-            self._note_unknown(cls, name, child, key)
-        values = {}
-        ordered = {}
-        for field in dataclasses.fields(cls):
-            hint = hints[field.name]
-            values[field.name] = self._field(field, hint, node, key)
-            ordered[field.name] = given.get(field.name) or default_node(field, hint)
-        # The order of the schema, so that printed recipes can be compared line by line.
-        node.value = ordered | unknown
+        takes_any = getattr(cls, "takes_any", False)
+        fields = [
+            each for each in dataclasses.fields(cls) if not (takes_any and each.name == "kwargs")
+        ]
+        own_names = {field.name for field in fields}
+        others = {name: child for name, child in given.items() if name not in own_names}
+        if not takes_any:
+            for name, child in others.items():
+                self._note_unknown(cls, name, child, key)
+        values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
+        if takes_any:
+            values["kwargs"] = {
+                name: self.value(Any, child, join(key, name)) for name, child in others.items()
+            }
+        else:
+            # The order of the schema, so that printed recipes can be compared line by line.
+            node.value = {field.name: node.value[field.name] for field in fields} | others
         for relation in getattr(cls, "relations", ()):
             self._check_relation(relation, values, node, key)
         for condition in getattr(cls, "conditions", ()):
             self._check_condition(condition, cls, values, node, key)
         if len(self.problems) > num_before:
             return INVALID
-        return self._construct(cls, values, node, key)
+        try:
+            return cls(**values)
+        except ValueError as error:  # a custom recipe's section may check itself in __post_init__
+            self.note(f"{key}: {error}", node, "", "correct the section")
+            return INVALID
 
     def value(self, annotation: Any, node: Node, key: str) -> Any:
         """Convert a node to a type. Adds a problem and returns ``INVALID`` if that is impossible."""
@@ -186,15 +205,14 @@ class Binder:
         node = section.value.get(field.name)
         # A mandatory plug-in has a Target as its default, whose name is missing, and a mandatory section its dataclass.
         is_required = getattr(default, "_target_", default) == MISSING
+        if node is not None and isinstance(default, list | tuple):
+            _replace_items(node, node_of(default))
         if node is None or (is_required and node.value == MISSING):
+            node = section.value[field.name] = default_node(field, annotation)
             if is_required:
                 hint = f"add {full_key}: {describe(members(annotation))}"
                 self.note(f"{full_key} is missing", section, "", hint)
                 return INVALID
-            node = default_node(field, annotation)
-            section.value[field.name] = node
-        elif isinstance(default, list | tuple):
-            _replace_items(node, node_of(default))
         num_before = len(self.problems)
         value = self.value(annotation, node, full_key)
         if node.origin == DEFAULT and section.origin != DEFAULT:
@@ -203,10 +221,11 @@ class Binder:
                 self.problems[number] = dataclasses.replace(problem, where=section.origin)
         if value is INVALID or value is None:
             return value
-        broken = [rule for rule in field.metadata.get("rules", ()) if not rule.accepts(value)]
-        for rule in broken:
-            self._note_invalid(full_key, node, rule.expected)
-        return INVALID if broken else value
+        for rule in field.metadata.get("rules", ()):
+            if not rule.accepts(value):
+                value = self._note_invalid(full_key, node, rule.expected)
+                break
+        return value
 
     def _mapping(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         """Convert a mapping to a plug-in, a section, a dict, or a list whose items are given by index."""
@@ -218,67 +237,47 @@ class Binder:
         accepts_any = any(is_open(member) for member in alternatives)
         mapping = find(alternatives, *_MAPPINGS)
         target = target_type(alternatives)
+        section = section_type(alternatives)
         # A mapping from names to plug-ins is not a plug-in.
         accepts_plugin = (
             accepts_any or target or (mapping and Target not in typing.get_args(mapping))
         )
         if "_target_" in node.value and accepts_plugin:
-            return self._open_section(target or Target, node, key)
-        section = section_type(alternatives)
+            return self.section(target or Target, node, key)
         if section and has_hints(section):
-            if getattr(section, "takes_any", False):
-                return self._open_section(section, node, key)
             return self.section(section, node, key)
         if not (mapping or accepts_any or section):
             hint = ""
             if target is not None and node.value:
                 wanted = join(key, "_target_")
                 hint = f"add {wanted}, the name of what is built with these arguments"
-                misspelt = closest("_target_", node.value)
-                if misspelt:
+                if misspelt := closest("_target_", node.value):
                     hint = f"did you mean {wanted} with {join(key, misspelt)}?"
             return self._note_invalid(key, node, describe(alternatives), hint=hint)
         _, item_type = typing.get_args(mapping) or (Any, Any)
-        values = {}
-        for name, child in node.value.items():
-            values[name] = self.value(item_type, child, join(key, name))
+        values = {
+            name: self.value(item_type, child, join(key, name)) for name, child in node.children()
+        }
         return INVALID if INVALID in values.values() else values
-
-    def _open_section(self, cls: type[Any], node: Node, key: str) -> Any:
-        """Convert a node to a dataclass that collects unknown keys in ``kwargs``."""
-        assert isinstance(node.value, dict)
-        hints = hints_of(cls)
-        fields = [field for field in dataclasses.fields(cls) if field.name != "kwargs"]
-        own_names = {field.name for field in fields}
-        # Taken before the fields are converted, which adds the nodes of their defaults.
-        others = [name for name in node.value if name not in own_names]
-        num_before = len(self.problems)
-        values = {}
-        for field in fields:
-            values[field.name] = self._field(field, hints[field.name], node, key)
-        kwargs = {}
-        for name in others:
-            kwargs[name] = self.value(Any, node.value[name], join(key, name))
-        if len(self.problems) > num_before:
-            return INVALID
-        return cls(**values, kwargs=kwargs)
 
     def _list(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         kind = find(alternatives, *_LISTS)
         if kind is None and not any(is_open(member) for member in alternatives):
             return self._note_invalid(key, node, describe(alternatives))
-        container: Any = list
-        if find((kind,), tuple, set) is not None:
-            container = typing.get_origin(kind) or kind
-        num_items = len(node.children())
+        container: Any = typing.get_origin(kind) or kind
+        if container not in (tuple, set):
+            container = list
+        children = node.children()
         item_types = typing.get_args(kind) or (Any,)
-        is_fixed_length = container is tuple and item_types[-1] is not ...
-        if is_fixed_length and len(item_types) != num_items:
-            return self._note_invalid(key, node, f"a list of {len(item_types)}")
-        values = []
-        for number, (index, child) in enumerate(node.children()):
-            item_type = item_types[number] if is_fixed_length else item_types[0]
-            values.append(self.value(item_type, child, join(key, index)))
+        if container is tuple and item_types[-1] is not ...:
+            if len(item_types) != len(children):
+                return self._note_invalid(key, node, f"a list of {len(item_types)}")
+        else:
+            item_types = (item_types[0],) * len(children)
+        values = [
+            self.value(item_type, child, join(key, index))
+            for item_type, (index, child) in zip(item_types, children, strict=True)
+        ]
         return INVALID if INVALID in values else container(values)
 
     def _scalar(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
@@ -286,69 +285,39 @@ class Binder:
         if KEY_REFERENCE.search(node.value):
             return INVALID  # resolve_keys has reported why it cannot be replaced
         try:
-            # The node keeps the reference: nodes are printed and saved, and the resolved text may
-            # be secret.
+            # The node keeps the reference: nodes are printed and saved, and the resolved text may be secret.
             text = resolve(node.value)
-            if text is None:
-                return typed("null", alternatives)
-            return typed(text, alternatives, quoted=node.quoted)
+            return typed(
+                "null" if text is None else text,
+                alternatives,
+                quoted=text is not None and node.quoted,
+            )
         except ReferenceFailed as error:
             self.note(f"{key}: {error}", node, node, error.hint)
-        except ValueError:
-            hint = ""
-            if node.is_null and str in alternatives:
-                hint = f"quote it to use the text {node.value or '(empty)'}, or remove the key"
-            section = section_type(alternatives)
-            if section and has_hints(section) and dataclasses.fields(section):
-                first = dataclasses.fields(section)[0].name
-                hint = (
-                    f"give the keys of the section, such as {join(key, first)}, or remove the key"
-                )
-                if _COLON.match(node.value):
-                    hint = "write a space after the colon"
-            if target_type(alternatives) is not None and _DOTTED.fullmatch(node.value):
-                hint = f"name a class or function in {join(key, '_target_')}"
-            hint = hint or _written(node.value, alternatives)
-            self._note_invalid(key, node, describe(alternatives), choices(alternatives), hint)
-        return INVALID
-
-    def _construct(self, cls: type[Any], values: dict[str, Any], node: Node, key: str) -> Any:
-        try:
-            return cls(**values)
-        except ValueError as error:  # a custom recipe's section may check itself in __post_init__
-            self.note(f"{key}: {error}", node, "", "correct the section")
             return INVALID
+        except ValueError:
+            hint = _scalar_hint(alternatives, node, key)
+            return self._note_invalid(
+                key, node, describe(alternatives), choices(alternatives), hint
+            )
 
     def _check_relation(
         self, relation: Relation, values: dict[str, Any], section: Node, key: str
     ) -> None:
-        """Add a problem if the values of several fields do not fit together."""
-        fields = [name.partition(".")[0] for name in relation.keys]
-        # An invalid value has its own problem. A second one that follows from it would mislead.
-        if any(values[name] is INVALID for name in fields):
-            return
-        # Without an instance of the section, a relation sees its fields but not its properties.
-        if relation.accepts(types.SimpleNamespace(**values)):
+        """Add a problem if the values of several fields do not fit together, at the first that the user gave."""
+        if not _is_broken(relation, relation.keys, values):
             return
         nodes = {name: section.at(name) for name in relation.keys}
         value = ", ".join(f"{name}: {node}" for name, node in nodes.items())
         what = f"{key}: {relation.problem}" if key else relation.problem
-        # The problem is reported at the first key that the user gave.
-        reported = section
-        for node in nodes.values():
-            if node is not None and node.origin != DEFAULT:
-                reported = node
-                break
-        self.note(what, reported, value, relation.hint)
+        given = (node for node in nodes.values() if node is not None and node.origin != DEFAULT)
+        self.note(what, next(given, section), value, relation.hint)
 
     def _check_condition(
         self, condition: Condition, cls: type[Any], values: dict[str, Any], section: Node, key: str
     ) -> None:
         """Add a problem for each changed key that has no effect: no value is ignored silently."""
-        fields = {name.partition(".")[0] for name in (*condition.keys, *condition.on)}
-        if any(values[name] is INVALID for name in fields):
-            return
-        if condition.accepts(types.SimpleNamespace(**values)):
+        if not _is_broken(condition, (*condition.keys, *condition.on), values):
             return
         for name in condition.keys:
             node = section.at(name)
@@ -360,15 +329,12 @@ class Binder:
     def _note_unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
             return
-        counterpart = OTHER_NAMES.get(join(key, name)) or OTHER_NAMES.get(name)
+        full = join(key, name)
+        counterpart = OTHER_NAMES.get(full) or OTHER_NAMES.get(name)
         if counterpart is not None:
-            self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint(str(node)))
+            self.note(f"unknown key {full}", node, node, counterpart.hint(str(node)))
             return
-        siblings = [
-            *hints_of(cls),
-            *names_in(key, self.other_keys),
-            *([] if key else [EXTENDS]),
-        ]
+        siblings = [*hints_of(cls), *names_in(key, self.other_keys), *([] if key else [EXTENDS])]
         similar = closest(name, siblings)
         meant = [join(key, similar)] if similar else []
         # Of two names of which one begins with the other, such as lr and lr_scheduler, either can be meant.
@@ -379,7 +345,7 @@ class Binder:
         hint = "remove it; ckpt-train --help lists all keys"
         if meant:
             hint = f"did you mean {' or '.join(meant)}?"
-        self.note(f"unknown key {join(key, name)}", node, node, hint)
+        self.note(f"unknown key {full}", node, node, hint)
 
     def _note_invalid(
         self, key: str, node: Node, expected: str, listed: Iterable[str] = (), hint: str = ""
@@ -402,6 +368,31 @@ class Binder:
         if isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value):
             shown += " (resolved value hidden)"
         self.problems.append(Problem(what, node.origin, shown, hint))
+
+
+def _is_broken(rule: Relation | Condition, keys: Iterable[str], values: Mapping[str, Any]) -> bool:
+    """Whether values do not fit together. An invalid one has its own problem: a second would mislead."""
+    if any(values[key.partition(".")[0]] is INVALID for key in keys):
+        return False
+    # Without an instance of the section, a rule sees its fields but not its properties.
+    return not rule.accepts(types.SimpleNamespace(**values))
+
+
+def _scalar_hint(alternatives: tuple[Any, ...], node: Node, key: str) -> str:
+    """The hint for a scalar that no type accepts; empty if there is nothing special to say."""
+    assert isinstance(node.value, str)
+    if target_type(alternatives) is not None and _DOTTED.fullmatch(node.value):
+        return f"name a class or function in {join(key, '_target_')}"
+    section = section_type(alternatives)
+    if section and has_hints(section) and (fields := dataclasses.fields(section)):
+        if _COLON.match(node.value):
+            return "write a space after the colon"
+        return (
+            f"give the keys of the section, such as {join(key, fields[0].name)}, or remove the key"
+        )
+    if node.is_null and str in alternatives:
+        return f"quote it to use the text {node.value or '(empty)'}, or remove the key"
+    return _written(node.value, alternatives)
 
 
 def _written(text: str, alternatives: tuple[Any, ...]) -> str:

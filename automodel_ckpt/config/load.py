@@ -30,7 +30,7 @@ from automodel_ckpt.config.tree.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.config.automodel.notices import Notice
+    from automodel_ckpt.config.automodel.rows import Notice
     from automodel_ckpt.config.automodel.translation import Translation
 
 _KINDS_ELSEWHERE = {
@@ -111,25 +111,21 @@ class LoadedRecipe:
         """Return the recipe as YAML, with the origin of each value in a comment."""
         rows = list(lines(self.tree))
         width = min(60, max(len(text) for text, _ in rows))
-        explained = []
-        for text, origin in rows:
-            line = f"{text:{width}}  # {origin}" if origin else text
-            explained.append(line + "\n")
-        return "".join(explained)
+        return "".join(
+            f"{f'{text:{width}}  # {origin}' if origin else text}\n" for text, origin in rows
+        )
 
     def converted(self) -> str:
         """Return a recipe of NeMo AutoModel as YAML of this program, with comments. Raises :class:`RecipeError`."""
-        if self.translated is None:
-            from automodel_ckpt.config.automodel.translation import RECIPES
+        from automodel_ckpt.config.automodel.translation import RECIPES, converted_text
 
+        if self.translated is None:
             raise RecipeError(
                 "this is not a recipe of NeMo AutoModel",
                 where=str(self.path),
                 value=f"recipe: {self.tree.at('recipe')}",
                 hint=f"--convert-recipe converts files with recipe: {' or '.join(RECIPES)}",
             )
-        from automodel_ckpt.config.automodel.translation import converted_text
-
         return converted_text(str(self.path), self.translated, self.tree, self.notices)
 
 
@@ -274,15 +270,10 @@ def _missing_file(path: Path) -> Problem:
     """Describe a recipe path that is not a file, and suggest the recipes next to it."""
     is_directory = os.path.isdir(path)
     folder = path if is_directory else path.parent
-    recipes = [
-        str(file) for file in [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*.yml"))]
-    ]
-    if is_directory:
-        what = "the recipe path is a directory"
-        similar = recipes
-    else:
-        what = "recipe file not found"
-        similar = difflib.get_close_matches(str(path), recipes, cutoff=0.5)
+    similar = [str(file) for file in sorted(folder.glob("*.y*ml"))]
+    if not is_directory:
+        similar = difflib.get_close_matches(str(path), similar, cutoff=0.5)
+    what = "the recipe path is a directory" if is_directory else "recipe file not found"
     hint = "ckpt-train --list lists the example recipes"
     if similar:
         hint = f"did you mean {', '.join(similar[:5])}?"

@@ -14,13 +14,13 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import (
     annotation_at,
     closest,
+    default_at,
     hints_of,
     is_number,
     with_underscores,
 )
 from automodel_ckpt.config.tree.convert import FALSE_WORDS, TRUE_WORDS, members
 from automodel_ckpt.config.tree.flags import LaunchFlags
-from automodel_ckpt.config.tree.references import default_at
 from automodel_ckpt.config.tree.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
 

@@ -43,6 +43,28 @@ def has_hints(section: type[Any]) -> bool:
     return True
 
 
+def field_at(schema: type[Any], key: str) -> tuple[type[Any], dataclasses.Field[Any]] | None:
+    """The section with the field at a dotted key of *schema*, and the field; None if there is none."""
+    section: type[Any] | None = schema
+    *parents, last = key.split(".")
+    for name in parents:
+        section = section_type(members(hints_of(section).get(name, Any))) if section else None
+    for field in dataclasses.fields(section) if section else ():
+        if field.name == last:
+            assert section is not None
+            return section, field
+    return None
+
+
+def default_at(schema: type[Any], key: str) -> Node | None:
+    """The node of the default of the field at a dotted key of *schema*; None if it has no such field."""
+    found = field_at(schema, key)
+    if found is None:
+        return None
+    section, field = found
+    return default_node(field, hints_of(section)[field.name])
+
+
 def annotation_at(schema: type[Any], key: str) -> Any:
     """Type of the field at a dotted key; Any inside plug-ins, mappings and lists; None if the key cannot exist."""
     annotation: Any = schema

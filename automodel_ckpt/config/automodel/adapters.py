@@ -58,22 +58,21 @@ def freeze(section: Section) -> None:
     if not section.work.has_images or section.node is None:
         return
     has_adapters = section.work.source.at("peft") is not None
+    if has_adapters:
+        section.drop("freeze_embeddings")
+    elif (node := section.peek("freeze_embeddings")) and is_true(node):
+        section.note("freeze_embeddings", node, _TIED)
+    suffix = "" if has_adapters else ".*"
     patterns = []
     given = []
     for name, modules, default in _FREEZE:
-        if has_adapters and name == "freeze_embeddings":
-            section.drop(name)
-            continue
-        is_given = section.peek(name) is not None
-        node = section.flag(name)
-        if node is None and (is_given or not default):
-            continue
-        if node is not None:
+        origin = AUTOMODEL_DEFAULT
+        if section.peek(name) is not None or not default:
+            node = section.flag(name)
+            if node is None:
+                continue
+            origin = node.origin
             given.append(name)
-        if node is not None and name == "freeze_embeddings":
-            section.note(name, node, _TIED)
-        origin = AUTOMODEL_DEFAULT if node is None else node.origin
-        suffix = "" if has_adapters else ".*"
         patterns += [Node(f"{module}{suffix}", origin, quoted=True) for module in modules]
     if not has_adapters and _has_audio(section):
         # A parameter of Qwen2.5-Omni that its forward pass does not use; AutoModel removes it.
@@ -85,8 +84,7 @@ def freeze(section: Section) -> None:
         key = "peft.exclude_if_present"
         before = section.work.result.at(key)
         known = before.value if before is not None and isinstance(before.value, list) else []
-        names = {str(node.value) for node in known}
-        patterns = [*known, *(node for node in patterns if str(node.value) not in names)]
+        patterns = list({str(node.value): node for node in [*known, *patterns]}.values())
     replace(section, to="").put(key, Node(patterns, section.origin), was=", ".join(given))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from string import Formatter
 
-from automodel_ckpt.config.automodel.preprocessors import name_of_model
+from automodel_ckpt.config.automodel.batches import name_of_model
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
     Section,
@@ -17,7 +17,7 @@ from automodel_ckpt.config.automodel.rows import (
 )
 from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.tree.convert import FALSE_WORDS
-from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node, untyped
 
 _DATA_FILE = re.compile(
     r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv|txt)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE
@@ -277,21 +277,9 @@ def _megatron(section: Section) -> None:
     context of N tokens would not accept. Samples of N tokens have N - 1 labels here, and each token is predicted once.
     """
     node = section.peek("paths")
-    given = node.value if node is not None and isinstance(node.value, list) else [node]
-    stored = next((each for each in given if each is not None and "://" in str(each.value)), None)
-    are_mixed = len(given) > 1 and any(each is not None and _is_number(each) for each in given)
-    is_blend = node is not None and (
-        isinstance(node.value, dict) or are_mixed or str(node.value).endswith(".json")
-    )
-    if stored is not None:
+    if node is not None and (problem := _unreadable(node)):
         section.take("paths")
-        what = "reading tokens from object storage is not supported"
-        section.reject("paths", stored, what, "copy the files first")
-    elif node is not None and is_blend:
-        section.take("paths")
-        what = "blends of Megatron's files are not supported"
-        hint = "give each data section its paths; automodel_ckpt.data.mixture.mixture mixes files by weights"
-        section.reject("paths", node, what, hint)
+        section.reject("paths", node, *problem)
     else:
         section.rename("paths", "path")
     shares = section.take("split")
@@ -310,12 +298,17 @@ def _megatron(section: Section) -> None:
     section.drop("num_train_samples", *limits.values())
 
 
-def _is_number(node: Node) -> bool:
-    try:
-        float(str(node.value))
-    except ValueError:
-        return False
-    return True
+def _unreadable(paths: Node) -> tuple[str, str] | None:
+    """The error and the hint for files that are not read here: those of a store, and blends with weights."""
+    given = paths.value if isinstance(paths.value, list) else [paths]
+    if any("://" in str(each.value) for each in given):
+        return "reading tokens from object storage is not supported", "copy the files first"
+    texts = [str(each.value) for each in given]
+    are_mixed = len(texts) > 1 and any(not isinstance(untyped(text), str) for text in texts)
+    if isinstance(paths.value, dict) or are_mixed or str(paths.value).endswith(".json"):
+        hint = "give each data section its paths; automodel_ckpt.data.mixture.mixture mixes files by weights"
+        return "blends of Megatron's files are not supported", hint
+    return None
 
 
 def _nanogpt(section: Section) -> None:

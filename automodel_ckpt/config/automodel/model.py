@@ -1,4 +1,4 @@
-"""The section ``model`` of NeMo AutoModel's recipes."""
+"""The section ``model`` of NeMo AutoModel's recipes, and the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -213,21 +213,82 @@ def _further_tokens(section: Section) -> None:
     section.drop("text_config.mtp_expert_hf_layout")
     first: dict[str, tuple[str, Node]] = {}
     for name, to in _MTP.items():
-        node = section.take(name)
-        if node is not None and to not in first:
+        if to in first:
+            section.drop(name)
+        elif (node := section.take(name)) is not None:
             first[to] = name, node
-        elif node is not None:
-            section.no_effect(name, node)
-    _, number = first.get("num_depths", ("", None))
-    is_used = bool(value_of(number)) if number is not None else "loss_scaling_factor" in first
+    is_used = "loss_scaling_factor" in first
+    if "num_depths" in first:
+        is_used = bool(value_of(first["num_depths"][1]))
     mesh = section.work.source.at("distributed") or Node({}, "")
     blocking = [name for name in ("pp_size", "tp_size") if above_1(mesh.at(name))]
     for to, (name, node) in first.items():
         if not is_used:
             section.no_effect(name, node)
         elif blocking:
-            cause = f"distributed.{blocking[0]}"
-            text = f"the model is trained without multi-token prediction, because of {cause}"
-            section.degraded(name, node, text)
+            text = "the model is trained without multi-token prediction, because of distributed."
+            section.degraded(name, node, f"{text}{blocking[0]}")
         else:
             section.put(f"mtp.{to}", node, was=name)
+
+
+_TASKS = {
+    "distill": ("CausalLM", "NeMoAutoModelForCausalLM"),
+    "vlm_distill": ("ImageTextToText", "NeMoAutoModelForImageTextToText"),
+}
+"""Our recipe: the task of the class of its teacher, and the name of this class in AutoModel."""
+_NOT_DISTILLED = (
+    "! teacher_model: a teacher in this recipe | set recipe: KnowledgeDistillationRecipeForNextTokenPrediction or "
+    "KnowledgeDistillationRecipeForVLM, or remove the section"
+)
+
+
+def teacher(section: Section) -> None:
+    """Translate the model that is distilled."""
+    if section.work.recipe not in _TASKS:
+        section.work.section("").apply(_NOT_DISTILLED)
+        return
+    task, name = _TASKS[section.work.recipe]
+    section = section.work.section(section.path, "distill.teacher")
+    target = section.implied("_target_", "recipe")
+    found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
+    if target is not None and (
+        found is None or found["method"] != "from_pretrained" or found["task"] != task
+    ):
+        hint = f"use {name}.from_pretrained"
+        section.reject("_target_", target, "this teacher is not supported", hint)
+        return
+    section.apply("""
+        pretrained_model_name_or_path -> from_pretrained
+        torch_dtype -> dtype @dtypes = auto
+        attn_implementation
+        trust_remote_code
+        revision
+        - backend use_liger_kernel use_sdpa_patching sdpa_method force_hf
+    """)
+
+
+def divergence(section: Section) -> None:
+    """Translate the divergence. AutoModel's class KDLoss is the forward one, which is the default here."""
+    if section.work.recipe not in _TASKS:
+        return
+    section = section.work.section(section.path, "distill")
+    target = section.implied("_target_", "distill.divergence")
+    name = "" if target is None else str(target.value)
+    if target is not None and not (is_of_automodel(name) and name.endswith(".KDLoss")):
+        hint = "use KDLoss, or remove kd_loss_fn and set distill.divergence"
+        section.reject("_target_", target, "this divergence is not supported", hint)
+        return
+    section.apply("temperature\n- ignore_index fp32_upcast chunk_size tp_group")
+
+
+def distillation(section: Section) -> None:
+    """Translate the keys beside the sections."""
+    if section.work.recipe in _TASKS:
+        section.apply("""
+            kd_ratio -> /distill.kd_ratio
+            offload_teacher_model -> /distill.offload_teacher
+            ~ separate_meshes: the teacher is shared over the ranks of the student
+            ~ teacher_distributed: the teacher is shared over the ranks of the student
+            - teacher_freeze_config
+        """)

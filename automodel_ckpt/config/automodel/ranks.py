@@ -169,8 +169,7 @@ def _pipeline(section: Section) -> None:
     pipeline = section.inner("pipeline")
     size = section.peek("pp_size")
     is_used = above_1(size)
-    micro_batch = pipeline.take("pp_microbatch_size") if is_used else None
-    if micro_batch is not None:
+    if is_used and (micro_batch := pipeline.take("pp_microbatch_size")) is not None:
         # AutoModel splits a local batch into these; here a local batch is what passes a stage.
         steps = section.work.section("distributed.pipeline", "step_scheduler")
         steps.put("local_batch_size", micro_batch, was="pp_microbatch_size")
@@ -180,22 +179,21 @@ def _pipeline(section: Section) -> None:
         is_used = False
     else:
         section.rename("pp_size")
-    schedule = pipeline.take("pp_schedule") if is_used else None
-    name = "1f1b" if schedule is None else str(schedule.value).lower()
-    if schedule is not None:
+    name = "1f1b"
+    if is_used and (schedule := pipeline.take("pp_schedule")) is not None:
+        name = str(schedule.value).lower()
         if name not in _SCHEDULES:
             pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
             name = "1f1b"
         section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
-    layers = pipeline.take("layers_per_stage")
+    layers = pipeline.peek("layers_per_stage")
     is_ours_given = pipeline.work.source.at("distributed.pp_stages_per_rank") is not None
     if layers is not None and name == "interleaved1f1b" and not is_ours_given:
+        pipeline.take("layers_per_stage")
         text = (
             "each rank computes 2 stages; for more, set distributed.pp_stages_per_rank to "
             f"layers / (pp_size x {layers}); the same mathematics"
         )
         pipeline.note("layers_per_stage", layers, text)
-    elif layers is not None:
-        pipeline.no_effect("layers_per_stage", layers)
-    pipeline.drop("pp_schedule")
+    pipeline.drop("layers_per_stage", "pp_schedule")
     pipeline.apply(_PIPELINE)

@@ -18,15 +18,14 @@ such a file, and every other key is an error as in any recipe.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from automodel_ckpt.config.automodel.notices import Kind, Notice
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, join
-from automodel_ckpt.config.tree.convert import FALSE_WORDS, TRUE_WORDS, members, untyped
-from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.config.tree.convert import FALSE_WORDS, TRUE_WORDS, members
+from automodel_ckpt.config.tree.yaml_tree import Node, untyped
 from automodel_ckpt.errors import Problem
 
 AUTOMODEL_DEFAULT = "default of NeMo AutoModel"
@@ -184,16 +183,17 @@ class Section:
         if node is None:
             # A null that is written out means no value, also where the default is one. A null flag may be for our key.
             is_ours = given is not None and given.is_flag and to == name
-            if given is not None and is_ours and not needs_a_value(join(target.to, to)):
-                target.put(to, given)
-            elif given is None and default is not None:
+            if given is None and default is not None:
                 target.put_default(to, default)
+            elif given is not None and is_ours and not needs_a_value(join(target.to, to)):
+                target.put(to, given)
             return
-        if isinstance(node.value, str) and words and node.value in words:
-            if not words[node.value]:
-                self.no_effect(name, node)
-                return
-            node = replace(node, value=words[node.value], quoted=False)
+        word = (words or {}).get(str(node.value))
+        if word == "":
+            self.no_effect(name, node)
+            return
+        if word is not None:
+            node = replace(node, value=word, quoted=False)
         target.put(to, node, was=name)
 
     def drop(self, *names: str) -> None:
@@ -317,3 +317,38 @@ def above_1(node: Node | None) -> bool:
 def is_of_automodel(target: str) -> bool:
     """Whether a dotted name is in AutoModel's package."""
     return target.partition(".")[0] == "nemo_automodel"
+
+
+Kind = Literal["renamed", "default", "no effect", "degraded", "note"]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One decision of the translation.
+
+    *key* and *origin* are those of the recipe file; *to* is the key of this program, empty if there is none; *text*
+    states what happens instead, for the kinds ``degraded`` and ``note``.
+    """
+
+    kind: Kind
+    key: str
+    origin: str
+    to: str = ""
+    text: str = ""
+
+
+def report_lines(notices: Iterable[Notice]) -> Iterator[str]:
+    """Yield what a user must know before training: one line per degraded key and note, one for keys without effect."""
+    notices = list(notices)
+    for notice in notices:
+        if notice.kind == "degraded":
+            yield f"warning: {notice.origin}: {notice.key}: {notice.text}"
+    for notice in notices:
+        if notice.kind == "note":
+            yield f"note: {notice.origin}: {notice.key}: {notice.text}"
+    unused = list(dict.fromkeys(each.key for each in notices if each.kind == "no effect"))
+    if unused:
+        have = f"{len(unused)} keys of NeMo AutoModel have"
+        if len(unused) == 1:
+            have = "1 key of NeMo AutoModel has"
+        yield f"note: {have} no meaning here: {', '.join(unused)}"

@@ -40,8 +40,7 @@ def optimizer(section: Section) -> None:
     node = section.peek("_target_")
     target = str(node.value) if node is not None else "torch.optim.AdamW"
     decay = section.peek("weight_decay")
-    if target == "dion.Muon":
-        assert node is not None
+    if node is not None and target == "dion.Muon":
         _muon(section, node)
         return
     _master_weights(section, target)
@@ -51,8 +50,7 @@ def optimizer(section: Section) -> None:
         if corrected is not None and not section.switch("bias_correction"):
             what = "Adam without bias correction is not supported"
             section.reject("bias_correction", corrected, what, "remove the key")
-        mode = section.peek("adam_w_mode")
-        is_penalty = mode is not None and not section.switch("adam_w_mode")
+        is_penalty = section.peek("adam_w_mode") is not None and not section.switch("adam_w_mode")
     if is_penalty and value_of(decay):
         _adam(section, node)
         return
@@ -83,18 +81,16 @@ def _master_weights(section: Section, target: str) -> None:
         is_kept = section.get(name) is None or section.peek(name) is not None
     source, result = section.work.source, section.work.result
     dtype = result.at("model.dtype")
-    has_adapters = source.at("peft") is not None or result.at("peft") is not None
-    is_ours_given = source.at("model.dtype") is not None
-    if not is_kept or has_adapters or is_ours_given or dtype is None:
+    given = (source.at("peft"), result.at("peft"), source.at("model.dtype"))
+    if not is_kept or dtype is None or any(each is not None for each in given):
         return
     if dtype.is_flag or dtype.value == "float32":
         return
-    name = name if section.peek(name) is not None else "_target_"
-    node = section.peek(name)
+    node = section.take(name)
+    if node is None:
+        name, node = "_target_", section.peek("_target_")
     assert node is not None
     section.translated(name, node, "model.dtype")
-    if name != "_target_":
-        section.take(name)
     # Null is float32 for what is trained. With float32, frozen weights would not keep the 16 bits of their files.
     section.put_root("model.dtype", Node("null", node.origin))
     computed = result.at("distributed.mixed_precision")

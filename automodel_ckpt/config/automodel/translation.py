@@ -2,8 +2,8 @@
 
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
-has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
-``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``.
+has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_steps``), ``batches``,
+``training`` and ``others``.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
 their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
@@ -19,30 +19,22 @@ from automodel_ckpt.config.automodel import (
     adapters,
     batches,
     datasets,
-    distill,
     model,
     others,
-    preprocessors,
     ranks,
     training,
 )
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
-from automodel_ckpt.config.automodel.notices import Notice, report_lines
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
     GUIDE,
+    Notice,
     Section,
     Work,
     is_of_automodel,
     needs_a_value,
     put,
-)
-from automodel_ckpt.config.automodel.unsupported import (
-    DIFFUSION,
-    diffusion_section,
-    problem_of_class,
-    problem_of_release,
-    problem_of_tool,
+    report_lines,
 )
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
@@ -67,6 +59,36 @@ _PREFIXES = (
     "Diffusion",
 )
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
+_NOT_TRAINED = (
+    (
+        "BenchmarkingRecipeForNextTokenPrediction",
+        "the recipe that measures the speed is not translated",
+        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and a section throughput in the place of benchmark",
+    ),
+    (
+        r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",
+        "drafters for speculative decoding cannot be trained here",
+        "train the model here, and its drafter in NeMo AutoModel: it reads the directory consolidated/ of a checkpoint",
+    ),
+    (
+        r"Diffusion(LM|Gemma)SFTRecipe|TrainDiffusionRecipe",
+        "diffusion models cannot be trained here",
+        "use NeMo AutoModel, or a library for diffusion models",
+    ),
+    (
+        r"(Finetune|Pretrain)RecipeForMultimodal",
+        "models that generate images and text (BAGEL) cannot be trained here",
+        "use vlm_finetune for models that read images",
+    ),
+    (
+        r"Train(Bi|Cross)EncoderRecipe|EmbeddingDistillRecipe",
+        "recipes for embeddings and rerankers are not translated",
+        "write a recipe with recipe: embedding or reranker, as docs/guides/embedding.md describes",
+    ),
+)
+"""Pattern of names of AutoModel's recipe classes, the error, and what to do instead."""
+_WITH_TARGETS = ("model", "dataset", "distributed")
+"""Sections whose ``_target_`` shows that a file without the key recipe is one of AutoModel."""
 
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
@@ -84,17 +106,17 @@ SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
     ("dataloader", batches.dataloader),
     ("validation_dataloader", batches.validation_dataloader),
     ("packed_sequence", batches.packing),
-    ("tokenizer", preprocessors.tokenizer),
-    ("processor", preprocessors.processor),
+    ("tokenizer", batches.tokenizer),
+    ("processor", batches.processor),
     ("optimizer", training.optimizer),
     ("lr_scheduler", training.schedule),
     ("step_scheduler", training.steps),
     ("clip_grad_norm", training.clipping),
     ("loss_fn", training.loss),
     ("compile", training.compilation),
-    ("teacher_model", distill.teacher),
-    ("kd_loss_fn", distill.loss),
-    ("", distill.top_level),
+    ("teacher_model", model.teacher),
+    ("kd_loss_fn", model.divergence),
+    ("", model.distillation),
     ("checkpoint", others.checkpoint),
     ("qat", others.qat),
     ("fp8", others.fp8),
@@ -143,16 +165,36 @@ def class_name(root: Node) -> str | None:
 
     Those for diffusion models have no key recipe.
     """
-    if root.at("recipe") is None:
-        return DIFFUSION if diffusion_section(root) is not None else None
+    if root.at("recipe") is None and root.at("flow_matching") is not None:
+        return "TrainDiffusionRecipe"
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
     package, _, name = node.value.rpartition(".")
-    if is_of_automodel(package):
+    if is_of_automodel(package) or (
+        not package and name.startswith(_PREFIXES) and "Recipe" in name
+    ):
         return name
-    if not package and name.startswith(_PREFIXES) and "Recipe" in name:
-        return name
+    return None
+
+
+def _rejected_file(root: Node, name: str | None) -> Problem | None:
+    """Return the error about a file of AutoModel without a recipe class that has a counterpart; None for others."""
+    if name is not None and name not in RECIPES:
+        node = root.at("recipe") or root.at("flow_matching")
+        assert node is not None
+        for pattern, what, hint in _NOT_TRAINED:
+            if re.fullmatch(pattern, name):
+                return Problem(what, node.origin, name, f"{hint}; {GUIDE}")
+        hint = f"the recipes of NeMo AutoModel that run are {', '.join(RECIPES)}; {GUIDE}"
+        return Problem("unknown recipe", node.origin, name, hint)
+    for section in _WITH_TARGETS if root.at("recipe") is None else ():
+        target = root.at(f"{section}._target_")
+        if target is not None and is_of_automodel(str(target.value)):
+            what = "the key recipe is missing, as in recipes of NeMo AutoModel before 0.4"
+            hint = "add recipe: with the class that AutoModel's script ran, and use the names of a newer release; "
+            hint += f"the classes are {', '.join(RECIPES)}; {GUIDE}"
+            return Problem(what, target.origin, str(target.value), hint)
     return None
 
 
@@ -165,20 +207,16 @@ def _builds_seq2seq(target: Node | None) -> bool:
 def translate(root: Node) -> Translation | None:
     """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
     name = class_name(root)
-    if name is None:
-        no_recipe = problem_of_tool(root) or problem_of_release(root, tuple(RECIPES))
-        return None if no_recipe is None else Translation(root, (), (no_recipe,))
-    if name not in RECIPES:
-        shown = root.at("recipe") or diffusion_section(root)
-        assert shown is not None
-        problem = problem_of_class(name, shown.origin, tuple(RECIPES))
+    problem = _rejected_file(root, name)
+    if problem is not None:
         return Translation(root, (), (problem,))
+    if name is None:
+        return None
     source = root.copy()
     _rename_references(source)
     original = source.copy()
     assert isinstance(source.value, dict)
-    node = source.value.pop("recipe", None) or source.at("model._target_")
-    assert node is not None
+    node = source.value.pop("recipe")
     recipe = RECIPES[name]
     if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
         # AutoModel has one recipe class for both kinds of model.

@@ -38,6 +38,11 @@ class Exact:
     name: str
     arguments: frozenset[str] | None = None
 
+    @property
+    def shown(self) -> str:
+        """How messages and help name the entry."""
+        return self.name
+
     def names(self, name: str) -> bool:
         """Whether *name* is this entry's name."""
         return name == self.name
@@ -62,6 +67,17 @@ class ClassesOf:
     method: str = ""
     pattern: str = r"[A-Z]\w*"
     arguments: frozenset[str] | None = None
+
+    @property
+    def shown(self) -> str:
+        """How messages and help name the entry."""
+        prefix = self.pattern.partition("\\")[0] if self.pattern.startswith("Auto") else ""
+        suffix = (
+            f".{self.method}"
+            if self.method
+            else f" (each {self.base.rpartition('.')[2].strip('_')})"
+        )
+        return f"{self.package}.{prefix}*{suffix}"
 
     def names(self, name: str) -> bool:
         """Whether *name* matches the pattern of this entry's names."""
@@ -392,13 +408,11 @@ def defaults(name: str) -> dict[str, Any]:
 
     Without ``trust_remote_code``, an Auto class of transformers asks on the terminal whether to run remote code.
     """
-    for groups in ALLOWED.values():
-        for group in groups:
-            for entry in group.entries:
-                allowed = entry.arguments or ()
-                if entry.names(name) and "trust_remote_code" in allowed:
-                    return {"trust_remote_code": False}
-    return {}
+    asks = any(
+        entry.names(name) and "trust_remote_code" in (entry.arguments or ())
+        for entry in entries_for(CUSTOM)
+    )
+    return {"trust_remote_code": False} if asks else {}
 
 
 def is_listed(purpose: str, found: Any) -> bool:
@@ -419,32 +433,11 @@ def is_listed(purpose: str, found: Any) -> bool:
 
 def suggestion(purpose: str, name: str) -> str:
     """List what *purpose* allows, with the names closest to *name* first; empty if it allows nothing."""
-    listed = _listed(purpose)
+    listed = [entry.shown for entry in entries_for(purpose)]
     word = name.rpartition(".")[2]
-    root = name.partition(".")[0]
-    same_word = [each for each in listed if each.rpartition(".")[2] == word]
-    same_root = [each for each in listed if each.partition(".")[0] == root]
-    similar = difflib.get_close_matches(name, listed, n=3, cutoff=0.6)
-    near = list(dict.fromkeys([*same_word, *similar, *same_root[:3]]))
-    ordered = list(dict.fromkeys([*near, *listed]))
-    shown = ordered[: max(4, len(near))]
-    text = ", ".join(shown)
-    if len(listed) > len(shown):
-        text += ", ..."
-    return text
-
-
-def _listed(purpose: str) -> list[str]:
-    """Return the names that *purpose* allows: exact names, and patterns."""
-    listed = []
-    for entry in entries_for(purpose):
-        if isinstance(entry, Exact):
-            listed.append(entry.name)
-            continue
-        prefix = ""
-        if entry.pattern.startswith("Auto"):
-            prefix = entry.pattern.partition("\\")[0]
-        base = entry.base.rpartition(".")[2].strip("_")
-        suffix = f".{entry.method}" if entry.method else f" (each {base})"
-        listed.append(f"{entry.package}.{prefix}*{suffix}")
-    return listed
+    near = [each for each in listed if each.rpartition(".")[2] == word]
+    near += difflib.get_close_matches(name, listed, n=3, cutoff=0.6)
+    near += [each for each in listed if each.partition(".")[0] == name.partition(".")[0]][:3]
+    near = list(dict.fromkeys(near))
+    shown = list(dict.fromkeys([*near, *listed]))[: max(4, len(near))]
+    return ", ".join(shown) + (", ..." if len(listed) > len(shown) else "")

@@ -12,14 +12,14 @@ import functools
 import importlib.util
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from automodel_ckpt.config.bind import INVALID, Binder
 from automodel_ckpt.config.other_names import OTHER_NAMES
-from automodel_ckpt.config.schema_keys import closest, hints_of, join
-from automodel_ckpt.config.tree.convert import members, section_type
+from automodel_ckpt.config.schema_keys import closest, field_at, hints_of, join
+from automodel_ckpt.config.tree.convert import members
 from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.rules import AT_LEAST_1, Rule, Target, own_keys
 from automodel_ckpt.config.tree.yaml_tree import Node
@@ -161,31 +161,19 @@ def _declared(schema: type[Any], key: str) -> tuple[tuple[str, ...], tuple[str, 
     Returns the arguments that the recipe's class adds, and the keys that are not arguments. Returns None if *schema*
     has no such key.
     """
-    section: type[Any] | None = schema
-    *parents, last = key.split(".")
-    if len(parents) == 1 and _is_mapping_of_plugins(schema, parents[0]):
-        last = parents.pop()
-    for name in parents:
-        section = section_type(members(hints_of(section).get(name, Any))) if section else None
-    if section is None:
+    parent = key.rpartition(".")[0]
+    is_named = (
+        typing.get_origin(hints_of(schema).get(parent)) is dict
+    )  # a mapping from names to plug-ins
+    found = field_at(schema, parent if is_named else key)
+    if found is None:
         return None
-    for field in fields(section):
-        if field.name != last:
-            continue
-        own: list[str] = []
-        for kind in members(hints_of(section)[last]):
-            if isinstance(kind, type) and issubclass(kind, Target):
-                own += own_keys(kind)
-        supplied = field.metadata.get("supplied", ())
-        return tuple(supplied), tuple(own)
-    return None
-
-
-def _is_mapping_of_plugins(schema: type[Any], name: str) -> bool:
-    """Whether the field *name* is a mapping from names to plug-ins."""
-    annotation = hints_of(schema).get(name)
-    is_mapping = typing.get_origin(annotation) is dict
-    return is_mapping and typing.get_args(annotation)[1] is Target
+    section, field = found
+    own: list[str] = []
+    for kind in members(hints_of(section)[field.name]):
+        if isinstance(kind, type) and issubclass(kind, Target):
+            own += own_keys(kind)
+    return tuple(field.metadata.get("supplied", ())), tuple(own)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from automodel_ckpt.config.callables.plugins import (
     remember,
     signature_of,
 )
-from automodel_ckpt.config.callables.sent_values import sent_problems
+from automodel_ckpt.config.callables.sent_values import sent_problems, values_of
 from automodel_ckpt.config.callables.trust import (
     Rejected,
     Trust,
@@ -41,6 +41,7 @@ from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
 from automodel_ckpt.config.tree.canonical_yaml import canonical_tree
+from automodel_ckpt.config.tree.convert import FALSE_WORDS
 from automodel_ckpt.config.tree.references import ReferenceFailed, is_reference
 from automodel_ckpt.config.tree.references import resolve as resolve_reference
 from automodel_ckpt.config.tree.rules import MISSING, Target
@@ -56,7 +57,7 @@ def check_names(loaded: LoadedRecipe, trust: Trust) -> None:
     """Check everything that can be checked before code is imported. Raises :class:`RecipeError`."""
     problems = [*untrusted_names(loaded.tree, trust), *sent_problems(loaded.tree, trust)]
     if REMOTE_CODE not in trust.names:
-        problems += _remote_code(loaded)
+        problems += _remote_code(loaded.tree)
     problems += _task_files(loaded, trust)
     if problems:
         raise RecipeError.all_of(distinct([*loaded.problems, *problems]))
@@ -99,21 +100,19 @@ def _names(
         yield from _names(child, trust, child_key, child_purpose)
 
 
-def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
-    """Yield a problem for each converted value that would run code from a model's repository."""
-    for key, value in _values(loaded.config):
-        parts = key.split(".")
+def _remote_code(tree: Node) -> Iterator[Problem]:
+    """Yield a problem for each value that would run code from a model's repository."""
+    for value in values_of(tree):
+        parts = value.key.split(".")
         # Everything else counts as true: transformers would take the text no as true.
-        runs_code = parts[-1] == REMOTE_CODE and value is not None and value is not False
+        runs_code = parts[-1] == REMOTE_CODE and value.text.lower() not in FALSE_WORDS
         # This key runs no code without trust: the recipe asks trusts_remote_code() when it reads the model.
-        runs_code = runs_code and key != f"model.{REMOTE_CODE}"
-        if isinstance(value, str) and "/" in value:
-            runs_code = runs_code or not set(parts).isdisjoint(_KERNELS)
-        if runs_code:
-            node = loaded.tree.at(key)
-            what = f"{key}: this runs code from a model repository, which is not trusted"
-            hint = f"if you trust this code, allow it with --trust {REMOTE_CODE}"
-            yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
+        runs_code = runs_code and value.key != f"model.{REMOTE_CODE}"
+        if runs_code or ("/" in value.text and not set(parts).isdisjoint(_KERNELS)):
+            what = "this runs code from a model repository, which is not trusted"
+            yield value.problem(
+                what, f"if you trust this code, allow it with --trust {REMOTE_CODE}"
+            )
 
 
 def _task_files(loaded: LoadedRecipe, trust: Trust) -> Iterator[Problem]:
@@ -128,25 +127,6 @@ def _task_files(loaded: LoadedRecipe, trust: Trust) -> Iterator[Problem]:
         node = loaded.tree.at(key)
         hint = f"if you trust these files, allow them with --trust {path}"
         yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
-
-
-def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, converted value) for every scalar of a recipe, including the arguments of plug-ins."""
-    items: Any
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        if getattr(value, "takes_any", False):
-            fields |= fields.pop("kwargs", {})
-        items = fields.items()
-    elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
-        yield key, value
-        return
-    for name, item in items:
-        yield from _values(item, join(key, str(name)))
 
 
 def problem_of(key: str, error: Rejected, node: Node | None) -> Problem:
@@ -195,27 +175,24 @@ class _Checker:
         """Return a value of the configuration in which the arguments of all plug-ins are converted.
 
         *supplied* are the names of the arguments that the recipe's class adds. *purpose* is that of the parameter of
-        an enclosing plug-in; None outside of plug-ins. A value without plug-ins is returned as it is.
+        an enclosing plug-in; None outside of plug-ins. A section without plug-ins is returned as it is.
         """
+        if isinstance(value, Target) and purpose is not None:
+            return self._target(value, key, supplied, purpose)
         if isinstance(value, Target):
-            if purpose is not None:
-                return self._target(value, key, supplied, purpose)
-            converted = self._target(value, key, supplied, allowlist.purpose_of(key, SECTIONS))
-            return self._section(converted, key, supplied, purpose)
+            value = self._target(value, key, supplied, allowlist.purpose_of(key, SECTIONS))
         if dataclasses.is_dataclass(value):
             return self._section(value, key, supplied, purpose)
         if isinstance(value, dict):
-            items = {}
-            for name, item in value.items():
-                items[name] = self.convert(item, join(key, str(name)), supplied, purpose)
-            is_changed = any(items[name] is not item for name, item in value.items())
-            return items if is_changed else value
+            return {
+                name: self.convert(item, join(key, str(name)), supplied, purpose)
+                for name, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            values = []
-            for index, item in enumerate(value):
-                values.append(self.convert(item, join(key, str(index)), supplied, purpose))
-            is_changed = any(new is not old for new, old in zip(values, value, strict=True))
-            return type(value)(values) if is_changed else value
+            return type(value)(
+                self.convert(item, join(key, str(index)), supplied, purpose)
+                for index, item in enumerate(value)
+            )
         return value
 
     def _section(
@@ -232,7 +209,7 @@ class _Checker:
             after = self.convert(before, join(key, field.name), supplied, purpose)
             if after is not before:
                 changed[field.name] = after
-        return dataclasses.replace(section, **changed) if changed else section
+        return dataclasses.replace(section, **changed)
 
     def _target(self, target: Target, key: str, supplied: tuple[str, ...], purpose: str) -> Target:
         """Return a plug-in with converted arguments."""
@@ -245,84 +222,73 @@ class _Checker:
         signature = signature_of(function)
         is_direct = is_called_directly(key, function, {*target.kwargs, *supplied})
         if signature.positional_only and not is_direct:
-            self._note_positional_only(key, target, signature.positional_only)
+            names = ", ".join(signature.positional_only)
+            what = f"{key}: {target._target_} has positional-only parameters ({names})"
+            hint = "write a wrapper with keyword arguments in your own package, and trust it"
+            self.problems.append(Problem(what, self._node(join(key, "_target_")).origin, "", hint))
+        kwargs = self._arguments(target, key, target.kwargs, signature, entry, supplied)
+        changes: dict[str, Any] = {"kwargs": kwargs}
+        if groups := getattr(target, "groups", ()):
+            # The options of an optimizer's parameter groups have the types of its arguments.
+            changes["groups"] = [
+                self._options(target, join(key, "groups", str(number)), group, signature)
+                for number, group in enumerate(groups)
+            ]
+        if not is_direct:
+            self._note_missing(key, target, signature.missing({*target.kwargs, *supplied}))
+        return dataclasses.replace(target, **changes)
+
+    def _options(self, target: Target, key: str, group: Any, signature: Signature) -> Any:
+        """Convert one of an optimizer's parameter groups."""
+        if not isinstance(group, OptionsGroup):
+            return group
+        kwargs = self._arguments(target, key, group.kwargs, signature, None, (), nested="")
+        return dataclasses.replace(group, kwargs=kwargs)
+
+    def _arguments(
+        self,
+        target: Target,
+        key: str,
+        given: dict[str, Any],
+        signature: Signature,
+        entry: Entry | None,
+        supplied: tuple[str, ...],
+        nested: str = CUSTOM,
+    ) -> dict[str, Any]:
+        """Convert arguments to the types of the parameters, and check what the allowlist says about them."""
         kwargs = {}
-        for name, value in target.kwargs.items():
-            node = self._node(join(key, name))
+        for name, value in given.items():
+            full = join(key, name)
+            node = self._node(full)
             if not signature.accepts(name):
-                self._note_unknown(key, target, name, node, signature)
+                problem = unknown_argument(key, target._target_, name, node, signature.required)
+                self.problems.append(problem)
                 continue
             if entry is not None:
-                self._check_allowed(target, name, node, join(key, name), entry)
+                nested = allowlist.NESTED.get(name, "")
+                reason = argument_problem(entry, name, value)
+                if reason is not None:
+                    what = f"{full}: {target._target_} does not allow this argument without trust: {reason}"
+                    hint = trust_hint(target._target_)
+                    self.problems.append(Problem(what, node.origin, str(node), hint))
             if not isinstance(value, Target):
-                annotation = signature.types.get(name, Any)
-                value = self._value(annotation, node, join(key, name))
-            nested = CUSTOM if entry is None else allowlist.NESTED.get(name, "")
-            kwargs[name] = self.convert(value, join(key, name), supplied, nested)
-        converted = self._with_groups(dataclasses.replace(target, kwargs=kwargs), key, signature)
-        if is_direct:
-            return converted
-        for name in signature.missing({*target.kwargs, *supplied}):
-            section = self.tree.at(key)
-            problem = missing_argument(key, target._target_, name, section)
+                value = self.binder.value(signature.types.get(name, Any), node, full)
+                value = None if value is INVALID else value  # with a problem in the list
+            kwargs[name] = self.convert(value, full, supplied, nested)
+        return kwargs
+
+    def _note_missing(self, key: str, target: Target, names: Sequence[str]) -> None:
+        for name in names:
+            problem = missing_argument(key, target._target_, name, self.tree.at(key))
             if key in CALLED_WITH:
                 hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
                 problem = dataclasses.replace(problem, hint=hint)
             self.problems.append(problem)
-        return converted
-
-    def _with_groups(self, target: Target, key: str, signature: Signature) -> Target:
-        """Convert the options of an optimizer's parameter groups to the types of the optimizer's arguments."""
-        groups = []
-        for number, group in enumerate(getattr(target, "groups", ())):
-            if not isinstance(group, OptionsGroup):
-                groups.append(group)
-                continue
-            group_key = join(key, "groups", str(number))
-            kwargs = {}
-            for name in group.kwargs:
-                node = self._node(join(group_key, name))
-                if not signature.accepts(name):
-                    self._note_unknown(group_key, target, name, node, signature)
-                    continue
-                annotation = signature.types.get(name, Any)
-                value = self._value(annotation, node, join(group_key, name))
-                kwargs[name] = self.convert(value, join(group_key, name), (), "")
-            groups.append(dataclasses.replace(group, kwargs=kwargs))
-        if not groups:
-            return target
-        converted: Target = dataclasses.replace(target, groups=groups)  # type: ignore[call-arg]
-        return converted
 
     def _node(self, key: str) -> Node:
         node = self.tree.at(key)
         assert node is not None
         return node
-
-    def _value(self, annotation: Any, node: Node, key: str) -> Any:
-        """Convert a node to the type of a parameter; None if that is impossible and a problem was added."""
-        value = self.binder.value(annotation, node, key)
-        return None if value is INVALID else value
-
-    def _check_allowed(self, target: Target, name: str, node: Node, key: str, entry: Entry) -> None:
-        """Add a problem for an argument that a callable of the allowlist accepts only with trust."""
-        reason = argument_problem(entry, name, target.kwargs[name])
-        if reason is None:
-            return
-        what = f"{key}: {target._target_} does not allow this argument without trust: {reason}"
-        self.problems.append(Problem(what, node.origin, str(node), trust_hint(target._target_)))
-
-    def _note_positional_only(self, key: str, target: Target, names: Sequence[str]) -> None:
-        what = f"{key}: {target._target_} has positional-only parameters ({', '.join(names)})"
-        where = self._node(join(key, "_target_")).origin
-        hint = "write a wrapper with keyword arguments in your own package, and trust it"
-        self.problems.append(Problem(what, where, "", hint))
-
-    def _note_unknown(
-        self, key: str, target: Target, name: str, node: Node, signature: Signature
-    ) -> None:
-        problem = unknown_argument(key, target._target_, name, node, signature.required)
-        self.problems.append(problem)
 
 
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}

@@ -19,9 +19,9 @@ from automodel_ckpt.config.callables.trust import LIBRARIES, Trust, is_within
 from automodel_ckpt.config.keys.monitoring import RECIPE_OPTIONS
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, is_number, join
-from automodel_ckpt.config.tree.convert import is_open, members, untyped
+from automodel_ckpt.config.tree.convert import is_open, members
 from automodel_ckpt.config.tree.references import SECRET_NAME, ReferenceFailed, resolve_with_names
-from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node, untyped
 from automodel_ckpt.errors import Problem
 
 _RUN = "checkpoint.checkpoint_dir"
@@ -180,7 +180,7 @@ def _stays_here(value: Value, *, names_run: bool) -> bool:
     accepts_text = any(kind is str or is_open(kind) for kind in kinds)
     if key.rpartition(".")[2] == "_target_" or not accepts_text:
         return True
-    if _is_in(key, _SENT) or "://" in value.text or "::" in value.text:
+    if is_within(key, _SENT) or "://" in value.text or "::" in value.text:
         return False
     if str not in kinds and not isinstance(untyped(value.text), str):
         return True
@@ -200,10 +200,6 @@ def _is_read_by_user_code(value: Value) -> bool:
     if value.target:
         return not is_within(value.target, LIBRARIES)
     return value.key.partition(".")[0] not in RecipeConfig.__dataclass_fields__
-
-
-def _is_in(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 # ---------------------------------------------------------------- hosts

@@ -20,7 +20,7 @@ from automodel_ckpt.config.help.plugin_help import (
     plain,
 )
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import closest, default_node, default_of, keys_of
+from automodel_ckpt.config.schema_keys import closest, default_node, default_of, field_at, keys_of
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING
@@ -142,18 +142,14 @@ def _builder_lines(builder: BuilderHelp, section: str) -> Iterator[str]:
 
 def _key_text(key: str, others: list[str]) -> str:
     """The documentation of one key. Raises :class:`RecipeError` if it does not exist."""
-    *parents, last = key.split(".")
-    section: type[Any] | None = RecipeConfig
-    for name in parents:
-        hints = typing.get_type_hints(section)
-        section = section_type(members(hints[name])) if name in hints else None
-        if section is None:
-            break
-    if section is None or last not in typing.get_type_hints(section):
+    found = field_at(RecipeConfig, key)
+    if found is None:
         raise _unknown_topic(key, [*keys_of(RecipeConfig), *others])
-    prefix = "".join(f"{name}." for name in parents)
-    others_here = {field.name for field in dataclasses.fields(section)} - {last}
-    return "\n".join(_described_rows(section, prefix, skip=others_here)) + "\n"
+    section, field = found
+    others_here = {each.name for each in dataclasses.fields(section)} - {field.name}
+    return (
+        "\n".join(_described_rows(section, key.removesuffix(field.name), skip=others_here)) + "\n"
+    )
 
 
 def _described_rows(section: type[Any], prefix: str, skip: Collection[str] = ()) -> Iterator[str]:

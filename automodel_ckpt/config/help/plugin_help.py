@@ -13,7 +13,6 @@ from typing import Any
 
 from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.allowlist import Exact
 from automodel_ckpt.config.callables.builders import Parameter, definition, signature
 from automodel_ckpt.config.sample_kinds import recipes_of_builder
 from automodel_ckpt.config.tree.convert import describe, members
@@ -145,26 +144,15 @@ class BuilderHelp:
 
 def builders_of(purpose: str) -> Iterator[BuilderHelp]:
     """Yield the callables of this package that the sections of a *purpose* of the allowlist may name."""
-    for group in allowlist.ALLOWED[purpose]:
-        for entry in group.entries:
-            name = getattr(entry, "name", "")
-            if name.startswith(PACKAGE):
-                yield builder_help(name)
+    for entry in allowlist.entries_for(purpose):
+        if entry.shown.startswith(PACKAGE):
+            yield builder_help(entry.shown)
 
 
 def other_names_of(purpose: str) -> list[str]:
     """The callables of other packages that the sections of a *purpose* may name; classes as ``package.*``."""
-    names = []
-    for group in allowlist.ALLOWED[purpose]:
-        for entry in group.entries:
-            if isinstance(entry, Exact):
-                name = entry.name
-            else:
-                method = f".{entry.method}" if entry.method else ""
-                name = f"{entry.package}.*{method}"
-            if not name.startswith(PACKAGE):
-                names.append(name)
-    return names
+    shown = [entry.shown for entry in allowlist.entries_for(purpose)]
+    return [name for name in shown if not name.startswith(PACKAGE)]
 
 
 def builder_help(name: str) -> BuilderHelp:

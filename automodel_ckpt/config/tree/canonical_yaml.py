@@ -7,19 +7,13 @@ field's type decides here. Printed and saved recipes therefore contain ``true``,
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from automodel_ckpt.config.keys.optimizer import OptionsGroup
-from automodel_ckpt.config.tree.convert import untyped
 from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.rules import Target, own_keys
-from automodel_ckpt.config.tree.yaml_tree import Node
-
-_RESOLVER: Any = yaml.SafeLoader("")
+from automodel_ckpt.config.tree.yaml_tree import Node, is_misread, scalar_text, untyped
 
 
 def canonical_tree(node: Node, value: Any, *, with_arguments: bool) -> Node:
@@ -79,40 +73,10 @@ def _quote_words(node: Node) -> Node:
 
 def _canonical_scalar(node: Node, value: Any) -> Node:
     assert isinstance(node.value, str)
-    text = node.value
-    quoted = node.quoted
-    if is_reference(text):
+    if is_reference(node.value):
         return node.copy()
-    if value is None:
-        text, quoted = "null", False
-    elif isinstance(value, bool):
-        text, quoted = str(value).lower(), False
-    elif type(value) is int:
-        text, quoted = str(value), False
-    elif type(value) is float:
-        text, quoted = _number(value), False
-    elif isinstance(value, str | Path):
-        quoted = quoted or _is_misread(text)
-    return dataclasses.replace(node, value=text, quoted=quoted)
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return ".nan"
-    if math.isinf(value):
-        return ".inf" if value > 0 else "-.inf"
-    # repr is the shortest text that parses to exactly this float.
-    text = repr(value)
-    if "." in text:
-        return text
-    # YAML 1.1 parses 1e-05 as text, and 1.0e-05 as a number.
-    return text.replace("e", ".0e")
-
-
-def _is_misread(text: str) -> bool:
-    """Whether YAML 1.1 or 1.2 would parse unquoted *text* as something other than text."""
-    tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
-    if tag != "tag:yaml.org,2002:str":
-        return True
-    # Unquoted none is text only where a field lists it as a value, and it is parsed as that value again.
-    return not isinstance(untyped(text), str | None)
+    if isinstance(value, str | Path):
+        return dataclasses.replace(node, quoted=node.quoted or is_misread(node.value))
+    if value is None or type(value) in (bool, int, float):
+        return dataclasses.replace(node, value=scalar_text(value), quoted=False)
+    return node.copy()

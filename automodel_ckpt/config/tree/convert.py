@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.config.tree.yaml_tree import NULL_WORDS
+from automodel_ckpt.config.tree.yaml_tree import NULL_WORDS, untyped
 
 # The words of YAML 1.1, and 1 and 0. Only boolean fields read them: elsewhere on is text.
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "0"})
-# YAML 1.2's core schema, except that a leading zero makes no number: an identifier such as 017 stays as it is.
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|0o[0-7]+")
-_FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-)
 # Where a field is a number, leading zeros are harmless. Python's int() and float() also take 1_000 and digits of every
 # alphabet, which other readers of the recipe do not.
 _DIGITS = re.compile(r"[-+]?[0-9]+")
@@ -77,24 +72,6 @@ def is_text_only(annotation: Any) -> bool:
     """Whether every alternative is a scalar. Brackets in its text are then ordinary characters."""
     kinds = [member for member in members(annotation) if member is not type(None)]
     return all(_parser(kind) is not None for kind in kinds)
-
-
-def untyped(text: str, *, quoted: bool = False) -> Any:
-    """Convert text without a declared type, as YAML 1.2 does; ``1e-5`` is a float, ``017`` and ``on`` are text.
-
-    The words none and None are null too, as in every field.
-    """
-    if quoted:
-        return text
-    if text in NULL_WORDS:
-        return None
-    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
-        return text.lower() == "true"
-    if _INTEGER.fullmatch(text):
-        return int(text, 0)
-    if _FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
 
 
 def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> Any:

@@ -19,8 +19,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.config.schema_keys import closest, default_node, hints_of, join, keys_of
-from automodel_ckpt.config.tree.convert import members, section_type
+from automodel_ckpt.config.schema_keys import closest, default_at, join, keys_of
 from automodel_ckpt.config.tree.yaml_tree import MAX_NODES, Node
 from automodel_ckpt.errors import Problem, hide
 
@@ -256,17 +255,3 @@ class _Resolver:
     def _note(self, what: str, node: Node, hint: str) -> None:
         hint = f"{hint}; \\${{ is a literal ${{"
         self._problems.append(Problem(what, node.origin, str(node), hint))
-
-
-def default_at(schema: type[Any], key: str) -> Node | None:
-    """The node of the default of the field at a dotted key of *schema*; None if it has no such field."""
-    section: type[Any] | None = schema
-    *parents, last = key.split(".")
-    for name in parents:
-        section = section_type(members(hints_of(section).get(name, Any))) if section else None
-    if section is None:
-        return None
-    for field in dataclasses.fields(section):
-        if field.name == last:
-            return default_node(field, hints_of(section)[last])
-    return None

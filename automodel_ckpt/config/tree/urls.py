@@ -53,7 +53,7 @@ def url_problems(root: Node) -> Iterator[Problem]:
 def shell_variables(tree: Node) -> Iterator[Problem]:
     """Yield a problem for each path in a recipe's tree with a variable that only a shell would replace."""
     for key, node in tree.walk():
-        *_, name = [part for part in key.split(".") if not is_number(part)]
+        name = next((part for part in reversed(key.split(".")) if not is_number(part)), "")
         if isinstance(node.value, str) and (hint := shell_variable(name, node.value)):
             what = f"{key} has a variable of the shell, which a recipe does not replace"
             yield Problem(what, node.origin, node.value, hint)

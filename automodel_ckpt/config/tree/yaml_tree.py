@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 import os
 import re
 import stat
@@ -28,6 +28,11 @@ _NONE_WORDS = frozenset({"none", "None", "NONE"})
 """Null here and text for other YAML readers. If a field lists none as a value, they are that value."""
 _RESOLVER = yaml.SafeLoader("")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML without quotes
+# YAML 1.2's core schema, except that a leading zero makes no number: an identifier such as 017 stays as it is.
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
 UNREADABLE = "use plain YAML: keys, text, numbers, lists and mappings"
 TABS = "indent with spaces, not with tabs"
 INDENTED = "indent the keys of a section by the same number of spaces, and write a value on the line of its key"
@@ -118,35 +123,54 @@ def leaves(tree: Node) -> Iterator[tuple[str, str]]:
 def node_of(value: Any, origin: str = DEFAULT) -> Node:
     """Convert a Python value, such as a schema default, to a node that parses back to it."""
     if dataclasses.is_dataclass(value):
-        return Node(
-            {f.name: node_of(getattr(value, f.name), origin) for f in dataclasses.fields(value)},
-            origin,
-        )
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return Node({str(key): node_of(item, origin) for key, item in value.items()}, origin)
     if isinstance(value, list | tuple):
         return Node([node_of(item, origin) for item in value], origin)
     if isinstance(value, str):
-        is_reserved = value in NULL_WORDS or value.lower() in ("true", "false")
-        is_word = value[:1].isalnum() and not is_reserved and not _is_number(value)
-        return Node(value, origin, quoted=not is_word)
+        return Node(value, origin, quoted=is_misread(value) or value in NULL_WORDS)
+    return Node(scalar_text(value), origin)
+
+
+def scalar_text(value: float | None) -> str:
+    """Write null, a boolean or a number so that YAML 1.1 and 1.2 parse it as the same value."""
     if value is None:
-        return Node("null", origin)
+        return "null"
     if isinstance(value, bool):
-        return Node(str(value).lower(), origin)
-    text = str(value).replace("inf", ".inf").replace("nan", ".nan")
-    return Node(text, origin)
+        return str(value).lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
+    # repr is the shortest text that parses to exactly this number.
+    text = repr(value)
+    # YAML 1.1 parses 1e-05 as text, and 1.0e-05 as a number.
+    return text if "." in text else text.replace("e", ".0e")
 
 
-def _is_number(text: str) -> bool:
-    """Whether text could be read as a number: ``017`` and ``1_000``, but not ``1f1b``."""
-    if not text[0].isdigit():
-        return False
-    for parse in (float, lambda digits: int(digits, 0)):
-        with contextlib.suppress(ValueError):
-            parse(text)
-            return True
-    return False
+def untyped(text: str, *, quoted: bool = False) -> Any:
+    """Convert text without a declared type, as YAML 1.2 does; ``1e-5`` is a float, ``017`` and ``on`` are text.
+
+    The words none and None are null too, as in every field.
+    """
+    if quoted:
+        return text
+    if text in NULL_WORDS:
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    if _INTEGER.fullmatch(text):
+        return int(text, 0)
+    if _FLOAT.fullmatch(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def is_misread(text: str) -> bool:
+    """Whether YAML 1.1 or 1.2 would parse unquoted *text* as something other than text."""
+    resolver: Any = _RESOLVER
+    tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
+    # Unquoted none is text only where a field lists it as a value, and it is parsed as that value again.
+    return tag != "tag:yaml.org,2002:str" or not isinstance(untyped(text), str | None)
 
 
 def is_stream(path: str | Path) -> bool:
@@ -255,14 +279,7 @@ def _origin(node: Node) -> str:
 
 def _key(text: str) -> Node:
     """Node of a mapping's key, quoted if a YAML reader could take it for something other than text."""
-    resolver: Any = _RESOLVER
-    tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
-    # PyYAML follows YAML 1.1, in which 1e5 is text. In YAML 1.2 it is a number.
-    return Node(
-        text,
-        "",
-        quoted=tag != "tag:yaml.org,2002:str" or text[:1] in "+-.0123456789" or text == "None",
-    )
+    return Node(text, "", quoted=is_misread(text) or text in NULL_WORDS)
 
 
 def _to_yaml(node: Node) -> yaml.Node:
@@ -270,9 +287,8 @@ def _to_yaml(node: Node) -> yaml.Node:
         pairs = [(_to_yaml(_key(key)), _to_yaml(child)) for key, child in node.value.items()]
         return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=True)
     if isinstance(node.value, list):
-        return yaml.SequenceNode(
-            "tag:yaml.org,2002:seq", [_to_yaml(item) for item in node.value], flow_style=True
-        )
+        items = [_to_yaml(item) for item in node.value]
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", items, flow_style=True)
     # none may be one of the values that a field lists: it is shown as it was written.
     text = "null" if node.is_null and node.value not in _NONE_WORDS else node.value
     if "\n" in text or not text.isprintable():
