@@ -110,11 +110,44 @@ class RetrievalSource:
             parts = [name, corpus.documents.fingerprint(), repr(corpus.instructions)]
             yield separator.join(part for part in parts if part)
 
-    def rows(self) -> Source | JsonRows:
-        """The rows. Raises :class:`RecipeError` if they lack a field."""
+    def require_fields(self) -> None:
+        """Raise :class:`RecipeError` if the rows lack a field."""
         if isinstance(self.table, Source):
             self.table.require(self.fields)
-        return self.table
+
+    def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> Item:
+        """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
+        row, where = self.table.row(number), self.table.place(number)
+        corpus = self._corpus_of(row, where)
+        query = row.get("question")
+        if corpus is None and row.get("query") is not None:
+            query = row["query"]
+        positives, negatives = _listed(row.get("pos_doc")), _listed(row.get("neg_doc"))
+        if not positives or (num_negatives and not negatives):
+            name = "neg_doc" if positives else "pos_doc"
+            hint = "complete or remove this row"
+            if positives:
+                hint += ", or set num_negatives 0"
+            raise RecipeError(
+                f"a query has no {name}", where=where, value=str(query)[:80], hint=hint
+            )
+        chosen = [positives[0]]
+        chosen += [negatives[index % len(negatives)] for index in range(num_negatives)]
+        documents = [_text_of(each, corpus, where) for each in chosen]
+        if has_instructions:
+            before_query, before_document = corpus.instructions if corpus else ("", "")
+            query = _after(before_query, query)
+            documents = [_after(before_document, text) for text in documents]
+        return {"query": query, "positive": documents[0], "negatives": documents[1:]}
+
+    def _corpus_of(self, row: Item, where: str) -> Corpus | None:
+        if not self.corpora or "" in self.corpora:
+            return self.corpora.get("")
+        name = str(row.get("corpus_id"))
+        if name not in self.corpora:
+            hint = f"the file has {', '.join(self.corpora)}"
+            raise RecipeError("the corpus of a row is unknown", where=where, value=name, hint=hint)
+        return self.corpora[name]
 
 
 def open_source(path: str, has_instructions: bool) -> RetrievalSource:
@@ -302,49 +335,6 @@ class _Entry:
         return cls(given["path"], count)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rows of a source, of which *chosen* are used, with their corpora by name ("": of all rows; none: inline)."""
-
-    rows: Source | JsonRows
-    chosen: Sequence[int]
-    corpora: Mapping[str, Corpus] = field(default_factory=dict)
-
-    def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> Item:
-        """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
-        row, where = self.rows.row(number), self.rows.place(number)
-        corpus = self._corpus_of(row, where)
-        query = row.get("question")
-        if corpus is None and row.get("query") is not None:
-            query = row["query"]
-        positives, negatives = _listed(row.get("pos_doc")), _listed(row.get("neg_doc"))
-        if not positives or (num_negatives and not negatives):
-            name = "neg_doc" if positives else "pos_doc"
-            hint = "complete or remove this row"
-            if positives:
-                hint += ", or set num_negatives 0"
-            raise RecipeError(
-                f"a query has no {name}", where=where, value=str(query)[:80], hint=hint
-            )
-        chosen = [positives[0]]
-        chosen += [negatives[index % len(negatives)] for index in range(num_negatives)]
-        documents = [_text_of(each, corpus, where) for each in chosen]
-        if has_instructions:
-            before_query, before_document = corpus.instructions if corpus else ("", "")
-            query = _after(before_query, query)
-            documents = [_after(before_document, text) for text in documents]
-        return {"query": query, "positive": documents[0], "negatives": documents[1:]}
-
-    def _corpus_of(self, row: Item, where: str) -> Corpus | None:
-        if not self.corpora or "" in self.corpora:
-            return self.corpora.get("")
-        name = str(row.get("corpus_id"))
-        if name not in self.corpora:
-            hint = f"the file has {', '.join(self.corpora)}"
-            raise RecipeError("the corpus of a row is unknown", where=where, value=name, hint=hint)
-        return self.corpora[name]
-
-
 def _listed(value: Any) -> list[Any]:
     if value is None or value == "":
         return []
@@ -395,20 +385,21 @@ class RetrievalRows(Rows):
         return "\n".join(parts)
 
     @cached_property
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[tuple[RetrievalSource, Sequence[int]]]:
+        """The sources, each with the rows of it that are used."""
         parts = []
         for entry, opened in self.open_source:
-            rows = opened.rows()
-            chosen: Sequence[int] = range(rows.num_rows)
+            opened.require_fields()
+            chosen: Sequence[int] = range(opened.table.num_rows)
             if entry.num_samples is not None and entry.num_samples < len(chosen):
                 # As AutoModel draws them.
                 chosen = random.Random(self._seed).sample(chosen, entry.num_samples)
-            parts.append(_Part(rows, chosen, opened.corpora))
+            parts.append((opened, chosen))
         return parts
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(accumulate(len(part.chosen) for part in self._parts))
+        return list(accumulate(len(chosen) for _, chosen in self._parts))
 
     @property
     def num_rows(self) -> int:
@@ -431,9 +422,9 @@ class RetrievalRows(Rows):
 
     def place(self, row: int) -> str:
         part, inner = self._find(row)
-        return part.rows.place(inner)
+        return part.table.place(inner)
 
-    def _find(self, number: int) -> tuple[_Part, int]:
+    def _find(self, number: int) -> tuple[RetrievalSource, int]:
         index = bisect_right(self._ends, number)
-        part = self._parts[index]
-        return part, part.chosen[number - (self._ends[index] - len(part.chosen))]
+        part, chosen = self._parts[index]
+        return part, chosen[number - (self._ends[index] - len(chosen))]

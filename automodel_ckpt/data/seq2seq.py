@@ -108,9 +108,7 @@ class Fields(NamedTuple):
 class PairTruncation(Truncation):
     """Counts what :class:`SourceTargetEncoder` has truncated, and skips pairs whose target has no tokens left."""
 
-    def apply_to_group(
-        self, samples: Sequence[TokenizedSample], where: Where
-    ) -> list[TokenizedSample]:
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
         [sample] = samples
         if not any(sample.labelled):
             self.num_left_out += 1

@@ -114,9 +114,7 @@ def encoder_of(
 class TextTruncation(Truncation):
     """Counts the samples of which :class:`TextsEncoder` has truncated a text. It changes and skips none."""
 
-    def apply_to_group(
-        self, samples: Sequence[TokenizedSample], where: Where
-    ) -> list[TokenizedSample]:
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
         self.num_cut += sum(sample.is_cut for sample in samples)
         return list(samples)
 

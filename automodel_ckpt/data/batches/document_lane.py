@@ -299,8 +299,7 @@ class LaneDocuments:
         table = StreamedRows(stream.source.path, rows, stream.rows.fields)
         documents = []
         for number, sample in enumerate(stream.encode(table)):
-            truncated = stream.policy.apply(sample, partial(table.place, number))
-            if truncated is not None:
+            for truncated in stream.policy.apply([sample], partial(table.place, number)):
                 self._check_length(len(truncated.tokens), partial(table.place, number))
                 documents.append(Document.of(truncated.tokens, truncated.labelled))
         return documents

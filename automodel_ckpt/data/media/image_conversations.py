@@ -93,6 +93,7 @@ class ImageOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     learn: str = "all"
     answer_prefix: str = ""
+    """Text to insert before each assistant text, without labels."""
     image_marker: str | None = None
     """Text in a message that marks the place of an image; None: there is none."""
     audio_marker: str | None = None
@@ -109,9 +110,7 @@ class ImageOptions:
             _template(processor, self.chat_template),
             dict(self.template_kwargs),
             self.learn == "last",
-            answer_prefix=self.answer_prefix,
-            image_marker=self.image_marker,
-            audio_marker=self.audio_marker,
+            options=self,
         )
 
     @property
@@ -222,8 +221,8 @@ def image_text(
     the conversation has no assistant text, its images or audios do not match, or the template cannot write it.
     """
     given = [_with_parts(turn) for turn in turns_of(conversation)]
-    given = _with_marks(given, template.image_marker, IMAGE)
-    given = _with_marks(given, template.audio_marker, AUDIO)
+    given = _with_marks(given, template.options.image_marker, IMAGE)
+    given = _with_marks(given, template.options.audio_marker, AUDIO)
     turns, values = _assigned(given, list(images), IMAGE)
     turns, audio_values = _assigned(turns, list(given_audios), AUDIO)
     known = ("text", *(kind for kind in MEDIA if kind in media_of(template.tokenizer)))
@@ -278,19 +277,13 @@ class ProcessorRenderer(ChatRenderer):
 class ImageChatTemplate(ChatTemplate):
     """A processor's chat template: :attr:`tokenizer` is the processor."""
 
-    answer_prefix: str = ""
-    """Text to insert before each assistant text, without labels."""
-    image_marker: str | None = None
-    """Text in a message that marks the place of an image; None: there is none."""
-    audio_marker: str | None = None
-    """Text in a message that marks the place of an audio; None: there is none."""
+    options: ImageOptions = field(default_factory=ImageOptions)
 
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the samples depend on besides the processor."""
-        key = (*super().key, self.answer_prefix, self.image_marker)
-        # Added only if it is set, so that the keys of data without audio stay the same.
-        return key if self.audio_marker is None else (*key, self.audio_marker)
+        options = self.options
+        return (*super().key, options.answer_prefix, options.image_marker, options.audio_marker)
 
     @cached_property
     def renderer(self) -> ChatRenderer:
@@ -317,11 +310,11 @@ class ImageChatTemplate(ChatTemplate):
         if not self.takes_parts:
             turns = [self._as_text(turn) for turn in turns]
         text, labeled_spans = self._located(turns, offered)
-        if not self.answer_prefix:
+        if not self.options.answer_prefix:
             return text, labeled_spans
         unweighted = [as_rendered(turn) for turn in turns]
         _, spans = replace(self, last_only=False)._located(unweighted, offered)
-        return _with_prefix(self.answer_prefix, text, spans, labeled_spans)
+        return _with_prefix(self.options.answer_prefix, text, spans, labeled_spans)
 
     @cached_property
     def takes_parts(self) -> bool:

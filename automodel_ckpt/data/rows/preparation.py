@@ -261,7 +261,7 @@ def _encode_range(
             # One error reports all of them after the last row.
             if longest > policy.seq_length:
                 continue
-        remaining += truncation.apply_to_group(group, partial(rows.place, number))
+        remaining += truncation.apply(group, partial(rows.place, number))
     counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
     sizes = [len(sample.tokens) for sample in remaining]
     return Part(

@@ -115,7 +115,7 @@ class RowStream(IterableDataset[Row]):
         place = row.place or f"{self.source.path}, row {row.number}"
         table = StreamedRows(self.source.path, [(row.content, place)], self.rows.fields)
         samples = self.encode(table)
-        truncated = self.policy.apply_to_group(samples, lambda: table.place(0))
+        truncated = self.policy.apply(samples, lambda: table.place(0))
         if truncated:
             return truncated
         # A stream cannot skip a sample: the number of the samples after it is part of the data order.

@@ -58,17 +58,36 @@ class Truncation:
         """Return the same policy with counts of zero."""
         return type(self)(self.policy, self.seq_length)
 
-    def apply(self, sample: TokenizedSample, where: Where) -> TokenizedSample | None:
-        """Return the sample, truncated if needed; None if no label remains or if it is to be skipped.
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
+        """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
 
-        With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
+        They count as one sample. With the policy ``error``, raises :class:`RecipeError` with the location ``where()``
+        for a long sample.
         """
-        # The first token is never predicted. A sample without labels is skipped, also if it is too
-        # long.
-        if not any(sample.labelled[1:]):
-            self.num_left_out += 1
-            return None
-        if len(sample.tokens) > self.seq_length and self.policy == "error":
+        notes = {note for sample in samples for note in sample.notes}
+        if not all(REPEATED_PROMPT in sample.notes for sample in samples):
+            # One of two answers may begin with the prompt by chance.
+            notes.discard(REPEATED_PROMPT)
+        self.notes.update(notes)
+        remaining = []
+        for sample in samples:
+            truncated = self._truncated(sample, where)
+            # The first token is never predicted.
+            if not any(truncated.labelled[1:]):
+                self.num_left_out += 1
+                return []
+            remaining.append(truncated)
+        self.num_cut += any(len(sample.tokens) > self.seq_length for sample in samples)
+        self.num_empty += any(sample.is_empty for sample in samples)
+        self.num_used += 1
+        return remaining
+
+    def _truncated(self, sample: TokenizedSample, where: Where) -> TokenizedSample:
+        """Return the sample, truncated if needed; without labels if it is to be skipped."""
+        if len(sample.tokens) <= self.seq_length:
+            return sample
+        # A sample without labels is skipped, also if it is too long.
+        if self.policy == "error" and any(sample.labelled[1:]):
             raise RecipeError(
                 "a sample is longer than seq_length",
                 where=where(),
@@ -76,43 +95,9 @@ class Truncation:
                 hint="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
                 "remove them; without dataset.streaming all of them are counted before training",
             )
-        is_too_long = len(sample.tokens) > self.seq_length
-        skips = self.policy in ("skip", "history") and is_too_long
-        if skips or not any(sample.labelled[1 : self.seq_length]):
-            self.num_left_out += 1
-            return None
-        self.num_empty += sample.is_empty
-        if len(sample.tokens) <= self.seq_length:
-            return sample
-        self.num_cut += 1
+        labelled = sample.labelled[: self.seq_length] if self.policy == "right" else []
         tokens = sample.tokens[: self.seq_length]
-        labelled = sample.labelled[: self.seq_length]
         return TokenizedSample(tokens, labelled, number=sample.number)
-
-    def apply_to_group(
-        self, samples: Sequence[TokenizedSample], where: Where
-    ) -> list[TokenizedSample]:
-        """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
-
-        They count as one sample. For errors see :meth:`apply`.
-        """
-        counted = Truncation(self.policy, self.seq_length)
-        remaining = []
-        notes = {note for sample in samples for note in sample.notes}
-        if not all(REPEATED_PROMPT in sample.notes for sample in samples):
-            # One of two answers may begin with the prompt by chance.
-            notes.discard(REPEATED_PROMPT)
-        self.notes.update(notes)
-        for sample in samples:
-            truncated = counted.apply(sample, where)
-            if truncated is None:
-                self.num_left_out += 1
-                return []
-            remaining.append(truncated)
-        self.num_cut += counted.num_cut > 0
-        self.num_empty += counted.num_empty > 0
-        self.num_used += 1
-        return remaining
 
     def require_short(
         self,
