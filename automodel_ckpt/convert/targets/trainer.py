@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def write(
             path.rename(directory / path.name)
         shutil.rmtree(directory / _WEIGHTS)
         parameters = parameters_in(directory)()
-        groups = trainer_groups(run, parameters, source)
+        groups = list(_groups(run, parameters, source))
         _write_archive(directory / OPTIMIZER_FILE, numbered_state(run, groups))
         base_rates = [group.options["initial_lr"] for group in groups]
         last_rates = [group.options.get("lr", 0.0) for group in groups]
@@ -126,51 +126,37 @@ def unloaded_warning(
 # ---------------------------------------------------------------- the optimizer
 
 
-def trainer_groups(
+def _groups(
     run: RunState, model: Sequence[ModelParameter], where: Path
-) -> tuple[ParameterGroup, ParameterGroup]:
-    """Return the Trainer's two groups: the trained parameters with weight decay, then those without.
+) -> Iterator[ParameterGroup]:
+    """Yield the Trainer's two groups: the trained parameters with weight decay, then those without.
 
     Raises :class:`CheckpointUnusable` if the options of a group's parameters differ, because the Trainer has only these
     groups, or if the optimizer trains a parameter that the model does not have.
     """
-    source: dict[str, ParameterGroup] = {}
+    options_of: dict[str, Mapping[str, Any]] = {}
     for group in run.groups:
-        for name in group.parameters:
-            source[name] = group
-    known = {parameter.name for parameter in model}
-    unknown = sorted(source.keys() - known)
+        options_of |= dict.fromkeys(group.parameters, group.options)
+    unknown = sorted(options_of.keys() - {parameter.name for parameter in model})
     if unknown:
         what = "the optimizer trains a parameter that the model of config.json does not have"
         raise _unusable(what, where, unknown[0])
-    decayed = [each.name for each in model if each.decays and each.name in source]
-    others = [each.name for each in model if not each.decays and each.name in source]
-    with_decay = _group(decayed, source, run.groups, where)
-    return with_decay, _group(others, source, run.groups, where)
-
-
-def _group(
-    names: Iterable[str],
-    source: Mapping[str, ParameterGroup],
-    groups: Sequence[ParameterGroup],
-    where: Path,
-) -> ParameterGroup:
-    members = tuple(names)
-    options: Mapping[str, Any] = groups[0].options
-    if members:
-        options = source[members[0]].options
-    for name in members:
-        if source[name].options != options:
-            raise CheckpointUnusable(
-                "the parameters have more groups of options than the Trainer's optimizer",
-                where=str(where),
-                value=f"{members[0]} and {name}",
-                hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
-                "weights with --to hf",
-            )
-    rate = options.get("lr", 0.0)
-    # The Trainer always has a schedule, which needs the peak rate.
-    return ParameterGroup(members, {"initial_lr": rate, **options})
+    trained = [parameter for parameter in model if parameter.name in options_of]
+    for decays in (True, False):
+        names = [parameter.name for parameter in trained if parameter.decays == decays]
+        options = options_of[names[0]] if names else run.groups[0].options
+        for name in names:
+            if options_of[name] != options:
+                raise CheckpointUnusable(
+                    "the parameters have more groups of options than the Trainer's optimizer",
+                    where=str(where),
+                    value=f"{names[0]} and {name}",
+                    hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
+                    "weights with --to hf",
+                )
+        # The Trainer always has a schedule, which needs the peak rate.
+        peak = {"initial_lr": options.get("lr", 0.0)}
+        yield ParameterGroup(tuple(names), {**peak, **options})
 
 
 def _trainer_state(
