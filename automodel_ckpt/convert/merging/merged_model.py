@@ -28,7 +28,6 @@ from automodel_ckpt.convert.merging.merge_rules import (
     changes_by,
     expert_changes,
     merged,
-    merged_experts,
     unusable,
 )
 from automodel_ckpt.convert.targets.tensor_blocks import difference
@@ -148,19 +147,15 @@ class MergedModel:
         factors = {role: self._factor(key, wide) for role, key in change.factors.items()}
         module = name_in_memory.rpartition(".")[0]
         transposed = module in self._naming.transposed
-        config = self._adapter.config
         try:
-            if change.experts is None:
-                result = merged(weight, factors, config, module=module, transposed=transposed)
-            else:
-                result = merged_experts(
-                    weight,
-                    factors,
-                    config,
-                    change.experts,
-                    name=name_in_memory,
-                    transposed=transposed,
-                )
+            result = merged(
+                weight,
+                factors,
+                self._adapter.config,
+                name=module if change.experts is None else name_in_memory,
+                transposed=transposed,
+                experts=change.experts,
+            )
         except ValueError as error:
             fitting = "layer" if change.experts is None else "experts"
             what = f"an adapter does not fit its {fitting}: {error}"

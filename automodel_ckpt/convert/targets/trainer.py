@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +40,24 @@ _CALLBACKS = ("EarlyStoppingCallback",)
 """The callbacks of transformers 5.23 that have state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps.
-
-    *micro_batch_size*, the samples of a rank's forward pass, is only compared with its arguments.
-    """
-
-    micro_batch_size: int = 1
-    logging_steps: int = 1
-    save_steps: int = 500
-    eval_steps: int = 500
+_INTERVALS = {"logging_steps": 1, "save_steps": 500, "eval_steps": 500, "train_batch_size": 1}
+"""What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps. The batch size of a rank's
+forward pass is only compared with its arguments."""
 
 
 def write(
     export: Export,
     *,
     parameters_in: Callable[[Path], Parameters],
-    intervals: Intervals = Intervals(),
+    intervals: Mapping[str, int],
     callbacks: Sequence[str] | None = None,
 ) -> ExportReport:
     """Write the checkpoint of a run as a checkpoint of transformers' Trainer, by default ``checkpoint-N``.
 
     *parameters_in* is called with the directory of the exported config.json; the result lists the model's parameters.
-    *intervals* are stated in ``trainer_state.json``, and so are *callbacks*, the classes with state that a script adds
-    to the Trainer. Its next save fails without them. Memory: one block of a tensor.
+    *intervals* replace those in ``_INTERVALS``. They are stated in ``trainer_state.json``, and so are *callbacks*, the
+    classes with state that a script adds to the Trainer. Its next save fails without them. Memory: one block of a
+    tensor.
     """
     source, log = export.source.root, export.log
     if not is_checkpoint(source):
@@ -98,8 +90,8 @@ def write(
     export.warn(*unloaded)
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
     log(
-        f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
-        f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
+        f"the Trainer takes these from the checkpoint: logging_steps {state['logging_steps']}, "
+        f"save_steps {state['save_steps']}, eval_steps {state['eval_steps']}"
     )
     num_parameters = len(run.tensors)
     summary = f"state of {counted(num_parameters, 'parameter')}"
@@ -160,7 +152,7 @@ def _groups(
 
 
 def _trainer_state(
-    run: RunState, manifest: Manifest, intervals: Intervals, callbacks: Iterable[str]
+    run: RunState, manifest: Manifest, intervals: Mapping[str, int], callbacks: Iterable[str]
 ) -> dict[str, Any]:
     """Return the fields of transformers' ``TrainerState`` (5.23)."""
     line: dict[str, Any] = {"epoch": float(run.epochs_done), "step": run.step}
@@ -185,22 +177,20 @@ def _trainer_state(
         "best_metric": None,
         "best_model_checkpoint": None,
         "epoch": float(run.epochs_done),
-        "eval_steps": intervals.eval_steps,
         "global_step": run.step,
         "is_hyper_param_search": False,
         "is_local_process_zero": True,
         "is_world_process_zero": True,
         "log_history": [line],
-        "logging_steps": intervals.logging_steps,
         "max_steps": 0,
         "num_input_tokens_seen": 0,
         "num_train_epochs": 0,
-        "save_steps": intervals.save_steps,
         "stateful_callbacks": stateful,
         "total_flos": 0.0,
-        "train_batch_size": intervals.micro_batch_size,
         "trial_name": None,
         "trial_params": None,
+        **_INTERVALS,
+        **intervals,
     }
 
 
