@@ -177,13 +177,12 @@ def merged(
     a = a.reshape(num_experts, rank, -1)
     b = b.reshape(len(b), rank, num_experts)
     result = weight.copy()
+    columns = () if experts is None else experts.columns
+    numbers, matrices = [*range(num_experts)], result
     if experts is None:
-        numbers, columns = [0], ()
         matrices = (result if transposed else _as_matrix(result))[None]
-    elif experts.expert is None:
-        numbers, columns, matrices = [*range(num_experts)], experts.columns, result
-    else:
-        numbers, columns, matrices = [experts.expert], experts.columns, result[None]
+    elif experts.expert is not None:
+        numbers, matrices = [experts.expert], result[None]
     if len(matrices) != len(numbers):
         raise ValueError(f"weight {weight.shape} for {num_experts} experts")
     for matrix, number in zip(matrices, numbers, strict=True):
