@@ -3,6 +3,9 @@
 They are written to a directory for temporary files (``TMPDIR``), once for all processes of this machine that read the
 same file, and removed when the last of these processes ends. What a killed process leaves is removed by the next one.
 Imports no torch.
+
+Each process has a shared lock (flock) on the directories that it uses, and removes one under an exclusive lock.
+Directories are made under an exclusive lock on the directory around them.
 """
 
 from __future__ import annotations
@@ -14,16 +17,13 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
 
-_PREFIX = "automodel_ckpt-decoded"
+_PREFIX = "automodel_ckpt-values"
 _COMPLETE = "complete"
-_LOCK_SUFFIX = ".lock"
-_RETRY_SECONDS = 0.05
 
 
 def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]) -> Path:
@@ -36,18 +36,31 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
     """
     try:
         base = _base()
-        _remove_leftovers(base)
-        name = _name_of(source, variant)
-        while True:
-            directory = _held(base, name, decode)
-            if directory is not None:
-                return directory
-            time.sleep(_RETRY_SECONDS)
+        directory = base / _name_of(source, variant)
+        lock = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Waits for a process that decodes now.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for leftover in base.iterdir():
+                with contextlib.suppress(OSError):
+                    _remove_if_unused(leftover, _opened(leftover))
+            while (held := _shared(directory)) is None:
+                _decode_into(directory, decode)
+        finally:
+            os.close(lock)
     except OSError as error:
         error.filename = error.filename or tempfile.gettempdir()
         hint = "free space, or set TMPDIR to a directory on another disk"
         problem = os_problem(error, f"{source.name} could not be decoded", hint=hint)
         raise CheckpointUnusable.all_of([problem]) from error
+    # Imported only here: listing files has to be fast.
+    import multiprocessing.util
+
+    # Runs at the end of this process, also of a process that multiprocessing started, which has no atexit.
+    multiprocessing.util.Finalize(
+        None, _release, args=(directory, held, os.getpid()), exitpriority=0
+    )
+    return directory
 
 
 def _base() -> Path:
@@ -74,46 +87,25 @@ def _name_of(source: Path, variant: str) -> str:
     return hashlib.sha256(repr(identity).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _held(base: Path, name: str, decode: Callable[[Path], None]) -> Path | None:
-    """Return the complete directory with a shared lock on it.
+def _opened(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    Returns None if another process removed it meanwhile, or is about to decode the file too.
-    """
-    directory = base / name
-    lock = base / (name + _LOCK_SUFFIX)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    is_held = False
+
+def _shared(directory: Path) -> int | None:
+    """Return a descriptor of the complete directory with a shared lock; None if there is none (any more)."""
     try:
-        # Waits for a process that decodes now.
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if not (directory / _COMPLETE).exists():
-            try:
-                # Without waiting: another process that got here first keeps its shared lock until it ends.
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-            if _is_current(descriptor, lock) and not (directory / _COMPLETE).exists():
-                _decode_into(directory, decode)
-            # Not atomic: another process can remove the directory in between.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        is_held = _is_current(descriptor, lock) and (directory / _COMPLETE).exists()
-    finally:
-        if not is_held:
-            os.close(descriptor)
-    if not is_held:
+        descriptor = _opened(directory)
+    except FileNotFoundError:
         return None
-    # Imported only here: listing files has to be fast.
-    import multiprocessing.util
-
-    # Runs at the end of this process, also of a process that multiprocessing started, which has no atexit.
-    multiprocessing.util.Finalize(
-        None, _release, args=(directory, lock, descriptor, os.getpid()), exitpriority=0
-    )
-    return directory
+    # Waits for a process that removes it now.
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if (directory / _COMPLETE).exists():
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _decode_into(directory: Path, decode: Callable[[Path], None]) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(mode=0o700)
     try:
         decode(directory)
@@ -123,34 +115,16 @@ def _decode_into(directory: Path, decode: Callable[[Path], None]) -> None:
         raise
 
 
-def _is_current(descriptor: int, lock: Path) -> bool:
-    """Return whether the open lock file is still the one with its name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(lock))
-    except FileNotFoundError:
-        return False
-
-
-def _release(directory: Path, lock: Path, descriptor: int, owner: int) -> None:
+def _release(directory: Path, held: int, owner: int) -> None:
     # A forked child has the descriptor too, and the parent's lock with it.
     if os.getpid() == owner:
-        _remove_if_unused(directory, lock, descriptor)
+        _remove_if_unused(directory, held)
 
 
-def _remove_if_unused(directory: Path, lock: Path, descriptor: int) -> None:
-    """Remove a directory unless another process has a lock on it; close the *descriptor* of the lock."""
+def _remove_if_unused(directory: Path, descriptor: int) -> None:
+    """Remove a directory unless another process has a lock on it; close its *descriptor*."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_current(descriptor, lock):
-            shutil.rmtree(directory, ignore_errors=True)
-            lock.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.close(descriptor)
-
-
-def _remove_leftovers(base: Path) -> None:
-    """Remove the directories of processes that were killed."""
-    for lock in base.glob(f"*{_LOCK_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            _remove_if_unused(base / lock.name.removesuffix(_LOCK_SUFFIX), lock, descriptor)

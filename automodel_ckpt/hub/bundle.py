@@ -173,8 +173,8 @@ def _of_export(directory: Path, checkpoint: Path | None, base_model: str | None)
     if problems:
         raise CheckpointUnusable.all_of(problems)
     if layout.ADAPTER_CONFIG in manifest.files:
-        names = filter(_is_uploaded, manifest.files)
-        return _with_manifest(_described(directory, names, checkpoint, base_model))
+        uploaded = filter(_is_uploaded, manifest.files)
+        return _with_manifest(_described(directory, uploaded, checkpoint, base_model))
     names = (name for name in (*manifest.files, layout.EXPORT_MANIFEST) if name != README)
     return _described(directory, names, checkpoint, base_model)
 

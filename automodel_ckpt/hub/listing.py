@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_BLOCK_BYTES = 8 << 20
 Content = Path | bytes
 """A local file, or what is to be its content."""
 
@@ -50,23 +50,15 @@ def differs(content: Content, remote: Listed) -> bool:
     """Whether a local file or content is not that of a file of the repository."""
     if size_of(content) != remote.size:
         return True
-    if remote.sha256 is not None:
-        return _digest(hashlib.sha256(), content) != remote.sha256
-    # SHA-1 is git's name of a content here, not a protection.
-    digest = hashlib.sha1(b"blob %d\0" % remote.size, usedforsecurity=False)
-    return _digest(digest, content) != remote.git_id
+    digest, expected = hashlib.sha256(), remote.sha256
+    if expected is None:
+        # SHA-1 is git's name of a content here, not a protection.
+        digest = hashlib.sha1(b"blob %d\0" % remote.size, usedforsecurity=False)
+        expected = remote.git_id
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        return hashlib.file_digest(file, lambda: digest).hexdigest() != expected
 
 
 def size_of(content: Content) -> int:
     """The size of a local file or content in bytes."""
     return len(content) if isinstance(content, bytes) else content.stat().st_size
-
-
-def _digest(digest: Any, content: Content) -> str:
-    if isinstance(content, bytes):
-        digest.update(content)
-        return str(digest.hexdigest())
-    with content.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return str(digest.hexdigest())

@@ -50,9 +50,8 @@ def push(
 ) -> Pushed:
     """Upload *files* (local files or contents, by path in the repository) to a branch, and check them there.
 
-    A repository or branch that does not exist is created, the repository *private*. A new branch begins with the first
-    commit of the repository: from the main branch, it would show another model until the commit. Files of the model
-    that the branch had before are removed by the same commit; others are kept.
+    A repository or branch that does not exist is created, the repository *private*. Files of the model that the branch
+    had before are removed by the same commit; others are kept.
 
     Raises:
         HubError: if the Hub fails or rejects the upload, or has other files than those that were uploaded.
@@ -112,6 +111,7 @@ def _listed_or_created(api: Any, address: HubAddress) -> dict[str, Listed]:
     except RevisionNotFoundError:
         if address.branch == MAIN:
             raise
+    # From the main branch, a new branch would show another model until the commit.
     first = api.list_repo_commits(address.repo)[-1].commit_id
     api.create_branch(address.repo, branch=address.branch, revision=first, exist_ok=True)
     return listed(api, address.repo, address.branch)

@@ -70,7 +70,10 @@ class Pusher(UploadLoop):
                     repo, private = self._section.repo, self._section.private
                     client().create_repo(repo, private=private, exist_ok=True)
                 self._has_begun = True
-            while names := self._wanted():
+            while names := pending(self.root, LINK):
+                # A newer one replaces those that were not uploaded yet.
+                for name in names[1:] if self._section.push != "every" else ():
+                    unlink(self.root, LINK, name)
                 self._push(names[0])
         except HubError as error:
             self._attempts_at_end += self.finishing.is_set() and not error.is_temporary
@@ -79,15 +82,6 @@ class Pusher(UploadLoop):
                 self.stopping.set()
                 return
             raise
-
-    def _wanted(self) -> list[str]:
-        names = pending(self.root, LINK)
-        if self._section.push != "every":
-            # A newer one replaces those that were not uploaded yet.
-            for name in names[1:]:
-                unlink(self.root, LINK, name)
-            names = names[:1]
-        return names
 
     def _push(self, name: str) -> None:
         section = self._section

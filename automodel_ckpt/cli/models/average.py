@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import add_checkpoint_name, number_at_least
-from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, size_text, table
+from automodel_ckpt.cli.common.terminal import size_text, table
+from automodel_ckpt.cli.models.import_ import finish, side_files_text, start_from
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
@@ -82,7 +80,6 @@ def _numbers(text: str) -> list[float]:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt average``: print what will be averaged, then average it."""
     from automodel_ckpt.checkpoint.files.layout import CheckpointName
-    from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
     from automodel_ckpt.convert.merging.average import prepare
 
     name = None
@@ -96,19 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         integers=arguments.integers,
         name=name,
     )
-    if not arguments.json:
-        print("\n".join(_lines(planned)))
-    if not arguments.dry_run:
-        write_checkpoint(planned.checkpoint)
-    if arguments.json:
-        print(json.dumps(_document(planned, arguments.dry_run), indent=2))
-        return EXIT_DONE
     checkpoint = planned.checkpoint
-    start = shlex.quote(str(checkpoint.run if checkpoint.is_newest else checkpoint.target))
-    # Not before it is written, which can fail.
-    print(printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"))
-    if not arguments.dry_run:
-        print_path(checkpoint.target)
+    finish(arguments, checkpoint, _lines(planned), _document(planned), start_from)
     return EXIT_DONE
 
 
@@ -134,13 +120,11 @@ def _sources(arguments: argparse.Namespace) -> list[Path]:
     return last_checkpoints(run, arguments.last)
 
 
-def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
+def _document(planned: Average) -> dict[str, Any]:
     checkpoint = planned.checkpoint
     pairs = zip(planned.sources, planned.weights, strict=True)
     return {
         "sources": [{"path": str(path), "weight": weight} for path, weight in pairs],
-        "checkpoint": str(checkpoint.target),
-        "dry_run": dry_run,
         "num_tensors": len(checkpoint.weights.tensors),
         "nbytes": checkpoint.nbytes,
         "side_files": list(checkpoint.side_files),
@@ -153,26 +137,19 @@ def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
 def _lines(planned: Average) -> Iterator[str]:
     """Describe what will be averaged."""
     checkpoint = planned.checkpoint
-    title = f"average -> {checkpoint.target}"
-    yield coloured(printable(title), "bold", sys.stdout)
+    yield f"average -> {checkpoint.target}"
     rows = []
     for path, weight in zip(planned.sources, planned.weights, strict=True):
         rows.append((f"{weight:.4g}", str(path)))
-    rows.append(
-        (
-            "weights",
-            f"{counted(len(checkpoint.weights.tensors), 'tensor')}, {size_text(checkpoint.nbytes)}",
-        )
-    )
-    rows.append(("other files", ", ".join(list(checkpoint.side_files)[:_MAX_NAMES]) or "none"))
+    tensors = counted(len(checkpoint.weights.tensors), "tensor")
+    rows.append(("weights", f"{tensors}, {size_text(checkpoint.nbytes)}"))
+    rows.append(("other files", side_files_text(checkpoint)))
     if planned.copied:
+        number = counted(len(planned.copied), "tensor")
         text = ", ".join(planned.copied[:_MAX_NAMES])
-        rows.append(
-            ("copied", f"{counted(len(planned.copied), 'tensor')} with differences: {text}")
-        )
+        rows.append(("copied", f"{number} with differences: {text}"))
     if checkpoint.left_out:
         rows.append(("not included", ", ".join(checkpoint.left_out)))
-    for line in table(rows):
-        yield printable(line)
+    yield from table(rows)
     for note in planned.notes:
-        yield printable(f"note: {note}")
+        yield f"note: {note}"

@@ -94,35 +94,28 @@ def run(arguments: argparse.Namespace) -> int:
             value=option,
             hint=f"export the run without {_EMA}, or the average without {option}",
         )
-    _check_no_adapter(source, target.name)
-    if target.name not in _WITH_OWN_RULES:
-        _check_tensors(source)
+    if not any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent)):
+        _check_external(source, target.name)
     report = target.run(arguments, _average_in(source) if arguments.ema else source)
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE
 
 
-def _check_no_adapter(source: Path, target: str) -> None:
-    """Raise :class:`CheckpointUnusable` if *source* is an adapter of another program: most targets would write its
-    tensors as a model. ``hf`` checks its source itself, because ``--merge`` accepts other ones."""
-    from automodel_ckpt.checkpoint.export.consolidate import adapter_of_another_program
-    from automodel_ckpt.checkpoint.files import layout
+def _check_external(source: Path, target: str) -> None:
+    """Raise :class:`CheckpointUnusable` if a model of another program is an adapter, which most targets would write as
+    a model, lacks a tensor of the class that its config.json names, or has one that the class lacks.
 
-    is_ours = any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent))
-    if target != "hf" and not is_ours and os.path.lexists(source / layout.ADAPTER_MODEL):
-        raise adapter_of_another_program(source)
-
-
-def _check_tensors(source: Path) -> None:
-    """Raise :class:`CheckpointUnusable` if a model of another program lacks a tensor of the class that its config.json
-    names, or has one that the class lacks. Checkpoints of this program list their tensors.
+    Checkpoints of this program list their tensors. ``hf`` checks adapters itself: ``--merge`` accepts other ones.
     """
+    from automodel_ckpt.checkpoint.export.consolidate import adapter_of_another_program
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.cli.common.model_parameters import compare_names
     from automodel_ckpt.convert.open import open_source
 
-    if any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent)):
+    if target != "hf" and os.path.lexists(source / layout.ADAPTER_MODEL):
+        raise adapter_of_another_program(source)
+    if target in _WITH_OWN_RULES:
         return
     opened = open_source(source)
     config = opened.config_directory / "config.json"

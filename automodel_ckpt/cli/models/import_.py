@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt import``: print what will be imported, then import it."""
     from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
-    from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
 
     options = ImportOptions(
         step=arguments.step,
@@ -88,27 +87,43 @@ def run(arguments: argparse.Namespace) -> int:
             value=arguments.base,
             hint="remove --base",
         )
-    if not arguments.json:
-        print("\n".join(_lines(planned)))
-    if not arguments.dry_run:
-        write_checkpoint(planned)
-    if arguments.json:
-        print(json.dumps(_document(planned, arguments.dry_run), indent=2))
-        return EXIT_DONE
-    # Not before it is written, which can fail.
-    print(printable(_start_line(planned)))
-    if not arguments.dry_run:
-        print_path(planned.target)
+    finish(arguments, planned, _lines(planned), _document(planned), _start_line)
     return EXIT_DONE
 
 
-def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
+def finish(
+    arguments: argparse.Namespace,
+    planned: NewCheckpoint,
+    lines: Iterable[str],
+    document: Mapping[str, Any],
+    start_line: Callable[[NewCheckpoint], str],
+) -> None:
+    """Describe the *planned* checkpoint in *lines* or a *document*, and write it unless it is a dry run.
+
+    *start_line* returns how to start a run from it.
+    """
+    from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
+
+    if not arguments.json:
+        title, *rows = map(printable, lines)
+        print("\n".join([coloured(title, "bold", sys.stdout), *rows]))
+    if not arguments.dry_run:
+        write_checkpoint(planned)
+    if arguments.json:
+        target, dry_run = str(planned.target), arguments.dry_run
+        print(json.dumps({**document, "checkpoint": target, "dry_run": dry_run}, indent=2))
+        return
+    # Not before it is written, which can fail.
+    print(printable(start_line(planned)))
+    if not arguments.dry_run:
+        print_path(planned.target)
+
+
+def _document(planned: NewCheckpoint) -> dict[str, Any]:
     adapter = planned.adapter
     return {
         "source": str(planned.source),
         "kind": planned.kind,
-        "checkpoint": str(planned.target),
-        "dry_run": dry_run,
         "num_tensors": len(planned.weights.tensors),
         "nbytes": planned.nbytes,
         "files": [file.name for file in planned.plan.files],
@@ -132,14 +147,14 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
     """Describe what will be imported."""
     from automodel_ckpt.convert.imports.source_files import quantization_of
 
-    yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
+    yield f"{planned.source} -> {planned.target}"
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
     kind, settings = planned.kind, quantization_of(planned.side_files)
     if settings:
         kind += f", quantized ({settings['quant_method']})"
     weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {kind}"
-    rows = [("weights", weights), ("other files", _side_files_text(planned))]
+    rows = [("weights", weights), ("other files", side_files_text(planned))]
     if planned.name_notes:
         rows.append(("names", "; ".join(planned.name_notes)))
     if planned.training is None and planned.position_from:
@@ -160,8 +175,7 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
         if planned.adapter.vocab_size is not None:
             model += f"; model.vocab_size: {planned.adapter.vocab_size}"
         rows.append(("recipe", f"{model}; peft: {json.dumps(planned.adapter.section)}"))
-    for line in table(rows):
-        yield printable(line)
+    yield from table(rows)
 
 
 def _start_line(planned: NewCheckpoint) -> str:
@@ -174,10 +188,9 @@ def _start_line(planned: NewCheckpoint) -> str:
         if not planned.is_newest:
             command += f" --checkpoint.restore_from {planned.name}"
         return f"to continue the run: {command}"
-    start = run if planned.is_newest else shlex.quote(str(planned.target))
     settings = quantization_of(planned.side_files)
     if not settings:
-        return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
+        return start_from(planned)
     from automodel_ckpt.checkpoint.state.quantized_tensors import (
         UnsupportedQuantization,
         find_quantized,
@@ -195,7 +208,14 @@ def _start_line(planned: NewCheckpoint) -> str:
     return f"to start from it, dequantized: ckpt-train RECIPE.yaml --model.from_pretrained {source}"
 
 
-def _side_files_text(planned: NewCheckpoint) -> str:
+def start_from(planned: NewCheckpoint) -> str:
+    """How to start a run from the weights of a checkpoint."""
+    start = shlex.quote(str(planned.run if planned.is_newest else planned.target))
+    return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
+
+
+def side_files_text(planned: NewCheckpoint) -> str:
+    """The names of the files beside the weights."""
     names = list(planned.side_files)
     if not names:
         return "none: no config.json"

@@ -141,8 +141,7 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
             check_directory(found)
             _verify(found)
             files = _files_of(found, found, base)
-        adapter = None if files.adapter is None else Path(_in_utf8(str(files.adapter), stack))
-        yield replace(files, model=_in_utf8(files.model, stack), adapter=adapter)
+        yield files
 
 
 def _open_with_config(path: Path) -> Source:
@@ -175,18 +174,6 @@ def _naming_export(exported: Path, checkpoint: Path) -> Iterator[None]:
             where = problem.where.replace(str(exported), str(checkpoint))
             problems.append(replace(problem, where=where, hint=hint))
         raise type(error).all_of(problems) from error
-
-
-def _in_utf8(path: str, stack: ExitStack) -> str:
-    """Return *path*, or a temporary link to it: safetensors cannot open a path that is not valid UTF-8."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-"))
-        link = os.path.join(directory, MODEL)
-        os.symlink(os.path.abspath(path), link)
-        return link
-    return path
 
 
 def _model_directory(path: Path) -> Path:

@@ -202,14 +202,13 @@ def _trainer(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
     from automodel_ckpt.cli.common.model_parameters import parameters_in
     from automodel_ckpt.cli.common.paths import whole_checkpoint
     from automodel_ckpt.config.help.changes import saved_recipe
-    from automodel_ckpt.convert.targets.trainer import Intervals
 
     # As the other targets, it accepts the directory model/ of a checkpoint.
     source = whole_checkpoint(source)
     recipe = saved_recipe(source / CONFIG)
     found: dict[str, int] = {}
     for name, key in (
-        ("micro_batch_size", "local_batch_size"),
+        ("train_batch_size", "local_batch_size"),
         ("save_steps", "ckpt_every_steps"),
         ("eval_steps", "val_every_steps"),
     ):
@@ -217,7 +216,7 @@ def _trainer(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
         # ckpt_every_steps may also be `auto` or null.
         if text.isdecimal() and 0 < int(text) < 2**31:
             found[name] = int(text)
-    return {"source": source, "parameters_in": parameters_in, "intervals": Intervals(**found)}
+    return {"source": source, "parameters_in": parameters_in, "intervals": found}
 
 
 TARGETS: tuple[Target, ...] = (

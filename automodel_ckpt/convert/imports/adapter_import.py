@@ -215,43 +215,111 @@ def _listed(lines: Sequence[str]) -> str:
 
 def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSettings:
     path = directory / layout.ADAPTER_CONFIG
-    options = read_json(directory, layout.ADAPTER_CONFIG)
-    if options is None:
+    values = read_json(directory, layout.ADAPTER_CONFIG)
+    if values is None:
         raise _unusable("the adapter has no description", path, "no such file")
-    if options.get("peft_type") != "LORA":
-        raise _unsupported("peft_type", options.get("peft_type"), path)
-    if options.get("init_lora_weights", True) not in _INITS:
-        raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
-    for name in unknown_options(options):
-        raise _unsupported(name, options[name], path)
+    options = _Options(path, values)
+    if values.get("peft_type") != "LORA":
+        raise options.unsupported("peft_type", values.get("peft_type"))
+    if values.get("init_lora_weights", True) not in _INITS:
+        raise options.unsupported("init_lora_weights", values["init_lora_weights"])
+    for name in unknown_options(values):
+        raise options.unsupported(name, values[name])
     targets, others = _modules_of(tensors, path.with_name(layout.ADAPTER_MODEL))
-    saved = tuple(_list(options, "modules_to_save", path))
-    dropout = options.get("lora_dropout", 0.0)
-    base = options.get("base_model_name_or_path")
+    saved = tuple(options.names("modules_to_save"))
+    dropout = values.get("lora_dropout", 0.0)
+    base = values.get("base_model_name_or_path")
     for name, is_right in (
         ("lora_dropout", type(dropout) in (int, float) and 0 <= dropout < 1),
-        ("bias", options.get("bias", "none") in _BIASES),
-        ("task_type", isinstance(options.get("task_type"), str | None)),
+        ("bias", values.get("bias", "none") in _BIASES),
+        ("task_type", isinstance(values.get("task_type"), str | None)),
         ("base_model_name_or_path", isinstance(base, str | None)),
     ):
         if not is_right:
-            raise _damaged(name, options[name], path)
+            raise options.damaged(name, values[name])
     lora = {
-        "r": _whole("r", options.get("r"), path),
-        "alpha": _whole("lora_alpha", options.get("lora_alpha"), path),
-        "rank_pattern": _numbers_of(options, "rank_pattern", targets, path),
-        "alpha_pattern": _numbers_of(options, "alpha_pattern", targets, path),
+        "r": options.whole("r", values.get("r")),
+        "alpha": options.whole("lora_alpha", values.get("lora_alpha")),
+        "rank_pattern": options.numbers("rank_pattern", targets),
+        "alpha_pattern": options.numbers("alpha_pattern", targets),
         "dropout": float(dropout),
-        "target_parameters": tuple(_list(options, "target_parameters", path)),
+        "target_parameters": tuple(options.names("target_parameters")),
         "modules_to_save": tuple(name for name in others if saved and name.endswith(saved)),
-        "bias": options.get("bias", "none"),
+        "bias": values.get("bias", "none"),
     }
     for name in ("use_dora", "use_rslora", "ensure_weight_tying"):
-        lora[name] = bool(options.get(name))
-    revision = base_revision(options, path)
+        lora[name] = bool(values.get(name))
+    revision = base_revision(values, path)
     return AdapterSettings(
-        lora, tuple(targets), _rows_in(tensors), options.get("task_type"), base or "", revision
+        lora, tuple(targets), _rows_in(tensors), values.get("task_type"), base or "", revision
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The content of adapter_config.json. Methods raise :class:`CheckpointUnusable` for damaged options."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def whole(self, option: str, value: Any) -> int:
+        """Return a positive whole number."""
+        # Some programs write lora_alpha as 16.0.
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or not 0 < value <= _MAX_RANK:
+            what = "an option of the adapter is not a positive whole number"
+            raise _unusable(what, self.path, f"{option}: {value!r:.100}")
+        return value
+
+    def names(self, option: str) -> list[str]:
+        """Return a list of names, each of which is usable as a pattern of the recipe's section."""
+        names = self.values.get(option) or []
+        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+            raise self.damaged(option, names)
+        for name in names:
+            if _NAME.fullmatch(name) is None:
+                raise self.unsupported(option, name)
+        return names
+
+    def numbers(self, option: str, targets: Sequence[str]) -> dict[str, int]:
+        """Return the numbers that names of layers, or their ends, have; peft ignores those that match no layer.
+
+        peft takes them as regular expressions, which can take forever to match.
+        """
+        patterns = self.values.get(option) or {}
+        if not isinstance(patterns, dict):
+            raise self.damaged(option, patterns)
+        found: dict[str, int] = {}
+        for pattern, value in patterns.items():
+            text = f"{option}: {pattern[:100]!r}"
+            number = self.whole(text, value)
+            # This program writes ^ before full names.
+            name = pattern.removeprefix("^")
+            if _NAME.fullmatch(name) is None:
+                raise CheckpointUnusable(
+                    "a pattern of the adapter is not read: it is no name of a layer",
+                    where=str(self.path),
+                    value=text,
+                    hint=f"replace it in the file by names of layers; or {_MERGE}",
+                )
+            if any(f".{target}".endswith(f".{name}") for target in targets):
+                found[name] = number
+        return found
+
+    def unsupported(self, option: str, value: object) -> CheckpointUnusable:
+        """Return the error for an option that the ``peft`` section does not have."""
+        return CheckpointUnusable(
+            "this kind of adapter cannot be imported, because a recipe has none like it",
+            where=str(self.path),
+            value=f"{option}: {value!r:.100}",
+            hint=_MERGE,
+        )
+
+    def damaged(self, option: str, value: object) -> CheckpointUnusable:
+        """Return the error for an option of the wrong type."""
+        what = "an option of the adapter is damaged"
+        return _unusable(what, self.path, f"{option}: {value!r:.100}")
 
 
 def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -261,54 +329,6 @@ def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         if name.endswith(".weight") and len(tensor.shape) == 2:
             rows[module] = tensor.shape[0]
     return rows
-
-
-def _whole(option: str, value: Any, path: Path) -> int:
-    # Some programs write lora_alpha as 16.0.
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) is not int or not 0 < value <= _MAX_RANK:
-        what = "an option of the adapter is not a positive whole number"
-        raise _unusable(what, path, f"{option}: {value!r:.100}")
-    return value
-
-
-def _list(options: Mapping[str, Any], option: str, path: Path) -> list[str]:
-    """Return a list of names, each of which is usable as a pattern of the recipe's section."""
-    names = options.get(option) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise _damaged(option, names, path)
-    for name in names:
-        if _NAME.fullmatch(name) is None:
-            raise _unsupported(option, name, path)
-    return names
-
-
-def _numbers_of(
-    options: Mapping[str, Any], option: str, targets: Sequence[str], path: Path
-) -> dict[str, int]:
-    """Return the numbers that names of layers, or their ends, have; peft ignores those that match no layer.
-
-    peft takes them as regular expressions, which can take forever to match.
-    """
-    patterns = options.get(option) or {}
-    if not isinstance(patterns, dict):
-        raise _damaged(option, patterns, path)
-    found: dict[str, int] = {}
-    for pattern, value in patterns.items():
-        number = _whole(f"{option}: {pattern[:100]!r}", value, path)
-        # This program writes ^ before full names.
-        name = pattern.removeprefix("^")
-        if _NAME.fullmatch(name) is None:
-            raise CheckpointUnusable(
-                "a pattern of the adapter is not read: it is no name of a layer",
-                where=str(path),
-                value=f"{option}: {pattern[:100]!r}",
-                hint=f"replace it in the file by names of layers; or {_MERGE}",
-            )
-        if any(f".{target}".endswith(f".{name}") for target in targets):
-            found[name] = number
-    return found
 
 
 def unknown_options(options: Mapping[str, Any]) -> list[str]:
@@ -349,19 +369,6 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], model: AdapterMode
             hint="name the directory of the base that it was trained on with --base, or restore the file from "
             "another copy",
         )
-
-
-def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "this kind of adapter cannot be imported, because a recipe has none like it",
-        where=str(path),
-        value=f"{option}: {value!r:.100}",
-        hint=_MERGE,
-    )
-
-
-def _damaged(option: str, value: object, path: Path) -> CheckpointUnusable:
-    return _unusable("an option of the adapter is damaged", path, f"{option}: {value!r:.100}")
 
 
 def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:

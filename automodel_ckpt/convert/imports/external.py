@@ -83,7 +83,8 @@ def read_external(directory: Path) -> ExternalDirectory | None:
     if not formats:
         return None
     status = directory.stat()
-    files, losses = {directory.name: status.st_size}, {}
+    files: dict[str, int] = {directory.name: status.st_size}
+    losses: Mapping[str, Any] = {}
     if directory.is_dir():
         files, losses = dict(_files(directory)), losses_in(directory, formats.get("."))
     return ExternalDirectory(directory, formats, files, losses, status.st_mtime)

@@ -264,13 +264,15 @@ def _without_ties(tree: Tree, config: bytes | None) -> Tree:
     """Record the head as a copy of the embedding, if config.json ties them and both have the same bytes."""
     if config is None or not parse_json(config).get("tie_word_embeddings"):
         return tree
-    embeddings = [fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight")]
-    tied: dict[str, str] = {}
-    for head in tree.tensors:
-        for embedding in embeddings if head.endswith("lm_head.weight") else ():
-            a, b = tree.tensors[embedding], tree.tensors[head]
-            if (a.dtype, a.shape, a.slices[0].digest) == (b.dtype, b.shape, b.slices[0].digest):
-                tied.setdefault(head, embedding)
+
+    def content(fqn: str) -> tuple[object, ...]:
+        tensor = tree.tensors[fqn]
+        return tensor.dtype, tensor.shape, tensor.slices[0].digest
+
+    names = [fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight")]
+    embeddings = {content(fqn): fqn for fqn in reversed(names)}
+    heads = [fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")]
+    tied = {fqn: embeddings[content(fqn)] for fqn in heads if content(fqn) in embeddings}
     tensors = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn not in tied}
     copies = {fqn: tree.tensors[fqn] for fqn in tied}
     return replace(tree, tensors=tensors, tied=tied, copies=copies)

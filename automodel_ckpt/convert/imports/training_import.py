@@ -209,20 +209,8 @@ def lambda_schedule(
 
 def training_jobs(planned: TrainingImport) -> Iterator[FileJob]:
     """Yield the jobs of the counters and the optimizer."""
-    data = plain_archive(_counters(planned))
-    yield FileJob(layout.state_file(COUNTERS), [Chunk(0, data)], nbytes=len(data))
-    if planned.state.optimizer is not None:
-        yield from _tree(planned.state.optimizer, planned.schedule).jobs()
-
-
-def written_optimizer(written: RankManifest) -> Tree:
-    """Return the tree of the optimizer as :func:`training_jobs` wrote it."""
-    return merge_tree(OPTIMIZER, _FORMAT, [written], {})
-
-
-def _counters(planned: TrainingImport) -> dict[str, Any]:
-    """Return the state of ``training/counters/step_scheduler.py``."""
-    return {
+    # The state of training/counters/step_scheduler.py.
+    counters = {
         "step": planned.step,
         "epoch": planned.epoch,
         "epochs_done": planned.epoch,
@@ -234,12 +222,24 @@ def _counters(planned: TrainingImport) -> dict[str, Any]:
         "validation_is_due": False,
         "save_was_due": False,
     }
+    data = plain_archive(counters)
+    yield FileJob(layout.state_file(COUNTERS), [Chunk(0, data)], nbytes=len(data))
+    if planned.state.optimizer is not None:
+        yield from _tree(planned.state.optimizer, planned.schedule).jobs()
+
+
+def written_optimizer(written: RankManifest) -> Tree:
+    """Return the tree of the optimizer as :func:`training_jobs` wrote it."""
+    return merge_tree(OPTIMIZER, _FORMAT, [written], {})
 
 
 def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> DescribedTree:
     all_entries = {entry for entries in optimizer.tensors.values() for entry in entries}
     is_adam = "exp_avg" in all_entries and all_entries <= _ADAM_ENTRIES
-    is_adam = is_adam and not any(_is_another_class(group.options) for group in optimizer.groups)
+    for group in optimizer.groups:
+        # NAdam and RAdam have moments of these names, too. All classes of torch.optim (2.13) with such moments have
+        # `differentiable`, and only Adam and AdamW `amsgrad`.
+        is_adam = is_adam and ("amsgrad" in group.options or "differentiable" not in group.options)
     stored: dict[KeyPath, Tensor] = {}
     numbers: dict[KeyPath, float] = {}
     for name, entries in optimizer.tensors.items():
@@ -262,14 +262,6 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
         objects[SCHEDULE,] = (dict(schedule),)
     directory = layout.state_directory(OPTIMIZER)
     return DescribedTree(OPTIMIZER, directory, optimizer.root, stored, numbers, objects)
-
-
-def _is_another_class(options: Mapping[str, Any]) -> bool:
-    """Whether a parameter group is one of torch.optim, but not of Adam: NAdam and RAdam have moments of its names.
-
-    All classes of torch.optim (2.13) with such moments have ``differentiable``, and only Adam and AdamW ``amsgrad``.
-    """
-    return "differentiable" in options and "amsgrad" not in options
 
 
 def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:

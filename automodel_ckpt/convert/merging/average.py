@@ -118,39 +118,25 @@ def prepare(
         CheckpointUnusable: A source has no weights, or the sources differ.
     """
     shares = _shares(weights, ema, len(sources))
-    opened = [open_weights(source) for source in sources]
-    for weights_in in opened:
-        if MODEL not in weights_in.modules:
-            raise CheckpointUnusable(
-                "this checkpoint has no module named 'model'",
-                where=str(weights_in.path),
-                value=", ".join(weights_in.modules),
-                hint="name the directory of one of its modules",
-            )
+    opened = _opened(sources)
     modules = [weights_in.modules[MODEL] for weights_in in opened]
-    for source, module in zip(sources[1:], modules[1:], strict=True):
-        _check_consistent(modules[0], module, opened[0].path, source)
     copied = _different(modules, integers)
     side_files, notes = _side_files_and_notes(opened)
-    summaries = [each.checkpoint and Summary.read(each.checkpoint) for each in opened]
-    names = [layout.CheckpointName(each.step, each.epoch) for each in summaries if each]
-    name = name or max(names, default=layout.CheckpointName(step=0, epoch=0))
-    tensors: dict[str, Tensor] = {}
-    for fqn, tensor in modules[0].tensors.items():
-        is_mixed = any(module.tensors[fqn].dtype != tensor.dtype for module in modules)
-        tensors[fqn] = replace(tensor, dtype="F32") if is_mixed else tensor
+    lineage, newest = _lineage(opened, shares, ema)
+    name = name or newest
     maps = BaseMaps(is_adapter=layout.ADAPTER_CONFIG in side_files)
-    plan = make_plan(tensors, {}, maps, where=str(sources[0]))
+    plan = make_plan(_averaged_types(modules), {}, maps, where=str(sources[0]))
     check_free(run, name)
-    averaged_from: list[dict[str, Any]] = []
-    for weights_in, share, summary in zip(opened, shares, summaries, strict=True):
-        source_of: dict[str, Any] = {"path": str(weights_in.path), "weight": share}
-        averaged_from.append(source_of | ({"manifest": summary.digest} if summary else {}))
-    left_out: list[str] = []
-    for weights_in in opened:
-        left_out += [f"module {module}" for module in weights_in.modules if module != MODEL]
-        left_out += weights_in.omitted
     copied_from = modules[-1 if integers == "last" else 0]
+
+    def contents(tensor: Tensor) -> Blocks:
+        """Return the data of *tensor*, which is computed while it is written."""
+        blocks = partial(_mean, modules, shares, tensor)
+        if tensor.dtype not in ORDINARY_FLOATS:
+            stored = copied_from.tensors[tensor.fqn]
+            blocks = partial(tensor_blocks, copied_from.root, stored, tensor.dtype)
+        return Blocks(tensor.nbytes, blocks)
+
     checkpoint = NewCheckpoint(
         source=opened[0].path,
         kind=f"average of {len(sources)} checkpoints",
@@ -161,9 +147,9 @@ def prepare(
         losses={},
         run=run,
         name=name,
-        left_out=tuple(dict.fromkeys(left_out)),
-        contents=partial(_contents, modules, shares, copied_from),
-        lineage={"averaged_from": averaged_from} | ({} if ema is None else {"average_ema": ema}),
+        left_out=_left_out(opened),
+        contents=contents,
+        lineage=lineage,
     )
     return Average(checkpoint, [each.path for each in opened], shares, copied, notes)
 
@@ -202,6 +188,57 @@ def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> l
 
 def _invalid(what: str, where: str, value: object) -> RecipeError:
     return RecipeError(what, where=where, value=value, hint="`ckpt average --help` describes it")
+
+
+def _opened(sources: Sequence[Path]) -> list[Weights]:
+    """Open the sources. Raises :class:`CheckpointUnusable` if one has no model, or another one than the first."""
+    opened: list[Weights] = []
+    for source in sources:
+        weights_in = open_weights(source)
+        if MODEL not in weights_in.modules:
+            raise CheckpointUnusable(
+                "this checkpoint has no module named 'model'",
+                where=str(weights_in.path),
+                value=", ".join(weights_in.modules),
+                hint="name the directory of one of its modules",
+            )
+        opened.append(weights_in)
+        first, other = opened[0].modules[MODEL], weights_in.modules[MODEL]
+        _check_consistent(first, other, opened[0].path, source)
+    return opened
+
+
+def _averaged_types(modules: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Return the tensors of the first module, with the dtypes of the average: float32 where the modules differ."""
+    tensors: dict[str, Tensor] = {}
+    for fqn, tensor in modules[0].tensors.items():
+        is_mixed = any(module.tensors[fqn].dtype != tensor.dtype for module in modules)
+        tensors[fqn] = replace(tensor, dtype="F32") if is_mixed else tensor
+    return tensors
+
+
+def _lineage(
+    opened: Sequence[Weights], shares: Sequence[float], ema: float | None
+) -> tuple[dict[str, Any], layout.CheckpointName]:
+    """Describe the average for the manifest; also return the name of the newest source that is a checkpoint."""
+    lineage: dict[str, Any] = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
+    names = [layout.CheckpointName(step=0, epoch=0)]
+    for weights_in, share in zip(opened, shares, strict=True):
+        lineage["averaged_from"].append({"path": str(weights_in.path), "weight": share})
+        if weights_in.checkpoint is not None:
+            summary = Summary.read(weights_in.checkpoint)
+            lineage["averaged_from"][-1]["manifest"] = summary.digest
+            names.append(layout.CheckpointName(step=summary.step, epoch=summary.epoch))
+    return lineage, max(names)
+
+
+def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
+    """Name what the sources contain beside the averaged weights."""
+    names: list[str] = []
+    for weights_in in opened:
+        names += [f"module {module}" for module in weights_in.modules if module != MODEL]
+        names += weights_in.omitted
+    return tuple(dict.fromkeys(names))
 
 
 def _check_consistent(first: Tensors, other: Tensors, first_path: Path, other_path: Path) -> None:
@@ -344,16 +381,6 @@ def _json(content: bytes | None, where: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensors
 
 
-def _contents(
-    modules: Sequence[Tensors], shares: Sequence[float], copied_from: Tensors, tensor: Tensor
-) -> Blocks:
-    """Return the data of *tensor* in the result, which is computed while it is written."""
-    if tensor.dtype in ORDINARY_FLOATS:
-        return Blocks(tensor.nbytes, partial(_mean, modules, shares, tensor))
-    stored = copied_from.tensors[tensor.fqn]
-    return Blocks(tensor.nbytes, partial(tensor_blocks, copied_from.root, stored, tensor.dtype))
-
-
 def _mean(
     modules: Sequence[Tensors], shares: Sequence[float], tensor: Tensor
 ) -> Iterator[memoryview]:
@@ -361,6 +388,7 @@ def _mean(
 
     Raises :class:`CheckpointUnusable` for damaged sources.
     """
+    number: Any
     wide, number = ("F64", np.float64) if tensor.dtype == "F64" else ("F32", np.float32)
     sources = [tensor_blocks(each.root, each.tensors[tensor.fqn], wide) for each in modules]
     with np.errstate(over="ignore", invalid="ignore"):

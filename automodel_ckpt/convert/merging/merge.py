@@ -79,9 +79,9 @@ def merge(
     """Write the base and the adapter of the checkpoint *source* (or its ``model/``) as one model to *output*.
 
     *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
-    one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub (None:
-    the main one), and *naming_of* the names of its tensors in memory, with the config that its second argument names
-    (None: the base's own). Digests of the base are stored in *cache*.
+    one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub, and
+    *naming_of* the names of its tensors in memory, with the config that its second argument names (None: the base's
+    own). Digests of the base are stored in *cache*.
 
     Raises :class:`CheckpointUnusable` if the checkpoint is damaged or has no adapter, if the base is not the adapter's,
     and for tensors that cannot be merged; :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for
@@ -89,17 +89,7 @@ def merge(
     """
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
-    checkpoint, name = source, "model"
-    if not os.path.lexists(source / layout.MANIFEST):
-        checkpoint, name = source.parent, source.name
-    if not os.path.lexists(checkpoint / layout.MANIFEST):
-        raise CheckpointUnusable(
-            "only adapters in a checkpoint of this program can be merged",
-            where=str(source),
-            value=f"no {layout.MANIFEST}",
-            hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
-            "`ckpt export RUN --merge`",
-        )
+    checkpoint, name = _checkpoint_of(source)
     target = resolved_target(output, checkpoint / name / layout.MERGED)
     check_target(target)
     manifest = Manifest.read(checkpoint)
@@ -111,16 +101,8 @@ def merge(
         revision = None
         if base_name == record["base"]["name"]:
             revision = base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
-        base_dir = directory_of(base_name, revision)
-        if base_dir is None:
-            raise RecipeError(
-                "the base model is not on this machine",
-                where="--base",
-                value=base_name,
-                hint="load it once while there is a network, or give its directory with --base",
-            )
-        identity = identify_base(base_name, base_dir, run=checkpoint.parent, cache=cache)
-        _check_base(record["base"], identity.digest, base_dir)
+        found = directory_of(base_name, revision)
+        base_dir = _checked(found, base_name, record["base"], checkpoint.parent, cache)
         model = MergedModel(adapter, base_dir, naming_of(base_dir, adapter.model_config))
         plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
         files, warnings = _side_files(adapter, base_dir, model, plan)
@@ -140,7 +122,34 @@ def merge(
     return ConsolidationReport(target, *sizes, seconds, True, plan.casts, tuple(warnings))
 
 
-def _check_base(recorded: Mapping[str, Any], digest: str, directory: Path) -> None:
+def _checkpoint_of(source: Path) -> tuple[Path, str]:
+    """Return the checkpoint that *source* is, or is a part of, and the name of the part with the adapter."""
+    checkpoint, name = source, "model"
+    if not os.path.lexists(source / layout.MANIFEST):
+        checkpoint, name = source.parent, source.name
+    if not os.path.lexists(checkpoint / layout.MANIFEST):
+        raise CheckpointUnusable(
+            "only adapters in a checkpoint of this program can be merged",
+            where=str(source),
+            value=f"no {layout.MANIFEST}",
+            hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
+            "`ckpt export RUN --merge`",
+        )
+    return checkpoint, name
+
+
+def _checked(
+    directory: Path | None, name: str, recorded: Mapping[str, Any], run: Path, cache: Path | None
+) -> Path:
+    """Return the *directory* of the base, after its digest was compared with the *recorded* one."""
+    if directory is None:
+        raise RecipeError(
+            "the base model is not on this machine",
+            where="--base",
+            value=name,
+            hint="load it once while there is a network, or give its directory with --base",
+        )
+    digest = identify_base(name, directory, run=run, cache=cache).digest
     # Shapes prove nothing: an adapter on another base loads and answers nonsense.
     if digest != recorded.get("digest"):
         raise CheckpointUnusable(
@@ -149,6 +158,7 @@ def _check_base(recorded: Mapping[str, Any], digest: str, directory: Path) -> No
             value=f"digest {digest}, not {recorded.get('digest')}",
             hint=f"give the directory of the original {recorded.get('name')} with --base",
         )
+    return directory
 
 
 @contextlib.contextmanager

@@ -145,48 +145,55 @@ def expert_changes(
     yield from zip(selected, reversed(found), strict=True)
 
 
-def merged_experts(
+def merged(
     weight: Array,
     factors: Mapping[str, Array],
     config: Mapping[str, Any],
-    experts: ExpertRange,
     *,
     name: str,
     transposed: bool,
+    experts: ExpertRange | None = None,
 ) -> Array:
-    """Return the *weight* of fused experts merged with their adapter, of the same shape and dtype.
+    """Return the *weight* of a layer or of fused experts merged with its adapter, of the same shape and dtype.
 
-    *name* is that of the parameter in memory, of shape [experts, outputs, inputs], or if *transposed* [experts, inputs,
-    outputs]. *weight* is the tensor in files that *experts* describes. The factors are a: [rank * experts, inputs], in
-    which the rank varies fastest, and b: [outputs, rank * experts], in which the expert does (source: peft 0.21,
-    ``lora.layer.ParamWrapper``). Raises ValueError if the shapes do not match.
+    Args:
+        weight: The weight [outputs, inputs, ...], or if *transposed* [inputs, outputs] (transformers' Conv1D). With
+            *experts*, the tensor in files that they describe: a matrix, or a stack of the matrices of all experts.
+        factors: The arrays a, b and, for DoRA, m, of the weight's dtype. With experts, a is [rank * experts, inputs],
+            in which the rank varies fastest, and b [outputs, rank * experts], in which the expert does (source: peft
+            0.21, ``lora.layer.ParamWrapper``).
+        config: The content of adapter_config.json.
+        name: The name of the module, or of the experts' parameter, in memory.
+
+    Raises:
+        ValueError: The shapes do not match, or the config gives no scale.
     """
-    a = _as_matrix(factors["a"])
-    b = _as_matrix(factors["b"])
-    rank, rest = divmod(len(a), experts.num_experts)
+    a, b = _as_matrix(factors["a"]), _as_matrix(factors["b"])
+    num_experts = 1 if experts is None else experts.num_experts
+    rank, rest = divmod(len(a), num_experts)
     if rest or rank == 0 or b.shape[1] != len(a):
-        raise ValueError(f"A {a.shape}, B {b.shape} for {experts.num_experts} experts")
+        raise ValueError(f"A {a.shape}, B {b.shape} for {num_experts} experts")
     scale = np.asarray(scale_of(config, rank, name), weight.dtype)
-    a = a.reshape(experts.num_experts, rank, -1)
-    b = b.reshape(len(b), rank, experts.num_experts)
+    a = a.reshape(num_experts, rank, -1)
+    b = b.reshape(len(b), rank, num_experts)
     result = weight.copy()
-    # With one expert per tensor, the tensor is its matrix; otherwise it stacks the matrices of all experts.
-    if experts.expert is None:
-        numbers = list(range(experts.num_experts))
-        matrices = result
-    else:
-        numbers = [experts.expert]
-        matrices = result[None]
+    columns = () if experts is None else experts.columns
+    numbers, matrices = [*range(num_experts)], result
+    if experts is None:
+        matrices = (result if transposed else _as_matrix(result))[None]
+    elif experts.expert is not None:
+        numbers, matrices = [experts.expert], result[None]
     if len(matrices) != len(numbers):
-        raise ValueError(f"weight {weight.shape} for {experts.num_experts} experts")
+        raise ValueError(f"weight {weight.shape} for {num_experts} experts")
     for matrix, number in zip(matrices, numbers, strict=True):
-        change = b[:, :, number] @ a[number]
-        if transposed:
-            change = change.T
-        change = change[experts.columns]
+        product = b[:, :, number] @ a[number]
+        change = (product.T if transposed else product)[columns]
         if change.shape != matrix.shape:
             raise ValueError(f"weight {matrix.shape}, A and B {change.shape}")
         matrix += scale * change
+    if "m" in factors:
+        rows = result.T if transposed else _as_matrix(result)
+        rows *= (factors["m"].reshape(-1) / np.linalg.norm(rows, axis=1))[:, None]
     return result
 
 
@@ -219,36 +226,6 @@ def _names_module(pattern: str, module: str) -> bool:
     if _NAME.fullmatch(name) is None:
         raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}")
     return module == name or (name == pattern and module.endswith(f".{name}"))
-
-
-def merged(
-    weight: Array,
-    factors: Mapping[str, Array],
-    config: Mapping[str, Any],
-    *,
-    module: str,
-    transposed: bool,
-) -> Array:
-    """Return the *weight* of the *module* merged with its adapter, of the same shape and dtype.
-
-    *factors* has the arrays a, b and, for DoRA, m, of the weight's dtype. If *transposed*, the weight has shape
-    [inputs, outputs]. Raises ValueError if the shapes do not match.
-    """
-    # transformers' Conv1D (GPT-2) stores weights as (inputs, outputs).
-    matrix = weight.T if transposed else _as_matrix(weight)
-    a = _as_matrix(factors["a"])
-    b = _as_matrix(factors["b"])
-    if b.shape[1] != a.shape[0] or matrix.shape != (b.shape[0], a.shape[1]):
-        raise ValueError(f"weight {weight.shape}, A {factors['a'].shape}, B {factors['b'].shape}")
-    scale = np.asarray(scale_of(config, len(a), module), weight.dtype)
-    result: Array = matrix + scale * (b @ a)
-    if "m" in factors:
-        magnitude = factors["m"].reshape(-1)
-        row_norms = np.linalg.norm(result, axis=1)
-        result *= (magnitude / row_norms)[:, None]
-    if transposed:
-        return result.T
-    return result.reshape(weight.shape)
 
 
 def _as_matrix(array: Array) -> Array:

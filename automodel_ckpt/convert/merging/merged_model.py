@@ -28,7 +28,6 @@ from automodel_ckpt.convert.merging.merge_rules import (
     changes_by,
     expert_changes,
     merged,
-    merged_experts,
     unusable,
 )
 from automodel_ckpt.convert.targets.tensor_blocks import difference
@@ -148,19 +147,15 @@ class MergedModel:
         factors = {role: self._factor(key, wide) for role, key in change.factors.items()}
         module = name_in_memory.rpartition(".")[0]
         transposed = module in self._naming.transposed
-        config = self._adapter.config
         try:
-            if change.experts is None:
-                result = merged(weight, factors, config, module=module, transposed=transposed)
-            else:
-                result = merged_experts(
-                    weight,
-                    factors,
-                    config,
-                    change.experts,
-                    name=name_in_memory,
-                    transposed=transposed,
-                )
+            result = merged(
+                weight,
+                factors,
+                self._adapter.config,
+                name=module if change.experts is None else name_in_memory,
+                transposed=transposed,
+                experts=change.experts,
+            )
         except ValueError as error:
             fitting = "layer" if change.experts is None else "experts"
             what = f"an adapter does not fit its {fitting}: {error}"
@@ -316,7 +311,13 @@ class MergedModel:
                 base, both = Tensors(_ROOT, self._base), self._base.keys() >= set(pair)
                 if both and difference(_ROOT, self._base[pair[0]], base, pair[1:]):
                     apart.update(pair)
-            elif num_changed == 1 or not self._are_equal(*pair):
+                continue
+            # Up to rounding: the factors of a tied head are those of the embedding, multiplied in the other order.
+            is_equal = False
+            if num_changed > 1:
+                a, b = (self.value(name, "F32") for name in pair)
+                is_equal = a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-6)
+            if not is_equal:
                 untied.update(pair)
             else:
                 for name in pair:
@@ -329,15 +330,6 @@ class MergedModel:
             if differing:
                 self.notes.append(f"{reason}: {', '.join(sorted(differing))}")
         return untied | apart
-
-    def _are_equal(self, one: str, other: str) -> bool:
-        """Whether two changed tensors have equal values, up to rounding.
-
-        The factors of a tied head are those of the embedding, multiplied in the other order.
-        """
-        a = self.value(one, "F32")
-        b = self.value(other, "F32")
-        return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-6)
 
     def _not_mergeable(self, what: str, name: str) -> CheckpointUnusable:
         return unusable(what, self._adapter.where, name)

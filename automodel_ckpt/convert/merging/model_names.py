@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -41,12 +42,14 @@ class NameDifferences:
         # Either alone is usual: a head that another model has or lacks, or buffers of another version.
         if not self.unknown or not self.missing:
             return
+        name = self.unknown[0]
+        (similar,) = difflib.get_close_matches(name, self.missing, n=1, cutoff=0)
         raise CheckpointUnusable(
             f"these tensors do not have the names of a {self.model}, whose config.json this is",
             where=where,
             value="\n    " + "\n    ".join(self.lines()),
             hint="use the config.json of this model; or give --names a file with a line for each name, such as "
-            f"`{self.unknown[0][:200]}: {self.missing[0]}`, in which {{i}} is any number",
+            f"`{name[:200]}: {similar}`, in which {{i}} is any number",
         )
 
     def check_shapes(self, stored: Mapping[str, Tensor], where: str, *, is_quantized: bool) -> None:

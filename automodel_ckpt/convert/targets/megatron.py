@@ -10,15 +10,14 @@ parts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
@@ -47,7 +46,6 @@ _METADATA = {
 # The version of Megatron-LM's checkpoints since 2021: queries, keys and values are fused by query group.
 _CHECKPOINT_VERSION = 3.0
 _MAX_MULTIPLE = 1 << 20
-_ZEROS = bytes(1 << 16)
 # Modules whose state for FP8 Megatron-Core stores beside the weights, and requires when it loads. Which ones have it
 # depends on the implementation (local or Transformer Engine); more than it asks for are ignored.
 _LAYER_MODULES = (
@@ -123,31 +121,18 @@ def _state_dict(
     dtypes = stacked_names(converter.from_hugging_face(cast, dimensions, where).tensors, where)
     found: dict[str, ArchiveTensor] = {}
     for name, stored in stacked.items():
-        zero_rows = converted.zero_rows.get(name, 0)
-        found[name] = _padded(source.root, stored, dtypes[name].dtype, zero_rows)
+        dtype, zero_rows = dtypes[name].dtype, converted.zero_rows.get(name, 0)
+        shape = stored.shape
+        num_zeros = 0
+        if zero_rows:
+            num_zeros = nbytes_of(dtype, (zero_rows, *shape[1:]))
+            shape = (shape[0] + zero_rows, *shape[1:])
+        blocks = partial(tensor_blocks, source.root, stored, dtype, num_zeros=num_zeros)
+        found[name] = ArchiveTensor(dtype, shape, blocks)
     if dimensions.num_experts and LOCAL_MLP_NORM in found:
         # Before experts, Transformer Engine has the norm in a module. The local implementation uses the other name.
         found[MOE_NORM] = found[LOCAL_MLP_NORM]
     return found
-
-
-def _padded(root: Path, tensor: Tensor, dtype: str, zero_rows: int) -> ArchiveTensor:
-    shape = tensor.shape
-    if not zero_rows:
-        return ArchiveTensor(dtype, shape, partial(tensor_blocks, root, tensor, dtype))
-    padded = (shape[0] + zero_rows, *shape[1:])
-    num_zeros = zero_rows * DTYPE_BITS[dtype] // 8
-    for size in shape[1:]:
-        num_zeros *= size
-    return ArchiveTensor(dtype, padded, partial(_with_zeros, root, tensor, dtype, num_zeros))
-
-
-def _with_zeros(root: Path, tensor: Tensor, dtype: str, num_zeros: int) -> Iterator[memoryview]:
-    yield from tensor_blocks(root, tensor, dtype)
-    while num_zeros:
-        block = _ZEROS[:num_zeros]
-        yield memoryview(block)
-        num_zeros -= len(block)
 
 
 # ---------------------------------------------------------------- files

@@ -30,8 +30,8 @@ from automodel_ckpt.convert.formats.nemo.nemo import (
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
-from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.registry import converter_of
+from automodel_ckpt.convert.names.conversion import required_conversion
+from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import RecipeError
@@ -112,13 +112,12 @@ def _with_megatron_names(
     and for a damaged file: the converted tensors have no digests.
     """
     source, where = export.source, export.where
-    export.required_config("a model with Megatron's names")
+    conversion = required_conversion(export.required_config("a model with Megatron's names"))
     hugging_face = parse_json(files["config.json"])
-    converter = converter_of(hugging_face.get("model_type"), where)
     export.check_language_model(hugging_face, "NeMo's GPT")
-    dimensions = dimensions_of_config(hugging_face, where)
     export.check(reads_parts=True)
-    converted = converter.from_hugging_face(source.tensors, dimensions, where)
+    dimensions = conversion.dimensions
+    converted = conversion.converter.from_hugging_face(source.tensors, dimensions, where)
     is_tied = "output_layer.weight" not in converted.tensors
     for key, value in gpt_config(hugging_face, dimensions, is_tied).items():
         config.setdefault(key, value)

@@ -12,12 +12,20 @@ from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 
+_ZEROS = bytes(1 << 16)
+
 
 def tensor_blocks(
-    root: Path, tensor: Tensor, dtype: str, part: Box | None = None, *, is_checked: bool = False
+    root: Path,
+    tensor: Tensor,
+    dtype: str,
+    part: Box | None = None,
+    *,
+    is_checked: bool = False,
+    num_zeros: int = 0,
 ) -> Iterator[memoryview]:
     """Yield the row-major bytes of a tensor in files below *root*, or of a *part* of it, cast to *dtype*, in blocks of
-    at most 256 Ki elements.
+    at most 256 Ki elements, and then *num_zeros* bytes of zeros.
 
     Unless that was done (*is_checked*), the stored bytes are compared with their digests first, if there are any.
     Raises :class:`CheckpointUnusable` for a damaged tensor.
@@ -31,6 +39,8 @@ def tensor_blocks(
         offsets = tuple(map(sum, zip(outer.offsets, inner.offsets, strict=True)))
         values = reader.read(Box(offsets, inner.sizes)).reshape(-1).view(stored_dtype)
         yield cast(values, tensor.dtype, dtype).view("u1").data
+    for first in range(0, num_zeros, len(_ZEROS)):
+        yield memoryview(_ZEROS)[: num_zeros - first]
 
 
 def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
-from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import (
@@ -33,7 +32,6 @@ from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
-_ZERO_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +59,14 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
     else:
         export.directory("-tensorrt-llm")
     export.check()
-    dtype = export.cast_code or _dtype_of(opened)
+    # As NVIDIA's exporter.
+    sizes = [(tensor.dtype, tensor.nbytes) for tensor in opened.tensors.values()]
+    dtype = export.cast_code or ("BF16" if main_dtype(sizes) == "BF16" else "F16")
     files = export.config_and_tokenizer(dtype)
     model = _Model(export, files, num_ranks, dtype)
     export.log_casts((tensor.dtype, dtype) for tensor in opened.tensors.values())
     _publish(export, model, _small_files(model.config, files), is_file=is_file)
     return export.report(len(opened.tensors))
-
-
-def _dtype_of(source: Source) -> str:
-    """Return the dtype of the export: bfloat16 if most of the model is, else float16, as NVIDIA's exporter."""
-    sizes = [(tensor.dtype, tensor.nbytes) for tensor in source.tensors.values()]
-    return "BF16" if main_dtype(sizes) == "BF16" else "F16"
 
 
 class _Model:
@@ -170,20 +164,21 @@ class _Model:
             for block in self._blocks(tensor):
                 file.write(block)
 
-    def _blocks(self, tensor: _RankTensor) -> Iterator[bytes | memoryview]:
-        zeros = nbytes_of(self.dtype, tensor.shape)
-        for stored, outer in tensor.parts:
+    def _blocks(self, tensor: _RankTensor) -> Iterator[memoryview]:
+        sizes = [nbytes_of(self.dtype, box.sizes) for _, box in tensor.parts]
+        num_zeros = nbytes_of(self.dtype, tensor.shape) - sum(sizes)
+        # Only a tensor with one part has zeros.
+        for stored, box in tensor.parts:
             is_checked = stored.fqn in self._checked
-            for block in tensor_blocks(
-                self._source.root, stored, self.dtype, outer, is_checked=is_checked
-            ):
-                zeros -= len(block)
-                yield block
+            yield from tensor_blocks(
+                self._source.root,
+                stored,
+                self.dtype,
+                box,
+                is_checked=is_checked,
+                num_zeros=num_zeros,
+            )
             self._checked.add(stored.fqn)
-        while zeros:
-            count = min(zeros, _ZERO_BYTES)
-            yield bytes(count)
-            zeros -= count
 
 
 # ---------------------------------------------------------------- files
@@ -191,17 +186,17 @@ class _Model:
 
 def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files beside the weights: the config, and the tokenizer where NeMo's exporter puts it."""
-    contents = {"config.json": config}
-    model = files.get("tokenizer.model")
-    if model is not None:
-        contents["tokenizer.model"] = model
+    if "tokenizer.model" in files:
         settings = {"library": "sentencepiece", "type": None, "model": "nemo:tokenizer.model"}
-        contents["tokenizer_config.yaml"] = yaml.safe_dump(settings, sort_keys=False).encode()
-        return contents
-    for name, content in sorted(files.items()):
-        if name != "config.json":
-            contents[f"huggingface_tokenizer/{name}"] = content
-    return contents
+        return {
+            "config.json": config,
+            "tokenizer.model": files["tokenizer.model"],
+            "tokenizer_config.yaml": yaml.safe_dump(settings, sort_keys=False).encode(),
+        }
+    names = sorted(files.keys() - {"config.json"})
+    return {"config.json": config} | {
+        f"huggingface_tokenizer/{name}": files[name] for name in names
+    }
 
 
 def _publish(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +40,24 @@ _CALLBACKS = ("EarlyStoppingCallback",)
 """The callbacks of transformers 5.23 that have state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps.
-
-    *micro_batch_size*, the samples of a rank's forward pass, is only compared with its arguments.
-    """
-
-    micro_batch_size: int = 1
-    logging_steps: int = 1
-    save_steps: int = 500
-    eval_steps: int = 500
+_INTERVALS = {"logging_steps": 1, "save_steps": 500, "eval_steps": 500, "train_batch_size": 1}
+"""What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps. The batch size of a rank's
+forward pass is only compared with its arguments."""
 
 
 def write(
     export: Export,
     *,
     parameters_in: Callable[[Path], Parameters],
-    intervals: Intervals = Intervals(),
+    intervals: Mapping[str, int],
     callbacks: Sequence[str] | None = None,
 ) -> ExportReport:
     """Write the checkpoint of a run as a checkpoint of transformers' Trainer, by default ``checkpoint-N``.
 
     *parameters_in* is called with the directory of the exported config.json; the result lists the model's parameters.
-    *intervals* are stated in ``trainer_state.json``, and so are *callbacks*, the classes with state that a script adds
-    to the Trainer. Its next save fails without them. Memory: one block of a tensor.
+    *intervals* replace those in ``_INTERVALS``. They are stated in ``trainer_state.json``, and so are *callbacks*, the
+    classes with state that a script adds to the Trainer. Its next save fails without them. Memory: one block of a
+    tensor.
     """
     source, log = export.source.root, export.log
     if not is_checkpoint(source):
@@ -84,7 +76,7 @@ def write(
             path.rename(directory / path.name)
         shutil.rmtree(directory / _WEIGHTS)
         parameters = parameters_in(directory)()
-        groups = trainer_groups(run, parameters, source)
+        groups = list(_groups(run, parameters, source))
         _write_archive(directory / OPTIMIZER_FILE, numbered_state(run, groups))
         base_rates = [group.options["initial_lr"] for group in groups]
         last_rates = [group.options.get("lr", 0.0) for group in groups]
@@ -98,8 +90,8 @@ def write(
     export.warn(*unloaded)
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
     log(
-        f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
-        f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
+        f"the Trainer takes these from the checkpoint: logging_steps {state['logging_steps']}, "
+        f"save_steps {state['save_steps']}, eval_steps {state['eval_steps']}"
     )
     num_parameters = len(run.tensors)
     summary = f"state of {counted(num_parameters, 'parameter')}"
@@ -126,55 +118,41 @@ def unloaded_warning(
 # ---------------------------------------------------------------- the optimizer
 
 
-def trainer_groups(
+def _groups(
     run: RunState, model: Sequence[ModelParameter], where: Path
-) -> tuple[ParameterGroup, ParameterGroup]:
-    """Return the Trainer's two groups: the trained parameters with weight decay, then those without.
+) -> Iterator[ParameterGroup]:
+    """Yield the Trainer's two groups: the trained parameters with weight decay, then those without.
 
     Raises :class:`CheckpointUnusable` if the options of a group's parameters differ, because the Trainer has only these
     groups, or if the optimizer trains a parameter that the model does not have.
     """
-    source: dict[str, ParameterGroup] = {}
+    options_of: dict[str, Mapping[str, Any]] = {}
     for group in run.groups:
-        for name in group.parameters:
-            source[name] = group
-    known = {parameter.name for parameter in model}
-    unknown = sorted(source.keys() - known)
+        options_of |= dict.fromkeys(group.parameters, group.options)
+    unknown = sorted(options_of.keys() - {parameter.name for parameter in model})
     if unknown:
         what = "the optimizer trains a parameter that the model of config.json does not have"
         raise _unusable(what, where, unknown[0])
-    decayed = [each.name for each in model if each.decays and each.name in source]
-    others = [each.name for each in model if not each.decays and each.name in source]
-    with_decay = _group(decayed, source, run.groups, where)
-    return with_decay, _group(others, source, run.groups, where)
-
-
-def _group(
-    names: Iterable[str],
-    source: Mapping[str, ParameterGroup],
-    groups: Sequence[ParameterGroup],
-    where: Path,
-) -> ParameterGroup:
-    members = tuple(names)
-    options: Mapping[str, Any] = groups[0].options
-    if members:
-        options = source[members[0]].options
-    for name in members:
-        if source[name].options != options:
-            raise CheckpointUnusable(
-                "the parameters have more groups of options than the Trainer's optimizer",
-                where=str(where),
-                value=f"{members[0]} and {name}",
-                hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
-                "weights with --to hf",
-            )
-    rate = options.get("lr", 0.0)
-    # The Trainer always has a schedule, which needs the peak rate.
-    return ParameterGroup(members, {"initial_lr": rate, **options})
+    trained = [parameter for parameter in model if parameter.name in options_of]
+    for decays in (True, False):
+        names = [parameter.name for parameter in trained if parameter.decays == decays]
+        options = options_of[names[0]] if names else run.groups[0].options
+        for name in names:
+            if options_of[name] != options:
+                raise CheckpointUnusable(
+                    "the parameters have more groups of options than the Trainer's optimizer",
+                    where=str(where),
+                    value=f"{names[0]} and {name}",
+                    hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
+                    "weights with --to hf",
+                )
+        # The Trainer always has a schedule, which needs the peak rate.
+        peak = {"initial_lr": options.get("lr", 0.0)}
+        yield ParameterGroup(tuple(names), {**peak, **options})
 
 
 def _trainer_state(
-    run: RunState, manifest: Manifest, intervals: Intervals, callbacks: Iterable[str]
+    run: RunState, manifest: Manifest, intervals: Mapping[str, int], callbacks: Iterable[str]
 ) -> dict[str, Any]:
     """Return the fields of transformers' ``TrainerState`` (5.23)."""
     line: dict[str, Any] = {"epoch": float(run.epochs_done), "step": run.step}
@@ -199,22 +177,20 @@ def _trainer_state(
         "best_metric": None,
         "best_model_checkpoint": None,
         "epoch": float(run.epochs_done),
-        "eval_steps": intervals.eval_steps,
         "global_step": run.step,
         "is_hyper_param_search": False,
         "is_local_process_zero": True,
         "is_world_process_zero": True,
         "log_history": [line],
-        "logging_steps": intervals.logging_steps,
         "max_steps": 0,
         "num_input_tokens_seen": 0,
         "num_train_epochs": 0,
-        "save_steps": intervals.save_steps,
         "stateful_callbacks": stateful,
         "total_flos": 0.0,
-        "train_batch_size": intervals.micro_batch_size,
         "trial_name": None,
         "trial_params": None,
+        **_INTERVALS,
+        **intervals,
     }
 
 

@@ -98,12 +98,6 @@ def test_a_model_that_caps_its_attention_scores_gets_no_sdpa_which_has_no_cap(
     assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
 
 
-def test_a_path_that_is_not_utf8_is_opened(capsys: Capture, model: Path, tmp_path: Path) -> None:
-    path = tmp_path / os.fsdecode(b"caf\xe9")
-    shutil.copytree(model, path)
-    assert generated(capsys, str(path), "-p", "hello")["tokens"] <= 6
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

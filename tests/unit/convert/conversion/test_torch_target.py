@@ -28,11 +28,10 @@ def assert_model_equals(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_state_dict_loads_strictly_and_is_bit_equal(
-    tmp_path: Path, capsys: Capture, tied: bool, dtype: torch.dtype
+    tmp_path: Path, capsys: Capture, tied: bool
 ) -> None:
-    model = llama_checkpoint(tmp_path / "c", tied=tied, dtype=dtype)
+    model = llama_checkpoint(tmp_path / "c", tied=tied, dtype=torch.bfloat16)
     assert main(["export", str(tmp_path / "c"), "--to", "torch"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/c.pt\n"
     state = loaded(tmp_path / "c.pt")
@@ -56,9 +55,3 @@ def test_hugging_face_files_are_exported(tmp_path: Path) -> None:
     assert main(["consolidate", str(tmp_path / "c"), "--output", str(files)]) == 0
     assert main(["export", str(files), "--to", "torch", "-o", str(tmp_path / "m.pt")]) == 0
     assert_model_equals(model, loaded(tmp_path / "m.pt"))
-
-
-def test_what_is_exported_can_be_imported(tmp_path: Path, capsys: Capture) -> None:
-    llama_checkpoint(tmp_path / "c", tied=False)
-    assert main(["export", str(tmp_path / "c"), "--to", "torch"]) == 0
-    assert main(["diff", str(tmp_path / "c"), str(tmp_path / "c.pt")]) == 0

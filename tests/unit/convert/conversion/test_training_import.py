@@ -86,11 +86,3 @@ def test_the_peak_of_a_one_cycle_schedule_is_its_largest_rate(tmp_path: Path) ->
     planned = imported(tmp_path / "optimizer.pt", optimizer, model)
     # The rate of the first step is a 25th of it.
     assert planned.schedule is not None and planned.schedule["base_lrs"] == [0.5]
-
-
-def test_a_rate_that_is_not_finite_is_no_schedule(tmp_path: Path) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["initial_lr"] = float("nan")
-    planned = imported(tmp_path / "optimizer.pt", optimizer, model)
-    assert planned.schedule is None and "learning-rate schedule" in planned.absent
