@@ -25,9 +25,8 @@ from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import (
     DividedTensor,
-    HeadsOfRank,
     divided_tensors,
-    heads_of_rank,
+    rows_of_rank,
 )
 from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
@@ -111,11 +110,9 @@ class _Model:
         )
         export.check_language_model(hugging_face, "TensorRT-LLM")
         self._dimensions = dimensions_of_config(hugging_face, self._where)
-        heads = heads_of_rank(self._dimensions, num_ranks)
-        if num_ranks < 1 or heads is None:
+        if num_ranks < 1 or rows_of_rank(self._dimensions, 0, num_ranks) is None:
             text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
             raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
-        self._heads: HeadsOfRank = heads
         self.rules = list(divided_tensors(self._dimensions))
         self._check_names()
         # The digests of each stored tensor are compared once, not for every rank.
@@ -176,22 +173,18 @@ class _Model:
 
     def _fused(self, rule: DividedTensor, sources: Sequence[Tensor], rank: int) -> _RankTensor:
         """Return a rank's queries, keys and values as one tensor."""
-        heads = self._heads
         num_groups = self._dimensions.num_query_groups
         all_rows = (self._dimensions.num_heads, num_groups, num_groups)
-        first_key_row = heads.first_key_row(rank)
-        ranges = (
-            (rank * heads.query_rows, heads.query_rows),
-            (first_key_row, heads.key_rows),
-            (first_key_row, heads.key_rows),
-        )
+        rows = rows_of_rank(self._dimensions, rank, self.num_ranks)
+        assert rows is not None, "the constructor has checked them"
+        queries, keys = rows
         parts: list[tuple[Tensor, Box]] = []
         num_columns = sources[0].shape[1]
-        for tensor, num_heads, (begin, size) in zip(sources, all_rows, ranges, strict=True):
+        for tensor, num_heads, own in zip(sources, all_rows, (queries, keys, keys), strict=True):
             if tensor.shape != (num_heads * self._dimensions.head_size, num_columns):
                 text = f"{tensor.fqn} {list(tensor.shape)}"
                 raise self._unusable("a tensor does not match the heads of config.json", text)
-            parts.append((tensor, Box((begin, 0), (size, num_columns))))
+            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
         num_rows = sum(box.sizes[0] for _, box in parts)
         return _RankTensor(rule.name, (num_rows, num_columns), tuple(parts))
 
