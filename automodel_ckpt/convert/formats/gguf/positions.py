@@ -131,7 +131,7 @@ def _scaling(
         )
     if kind == "default":
         return {}
-    defaults: dict[str, float] = {}
+    defaults = {}
     if kind == "yarn":
         length = positive_number(config, "max_position_embeddings", where)
         defaults = {**_YARN_BETAS, _LENGTH: length}

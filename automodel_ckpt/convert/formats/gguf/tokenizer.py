@@ -172,7 +172,7 @@ def _byte_level(
             where,
             f"pre_tokenizer: {kinds!r:.200}, ignore_merges: {ignore_merges} (known: {known})",
         )
-    keys: list[KeyValue] = [
+    keys = [
         ("tokenizer.ggml.model", "string", "gpt2"),
         ("tokenizer.ggml.pre", "string", pre.name),
         ("tokenizer.ggml.merges", "array", merges),

@@ -92,7 +92,7 @@ def read_optimizer(
             for path, name in grouped.items()
         }
         groups = _groups(options)
-        names: dict[Key, str] = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
+        names = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         return named_state(state, groups, names, shapes, root=directory, where=where)
 
