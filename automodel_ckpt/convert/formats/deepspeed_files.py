@@ -163,7 +163,7 @@ class StateFile:
 
 def shapes_in(states: StateFile, mapping: Any) -> dict[str, Shape]:
     """Return the names and shapes of *mapping*, such as ``param_shapes``."""
-    found: dict[str, Shape] = {}
+    found = {}
     for name, extents in mapping.items() if isinstance(mapping, dict) else ():
         shape = counts(extents)
         if (

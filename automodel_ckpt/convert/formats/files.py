@@ -25,7 +25,7 @@ _MAX_JSON_BYTES = 16 << 20
 def reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the notes for the user about unchecked files, and what of them is omitted: tensors and values."""
     notes = [UNCHECKED]
-    omitted: list[str] = []
+    omitted = []
     for number, text in ((num_others, others_text), (num_values, values_text)):
         if number:
             omitted.append(text(number))

@@ -74,7 +74,16 @@ class HuggingFaceFiles(Format):
             names = sorted(set(weight_map.values()))
         else:
             _check_numbers(path, names)
-        tensors, files = _tensors_in_files(path, names, export, follow_links)
+        tensors: dict[str, Tensor] = {}
+        files: dict[str, str] = {}
+        for name in names:
+            found = tensors_in_file(path, name, export, follow_links=follow_links)
+            for fqn in found:
+                if fqn in files:
+                    what = f"two files hold the tensor {fqn!r}"
+                    raise unusable(what, path / name, f"also in {files[fqn]}")
+                files[fqn] = name
+            tensors |= found
         _check_not_mlx(path, tensors)
         absent = sorted((weight_map or {}).keys() - files.keys())
         if absent:
@@ -193,7 +202,7 @@ def tensors_in_file(
     if SHARDING_INFO in header.metadata:
         raise unusable("a shard is stored among whole files", path, SHARDING_INFO)
     file = os.path.realpath(path).lstrip("/") if follow_links else name
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for fqn, entry in header.tensors.items():
         tensor = whole_tensor(fqn, entry.dtype, entry.shape, file, entry.start)
         tensors[fqn] = tensor if export is None else export.with_digests(name, tensor)
@@ -204,24 +213,6 @@ def _header(directory: Path, name: str, follow_links: bool) -> Header:
     if follow_links:
         return read_header(os.path.realpath(directory / name))
     return read_header_safely(directory, name)
-
-
-def _tensors_in_files(
-    directory: Path, names: Iterable[str], export: ExportManifest | None, follow_links: bool
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of all files, and {tensor name: file name}."""
-    tensors: dict[str, Tensor] = {}
-    files: dict[str, str] = {}
-    for name in names:
-        found = tensors_in_file(directory, name, export, follow_links=follow_links)
-        for fqn in found:
-            if fqn in files:
-                raise unusable(
-                    f"two files hold the tensor {fqn!r}", directory / name, f"also in {files[fqn]}"
-                )
-            files[fqn] = name
-        tensors |= found
-    return tensors, files
 
 
 # ---------------------------------------------------------------- one file, and adapters

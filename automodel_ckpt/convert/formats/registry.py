@@ -133,7 +133,7 @@ def formats_in(directory: Path) -> dict[str, Format]:
     recognized. Raises PermissionError if *directory* itself cannot be read.
     """
     parts: frozenset[str] = frozenset()
-    found: dict[str, Format] = {}
+    found = {}
     if directory.is_file():
         known = detect(directory, follow_links=True, readable_only=True)
         return {".": known} if known is not None else {}

@@ -31,7 +31,6 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
     Parameters,
     TrainingState,
 )
@@ -88,7 +87,7 @@ class TransformersTrainer(Format):
             state = read_json(path, STATE_FILE) or {}
         except CheckpointUnusable:
             return {}
-        found: dict[str, Any] = {}
+        found = {}
         history = state.get("log_history")
         # Later lines replace earlier ones.
         for line in history if isinstance(history, list) else []:
@@ -116,7 +115,12 @@ class TransformersTrainer(Format):
                 path / STATE_FILE,
                 repr(state.get("global_step"))[:100],
             )
-        optimizer = _optimizer(path, parameters) if OPTIMIZER_FILE in names else None
+        optimizer = None
+        if OPTIMIZER_FILE in names:
+            archive = read_archive(path / OPTIMIZER_FILE)
+            optimizer = optimizer_state(
+                archive.value, archive, parameters, root=path, file=OPTIMIZER_FILE
+            )
         scheduler = _scheduler(path) if SCHEDULER_FILE in names else None
         omitted = [
             name for name in names if _RANDOM_FILE.fullmatch(name) or name == _ARGUMENTS_FILE
@@ -135,11 +139,6 @@ class TransformersTrainer(Format):
 
 def _weights_of(path: Path, follow_links: bool) -> Format | None:
     return next((each for each in _WEIGHTS if each.detect(path, follow_links=follow_links)), None)
-
-
-def _optimizer(path: Path, parameters: Parameters) -> OptimizerState:
-    archive = read_archive(path / OPTIMIZER_FILE)
-    return optimizer_state(archive.value, archive, parameters, root=path, file=OPTIMIZER_FILE)
 
 
 def _scheduler(path: Path) -> dict[str, Any]:

@@ -26,25 +26,18 @@ _MARKS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 HINT = "add --config DIR, a directory with the config.json of the same model"
 
 
-Weights = Callable[[Mapping[str, Tensor], str], dict[str, Tensor]]
-"""Returns a program's weights under the names of a converter, for its tensors in a path."""
-
-
-def _megatron_weights(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    return plain_names({name: tensors[name] for name in tensors if is_model_tensor(name)}, where)
-
-
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """The converter and the dimensions of a model, which *where* states.
 
-    *weights* selects and renames the tensors of another program; *is_weight* is whether a name is one of those.
+    *is_weight* is whether a name is that of a weight of another program, and *renamed* returns such tensors, found in a
+    path, under the names of the converter.
     """
 
     converter: Converter
     dimensions: Dimensions
     where: str
-    weights: Weights = _megatron_weights
+    renamed: Callable[[Mapping[str, Tensor], str], dict[str, Tensor]] = plain_names
     is_weight: Callable[[str], bool] = is_model_tensor
 
     def source(self, source: Source) -> Source:
@@ -53,9 +46,10 @@ class Conversion:
         Raises :class:`CheckpointUnusable` if its tensors are not those of the model.
         """
         where = str(source.model_directory)
-        weights = self.weights(source.tensors, where)
-        converted = self.converter.to_hugging_face(weights, self.dimensions, where)
-        num_ignored = sum(1 for name in source.tensors if not self.is_weight(name))
+        weights = {name: each for name, each in source.tensors.items() if self.is_weight(name)}
+        renamed = self.renamed(weights, where)
+        converted = self.converter.to_hugging_face(renamed, self.dimensions, where)
+        num_ignored = len(source.tensors) - len(weights)
         omitted = source.omitted
         if num_ignored:
             computed = f"{counted(num_ignored, 'tensor')} that the other program computes"

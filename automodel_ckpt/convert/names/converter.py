@@ -50,7 +50,7 @@ class Converter:
         :class:`CheckpointUnusable` if a tensor is missing, unknown, or does not have the rows that *dimensions* imply.
         """
         found: dict[str, Tensor] = {}
-        used: set[str] = set()
+        used = set()
         with _mismatches(where):
             for rule in self.rules:
                 for name, targets in rule.expanded(dimensions):
@@ -76,8 +76,8 @@ class Converter:
         Rows of zeros make the number of rows of the vocabulary a multiple of *vocabulary_multiple*. Raises
         :class:`CheckpointUnusable` if a tensor is missing, unknown, or does not have the rows that *dimensions* imply.
         """
-        found: dict[str, Tensor] = {}
-        zero_rows: dict[str, int] = {}
+        found = {}
+        zero_rows = {}
         used: set[str] = set()
         with _mismatches(where):
             for rule in self.rules:
@@ -122,7 +122,7 @@ def _split(
     for wanted in ranges:
         located[wanted.part].append((wanted.first, RowRange(0, first, wanted.num_rows)))
         first += wanted.num_rows
-    parts: list[Tensor] = []
+    parts = []
     for target, own in zip(targets, located, strict=True):
         rows = [each for _, each in sorted(own, key=operator.itemgetter(0))]
         parts.append(join_rows(target, [tensor], rows, strided=rule.permuted))

@@ -60,7 +60,7 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     Norms are under the names of Transformer Engine. Raises :class:`CheckpointUnusable` if two stored tensors are the
     same one, or half of a tensor is missing.
     """
-    found: dict[str, Tensor] = {}
+    found = {}
     halves: dict[str, dict[int, Tensor]] = {}
     with faults_of(Path(where), _MISMATCH, _HINT):
         for stored_name, tensor in tensors.items():
@@ -89,7 +89,7 @@ def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor
     :class:`CheckpointUnusable` if their shapes or dtypes differ.
     """
     layers: dict[str, dict[int, dict[int, Tensor]]] = {}
-    found: dict[str, Tensor] = {}
+    found = {}
     for name, tensor in tensors.items():
         match = _LAYER.fullmatch(name)
         if match is None or match[1] is None:
@@ -105,7 +105,7 @@ def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor
         if len({(one.dtype, one.shape) for own in by_layer.values() for one in own.values()}) > 1:
             what = "the layers of the model have different dtypes or shapes"
             raise unusable(what, Path(where), name, _HINT)
-        rows: list[Tensor] = []
+        rows = []
         for _, by_expert in sorted(by_layer.items()):
             own = [tensor for _, tensor in sorted(by_expert.items())]
             rows.append(stack(name, own) if _EXPERT.fullmatch(rest) else own[0])

@@ -33,7 +33,7 @@ def by_query_group(dimensions: Dimensions, num_rows: int, num_parts: int) -> lis
         # A list for other dimensions could have any length. Without ranges, the caller reports the rows.
         return []
     query_rows = dimensions.num_heads // dimensions.num_query_groups * head_size
-    ranges: list[RowRange] = []
+    ranges = []
     for group in range(dimensions.num_query_groups):
         ranges.append(RowRange(0, group * query_rows, query_rows))
         ranges.append(RowRange(1, group * head_size, head_size))

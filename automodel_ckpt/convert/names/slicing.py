@@ -32,7 +32,7 @@ def join_rows(
     apart in one file become one slice with strides: a permutation of rows has few slices instead of one for each row.
     """
     dtype, inner = parts[0].dtype, parts[0].shape[1:]
-    slices: list[Slice] = []
+    slices = []
     num_rows = 0
     for wanted in ranges:
         shift = num_rows - wanted.first
@@ -68,7 +68,7 @@ def unstack(tensor: Tensor) -> list[Tensor]:
 
 def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensor *fqn* that stacks *tensors* of one dtype and shape along a new first dimension."""
-    slices: list[Slice] = []
+    slices = []
     for number, tensor in enumerate(tensors):
         for stored in contiguous_slices(tensor):
             strides = None if stored.strides is None else (0, *stored.strides)
@@ -143,7 +143,7 @@ def _element_strides(stored: Slice) -> tuple[int, ...]:
     """Return the distances of neighbors in each dimension of a slice, in elements."""
     if stored.strides is not None:
         return stored.strides
-    strides: list[int] = []
+    strides = []
     stride = 1
     for size in reversed(stored.sizes):
         strides.append(stride)

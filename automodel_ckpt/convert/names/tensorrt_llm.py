@@ -85,29 +85,17 @@ def divided_tensors(dimensions: Dimensions) -> Iterator[DividedTensor]:
             yield DividedTensor(name, hugging_face, division)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadsOfRank:
-    """The heads of one of *num_ranks* tensor-parallel ranks, in rows of the projections.
+def rows_of_rank(dimensions: Dimensions, rank: int, num_ranks: int) -> tuple[range, range] | None:
+    """Return the rows of the queries, and of the keys and the values, that *rank* of *num_ranks* has.
 
-    A rank has *query_rows* of queries, and *key_rows* of keys and of values.
+    None if the heads cannot be divided among them.
     """
-
-    query_rows: int
-    key_rows: int
-    num_sharing: int
-
-    def first_key_row(self, rank: int) -> int:
-        """Return the first row of the keys, and of the values, that *rank* has."""
-        return rank // self.num_sharing * self.key_rows
-
-
-def heads_of_rank(dimensions: Dimensions, num_ranks: int) -> HeadsOfRank | None:
-    """Return how *num_ranks* ranks divide the heads; None if they cannot."""
-    num_groups = dimensions.num_query_groups
-    if dimensions.num_heads % num_ranks:
+    num_heads, num_groups = dimensions.num_heads, dimensions.num_query_groups
+    if num_heads % num_ranks or (num_groups % num_ranks and num_ranks % num_groups):
         return None
-    if num_groups % num_ranks and num_ranks % num_groups:
-        return None
-    query_rows = dimensions.num_heads // num_ranks * dimensions.head_size
-    key_rows = max(num_groups // num_ranks, 1) * dimensions.head_size
-    return HeadsOfRank(query_rows, key_rows, max(num_ranks // num_groups, 1))
+    num_queries = num_heads // num_ranks * dimensions.head_size
+    num_keys = max(num_groups // num_ranks, 1) * dimensions.head_size
+    # With fewer groups than ranks, several ranks have the same keys and values.
+    first_key = rank // max(num_ranks // num_groups, 1) * num_keys
+    first_query = rank * num_queries
+    return range(first_query, first_query + num_queries), range(first_key, first_key + num_keys)

@@ -44,7 +44,7 @@ def by_rotated_pair(dimensions: Dimensions, num_rows: int, num_parts: int) -> li
     if size % 2 or num_rows % size:
         return []  # the converter reports tensors that do not match the config
     half = size // 2
-    ranges: list[RowRange] = []
+    ranges = []
     for head in range(0, num_rows, size):
         for row in range(head, head + half):
             ranges += [RowRange(0, row, 1), RowRange(0, row + half, 1)]
@@ -95,8 +95,8 @@ def _is_weight(name: str) -> bool:
     return name not in _COMPUTED
 
 
-def _weights(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    return {_current(name): tensor for name, tensor in tensors.items() if _is_weight(name)}
+def _current_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    return {_current(name): tensor for name, tensor in tensors.items()}
 
 
 def torchtitan_conversion(
@@ -112,7 +112,7 @@ def torchtitan_conversion(
         return None
     where = str(directory / _CONFIG)
     dimensions = dimensions_of_config(config, where)
-    return Conversion(TORCHTITAN_LLAMA, dimensions, where, _weights, _is_weight)
+    return Conversion(TORCHTITAN_LLAMA, dimensions, where, _current_names, _is_weight)
 
 
 def required_torchtitan_conversion(

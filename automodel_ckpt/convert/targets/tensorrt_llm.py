@@ -23,9 +23,8 @@ from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import (
     DividedTensor,
-    HeadsOfRank,
     divided_tensors,
-    heads_of_rank,
+    rows_of_rank,
 )
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
@@ -82,11 +81,9 @@ class _Model:
         hugging_face, self.config = _config(files, _DTYPES[dtype], num_ranks, self._where)
         export.check_language_model(hugging_face, "TensorRT-LLM")
         self._dimensions = dimensions_of_config(hugging_face, self._where)
-        heads = heads_of_rank(self._dimensions, num_ranks)
-        if heads is None:
+        if num_ranks < 1 or rows_of_rank(self._dimensions, 0, num_ranks) is None:
             text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
             raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
-        self._heads: HeadsOfRank = heads
         self._rules = list(divided_tensors(self._dimensions))
         known = {name for rule in self._rules for name in rule.hugging_face}
         for name in sorted(self._source.tensors.keys() - known)[:1]:
@@ -141,16 +138,19 @@ class _Model:
 
     def _fused(self, rule: DividedTensor, sources: Sequence[Tensor], rank: int) -> _RankTensor:
         """Return a rank's queries, keys and values as one tensor."""
-        heads, dimensions = self._heads, self._dimensions
-        keys = (dimensions.num_query_groups, heads.first_key_row(rank), heads.key_rows)
-        queries = (dimensions.num_heads, rank * heads.query_rows, heads.query_rows)
+        dimensions = self._dimensions
+        rows = rows_of_rank(dimensions, rank, self.num_ranks)
+        assert rows is not None, "the constructor has checked them"
+        queries, keys = rows
+        num_groups = dimensions.num_query_groups
+        all_rows = (dimensions.num_heads, num_groups, num_groups)
         parts: list[tuple[Tensor, Box]] = []
         num_columns = sources[0].shape[1]
-        for tensor, (num_heads, begin, size) in zip(sources, (queries, keys, keys), strict=True):
+        for tensor, num_heads, own in zip(sources, all_rows, (queries, keys, keys), strict=True):
             if tensor.shape != (num_heads * dimensions.head_size, num_columns):
                 what = "a tensor does not match the heads of config.json"
                 raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", self._where)
-            parts.append((tensor, Box((begin, 0), (size, num_columns))))
+            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
         num_rows = sum(box.sizes[0] for _, box in parts)
         return _RankTensor(rule.name, (num_rows, num_columns), parts)
 

@@ -125,7 +125,7 @@ class _Walk:
 
     def count_modules(self) -> None:
         """Add the operations of the modules, which are in the order of a forward pass."""
-        text: list[tuple[str, nn.Module]] = []
+        text = []
         is_trained = False
         for name, module in self._model.named_modules():
             if part_of(name) in ("vision_tower", "projector", "audio_tower"):

@@ -31,7 +31,7 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``model.generate``."""
-        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        arguments = {"max_new_tokens": self.max_new_tokens}
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.temperature == 0:
             # The config's values would be reported as unused.

@@ -209,7 +209,7 @@ def _described(
                         file.write(block)
 
         directory = decoded_directory(source, _VARIANT, decode)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     at = 0
     for item in stored:
         file, start = source, item.info.start

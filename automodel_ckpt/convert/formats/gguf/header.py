@@ -33,7 +33,7 @@ _MAX_TEXT = 1 << 26
 _MAX_DIMENSIONS = 4
 _MAX_NAME = 64
 _DEFAULT_ALIGNMENT = 32
-_MAX_ALIGNMENT = 1 << 16
+_ALIGNMENTS = tuple(1 << power for power in range(17))
 # An array of strings of at most this many is kept; others are counted.
 _MAX_KEPT = 64
 _HINT = "download the file again, or convert it with llama.cpp"
@@ -166,14 +166,17 @@ class _Parser:
             raise Fault(f"its version is {version}, and versions 2 and 3 are read")
         num_tensors = self._count(_MAX_TENSORS, "tensors")
         num_keys = self._count(_MAX_KEYS, "keys")
-        values: dict[str, Any] = {}
+        values = {}
         for _ in range(num_keys):
             key = self._string()
             if key in values:
                 raise Fault(f"the key {key[:100]!r} occurs twice")
             values[key] = self._value(self._number(4))
         places = [self._tensor_place() for _ in range(num_tensors)]
-        return GgufHeader(version, values, self._tensors(places, _alignment(values)))
+        alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if alignment not in _ALIGNMENTS:
+            raise Fault(f"general.alignment is {alignment!r:.50}, not a power of two")
+        return GgufHeader(version, values, self._tensors(places, int(alignment)))
 
     def _tensor_place(self) -> tuple[str, Kind, tuple[int, ...], int]:
         """Return name, type, row-major shape and the offset in the data section."""
@@ -200,7 +203,7 @@ class _Parser:
         """Return the tensors, whose data begin at the next multiple of *alignment*, one after the other."""
         data = -(-self._at // alignment) * alignment
         expected = 0
-        tensors: dict[str, TensorInfo] = {}
+        tensors = {}
         for name, kind, shape, offset in places:
             if name in tensors:
                 raise Fault(f"the tensor {name!r} occurs twice")
@@ -286,11 +289,3 @@ def _shortest(value: float, single: struct.Struct) -> float:
         if abs(number) < 1e38 and single.unpack(single.pack(number))[0] == value:
             return number
     return value
-
-
-def _alignment(values: Mapping[str, Any]) -> int:
-    found = values.get("general.alignment", _DEFAULT_ALIGNMENT)
-    is_power = type(found) is int and 0 < found <= _MAX_ALIGNMENT and found & (found - 1) == 0
-    if not is_power:
-        raise Fault(f"general.alignment is {found!r:.50}, not a power of two")
-    return int(found)

@@ -73,7 +73,7 @@ class GgufModel:
     def key_values(self) -> list[KeyValue]:
         """Return the keys of the metadata that begin with the architecture's name."""
         prefix = self.architecture.name
-        found: list[KeyValue] = []
+        found = []
         for setting in (*SIZES, *self.architecture.settings):
             value = self.numbers.get(setting.config)
             if value is None:
@@ -238,7 +238,7 @@ def _numbers(
     hidden = positive_integer(config, "hidden_size", where)
     defaults.setdefault("num_key_value_heads", heads)
     defaults.setdefault("head_dim", hidden // heads)
-    numbers: dict[str, int | float] = {}
+    numbers = {}
     for setting in (*SIZES, *architecture.settings):
         if setting.is_optional and config.get(setting.config) is None:
             continue

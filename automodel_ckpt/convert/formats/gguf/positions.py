@@ -39,7 +39,7 @@ class Positions:
 
     def key_values(self, prefix: str) -> list[KeyValue]:
         """Return the keys ``PREFIX.rope.*``. Llama 3.1's scaling is a tensor instead (:meth:`factors`)."""
-        found: list[KeyValue] = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
+        found = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
         if self.local_theta is not None:
             found.append((f"{prefix}.rope.freq_base_swa", "float32", self.local_theta))
         kind = self.scaling.get("rope_type")
@@ -85,7 +85,7 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     """Return, for each row of llama.cpp's query or key projection, the number of the row in transformers'."""
     # A wrong order loads without an error in llama.cpp, and generates nonsense.
     half = head_dim // 2
-    rows: list[int] = []
+    rows = []
     for first in range(0, num_heads * head_dim, head_dim):
         for pair in range(half):
             rows += [first + pair, first + half + pair]
@@ -114,7 +114,7 @@ def read_positions(config: Mapping[str, Any], known: frozenset[str], where: str)
                 "GGUF has no scaling of positions for sliding attention", where, local["rope_type"]
             )
         local_theta = positive_number(local, "rope_theta", where)
-    settings: Mapping[str, Any] = found if isinstance(found, Mapping) else {"rope_type": found}
+    settings = found if isinstance(found, Mapping) else {"rope_type": found}
     theta = positive_number(settings, "rope_theta", where, theta)
     return Positions(theta, _scaling(settings, config, known, where), local_theta)
 
@@ -131,7 +131,7 @@ def _scaling(
         )
     if kind == "default":
         return {}
-    defaults: dict[str, float] = {}
+    defaults = {}
     if kind == "yarn":
         length = positive_number(config, "max_position_embeddings", where)
         defaults = {**_YARN_BETAS, _LENGTH: length}

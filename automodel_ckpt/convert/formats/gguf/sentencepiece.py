@@ -56,7 +56,7 @@ def convert(
             what = "the merges are not those of scores, which llama.cpp needs"
             raise not_convertible(what, where, example)
         warnings = (*warnings, f"llama.cpp may split text otherwise with {example}")
-    keys: list[KeyValue] = [
+    keys = [
         ("tokenizer.ggml.model", "string", "llama"),
         ("tokenizer.ggml.pre", "string", "default"),
         ("tokenizer.ggml.scores", "array", _scores(merges, tokens, types)),

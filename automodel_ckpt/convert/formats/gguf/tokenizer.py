@@ -172,7 +172,7 @@ def _byte_level(
             where,
             f"pre_tokenizer: {kinds!r:.200}, ignore_merges: {ignore_merges} (known: {known})",
         )
-    keys: list[KeyValue] = [
+    keys = [
         ("tokenizer.ggml.model", "string", "gpt2"),
         ("tokenizer.ggml.pre", "string", pre.name),
         ("tokenizer.ggml.merges", "array", merges),
@@ -197,7 +197,7 @@ def _tokens(
     """Return each token's text and type, in the order of ids. Ids of the model that have no token are unused."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [_UNUSED] * vocab_size
-    entries: list[tuple[Any, Any, int]] = []
+    entries = []
     entries += [(text, index, _NORMAL) for text, index in model["vocab"].items()]
     # Added tokens come last: for an id that is in both lists, theirs is the type.
     for entry in tokenizer.get("added_tokens") or []:
@@ -241,13 +241,17 @@ def _added(
 
     *post* is the post_processor of tokenizer.json. Raises :class:`CheckpointUnusable` if it adds any other token.
     """
-    parts: list[int | None] = []
+    parts = []
     num_templates = 0
     has_others = False
     for step in _steps(post, "processors"):
         if step.get("type") == "TemplateProcessing":
             num_templates += 1
-            parts += [_part(part, ids) for part in step.get("single") or []]
+            for part in step.get("single") or []:
+                # The id of a special token; None for the text itself.
+                token = part["SpecialToken"].get("id") if "SpecialToken" in {**part} else None
+                # -2 is neither an id nor the -1 of a beginning or end token that does not exist.
+                parts.append(None if token is None else ids.get(str(token), -2))
         elif step and step.get("type") != "ByteLevel":
             has_others = True
     # None is the text itself. -1 is no token's id: without such a token, no template can add it.
@@ -263,12 +267,3 @@ def _added(
             "post_processor",
         )
     return before, after
-
-
-def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
-    """Return the id of the special token in a template; None for the text itself."""
-    if "SpecialToken" not in {**part}:
-        return None
-    name = part["SpecialToken"].get("id")
-    # -2 is neither an id nor the -1 of a beginning or end token that does not exist.
-    return None if name is None else ids.get(str(name), -2)

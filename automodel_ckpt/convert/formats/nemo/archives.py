@@ -68,7 +68,7 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     if not is_gzip(first_bytes(real, 2)):
         # Before anything is written: the headers alone are read, which is quick.
         _kind([member.name for member in tar_members(real)], source)
-    files: dict[str, StoredFile] = {}
+    files = {}
     with published_directory(target, log, what="the unpacked model") as staging:
         with TarReader(real) as reader:
             for member in reader:

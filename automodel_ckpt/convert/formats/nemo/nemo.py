@@ -88,7 +88,7 @@ class NemoDirectory(Format):
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         """Return the artifacts with their sizes, and the config as written."""
         packed = packed_files(path)
-        artifacts: list[str] = []
+        artifacts = []
         for key, name in artifacts_in(read_config(packed)):
             stored = packed.files.get(name)
             size = "missing" if stored is None else f"{stored.nbytes} bytes"

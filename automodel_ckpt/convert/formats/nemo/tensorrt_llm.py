@@ -127,7 +127,7 @@ def _stored(packed: PackedFiles) -> StoredTensors:
     num_ranks = _num_ranks(_config(packed), packed)
     if num_ranks == 1:
         return StoredTensors(packed.root, _rank_tensors(packed, 0))
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for rank in range(num_ranks):
         for fqn, tensor in _rank_tensors(packed, rank).items():
             name = f"rank{rank}.{fqn}"

@@ -67,7 +67,7 @@ class ZarrArray:
 
 def read_arrays(directory: Path) -> dict[str, ZarrArray]:
     """Return the arrays in the subdirectories of *directory*, by name. Raises :class:`CheckpointUnusable`."""
-    found: dict[str, ZarrArray] = {}
+    found = {}
     for name in names_in(directory):
         place = directory / name
         if place.is_symlink() or not os.path.lexists(place / ARRAY):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from automodel_ckpt.base.units import others_text
@@ -88,7 +88,10 @@ class _Checkpoint:
         self.index = index
         self.tensors: dict[str, Tensor] = {}
         self.num_values = 0
-        num_shards, variables = _read(index)
+        with faults_of(index, "this index of TensorFlow cannot be read"):
+            num_shards, variables = read_index(
+                read_safely(index.parent, index.name, limit=MAX_INDEX_BYTES)
+            )
         prefix = index.name.removesuffix(INDEX_SUFFIX)
         ends: dict[str, int] = {}
         for variable in variables:
@@ -101,27 +104,17 @@ class _Checkpoint:
             if name in self.tensors:
                 raise unusable("two variables have the same name", index, name)
             self.tensors[name] = _tensor(name, variable, variable.dtype, file, index)
-        self._check_files(ends)
-
-    def _check_files(self, ends: Mapping[str, int]) -> None:
-        """Compare the data files with *ends*: the end of the last variable in each, in bytes."""
-        directory = self.index.parent
         for file, end in ends.items():
+            path = index.parent / file
             try:
-                check_regular_files(directory, [file])
-                nbytes = os.lstat(directory / file).st_size
+                check_regular_files(index.parent, [file])
+                nbytes = os.lstat(path).st_size
             except OSError as error:
-                raise unusable(
-                    "a data file of this checkpoint cannot be read",
-                    directory / file,
-                    error.strerror,
-                ) from error
+                what = "a data file of this checkpoint cannot be read"
+                raise unusable(what, path, error.strerror) from error
             if end > nbytes:
-                raise unusable(
-                    "a data file is truncated",
-                    directory / file,
-                    f"{nbytes} bytes, the index refers to {end}",
-                )
+                value = f"{nbytes} bytes, the index refers to {end}"
+                raise unusable("a data file is truncated", path, value)
 
 
 def _tensor(name: str, variable: Variable, dtype: str, file: str, index: Path) -> Tensor:
@@ -139,11 +132,6 @@ def _tensor(name: str, variable: Variable, dtype: str, file: str, index: Path) -
     if fault is not None:
         raise unusable(f"the variable {name[:200]!r} is described wrongly", index, fault)
     return whole_tensor(name, dtype, variable.shape, file, variable.offset)
-
-
-def _read(index: Path) -> tuple[int, list[Variable]]:
-    with faults_of(index, "this index of TensorFlow cannot be read"):
-        return read_index(read_safely(index.parent, index.name, limit=MAX_INDEX_BYTES))
 
 
 # ---------------------------------------------------------------- files

@@ -80,7 +80,7 @@ def is_index(footer: bytes) -> bool:
 def read_index(data: bytes) -> tuple[int, list[Variable]]:
     """Return the number of data files, and the variables in the index *data*. Raises :class:`Fault`."""
     num_shards = 0
-    variables: list[Variable] = []
+    variables = []
     for key, value in _table(data):
         if key == b"":
             num_shards = _header(value)
@@ -111,7 +111,7 @@ def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     # The block with metadata is empty. Reading it compares its checksum, so that every byte of the index is covered.
     _block(data, *_handle(footer))
     blocks = _block(data, *_handle(footer))
-    last_key: bytes | None = None
+    last_key = None
     num_entries = 0
     keys_bytes = 0
     for _, value in _entries(blocks):
@@ -255,7 +255,7 @@ def _variable(name: str, data: bytes) -> Variable:
 
 
 def _shape(name: str, data: bytes) -> tuple[int, ...]:
-    extents: list[int] = []
+    extents = []
     for field, value in _fields(data):
         if field != 2 or not isinstance(value, bytes):
             continue

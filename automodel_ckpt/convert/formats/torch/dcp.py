@@ -116,7 +116,7 @@ def _read(path: Path) -> DcpContent:
     root = _keys_of_model(content)[:-1]
     if not root:
         return content
-    paths: dict[str, Keys] = {}
+    paths = {}
     for fqn, keys in content.paths.items():
         is_below = keys[: len(root)] == root and len(keys) > len(root)
         paths[fqn] = keys[len(root) :] if is_below else keys
@@ -124,7 +124,7 @@ def _read(path: Path) -> DcpContent:
 
 
 def _keys_of_model(content: DcpContent) -> Keys:
-    paths: list[Keys] = []
+    paths = []
     for fqn, described in content.tensors.items():
         path = content.paths.get(fqn, (fqn,))
         # Random state is a tensor of bytes beside the state dicts.

@@ -105,7 +105,7 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
     """
     with _Mapped(directory) as files:
         for fqn, described in content.tensors.items():
-            slices: list[Slice] = []
+            slices = []
             for box, item in described.chunks:
                 what = f"the stored chunk at {list(box.offsets)} of {fqn[:200]!r} does not match .metadata"
                 with faults_of(directory / item.file, what, _HINT):
@@ -149,8 +149,8 @@ def _content(value: Any, budget: int) -> DcpContent:
     if not isinstance(value, Opaque) or value.kind not in _KINDS:
         raise Fault("it is not a Metadata of PyTorch DCP")
     items = dict(_items(value.get("storage_data")))
-    tensors: dict[str, Described] = {}
-    values: dict[str, Item] = {}
+    tensors = {}
+    values = {}
     for fqn, entry in value.get("state_dict_metadata").items():
         if type(fqn) is not str:
             raise Fault("a name in it is not text")

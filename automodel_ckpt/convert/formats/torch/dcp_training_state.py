@@ -92,7 +92,7 @@ def read_optimizer(
             for path, name in grouped.items()
         }
         groups = _groups(options)
-        names: dict[Key, str] = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
+        names = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         return named_state(state, groups, names, shapes, root=directory, where=where)
 
@@ -123,13 +123,13 @@ def read_training_state(
 
 def read_counters(directory: Path, content: DcpContent) -> Counters:
     """Return the step, epoch and samples that the program saved beside the model, such as torchtitan's train_state."""
-    keys: dict[str, str] = {}
+    keys = {}
     for fqn in (*content.tensors, *content.values):
         path = _path(content, fqn)
         path = path[1:] if path[0] in _COUNTER_KEYS else path
         if len(path) == 1 and path[0] in (*_STEPS, *_EPOCHS, *_SAMPLES):
             keys[fqn] = str(path[0])
-    found: dict[str, int] = {}
+    found = {}
     for fqn, value in _loaded(directory, content, keys).items():
         with contextlib.suppress(Fault):  # not a number
             number = number_of(value, directory)
@@ -153,7 +153,7 @@ def read_scheduler(directory: Path, content: DcpContent) -> dict[str, Any] | Non
     """Return the plain values of the LR scheduler's state; None if there is none."""
     for key in _SCHEDULER_KEYS:
         names = [fqn for fqn in content.values if _path(content, fqn)[0] == key]
-        state: dict[Any, Any] = {}
+        state = {}
         for fqn, value in _loaded(directory, content, names).items():
             keys = _path(content, fqn)[1:]
             if keys:
@@ -188,7 +188,7 @@ def _optimizer(content: DcpContent, key: str) -> tuple[dict[str, dict[str, str]]
     nothing, where the list is one value.
     """
     entries: dict[str, dict[str, str]] = {}
-    grouped: dict[Keys, str] = {}
+    grouped = {}
     for fqn in (*content.tensors, *content.values):
         keys = _split(_path(content, fqn), key)
         if keys[:1] == (_STATE,) and len(keys) >= 3:

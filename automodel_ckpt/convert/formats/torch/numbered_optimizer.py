@@ -81,7 +81,7 @@ def optimizer_state(
             for group in state_dict["param_groups"]
         ]
         names, names_from = _names(groups, model, root / file, rename)
-        entries: dict[Key, dict[str, Any]] = {}
+        entries = {}
         for key, entry in state_dict["state"].items():
             entries[key] = {
                 what: described(value, f"{names[key]}.{what}") for what, value in entry.items()

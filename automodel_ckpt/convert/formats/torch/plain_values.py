@@ -50,21 +50,14 @@ class _Copy:
         if isinstance(value, Opaque) and value.kind == _COUNTER and value.arguments:
             value = value.arguments[0]
         if isinstance(value, dict):
-            return self._mapping(value, depth)
+            copied = {
+                key: self.value(item, depth + 1)
+                for key, item in value.items()
+                if type(key) in (str, int, float, bool)
+            }
+            return {key: item for key, item in copied.items() if item is not _ABSENT}
         if isinstance(value, (list, tuple)):
-            items: list[Any] = []
-            for item in value:
-                copied = self.value(item, depth + 1)
-                items.append(None if copied is _ABSENT else copied)
+            items = [self.value(item, depth + 1) for item in value]
+            items = [None if item is _ABSENT else item for item in items]
             return tuple(items) if isinstance(value, tuple) else items
         return _ABSENT
-
-    def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[Any, Any]:
-        copied: dict[Any, Any] = {}
-        for key, item in value.items():
-            if type(key) not in (str, int, float, bool):
-                continue
-            inner = self.value(item, depth + 1)
-            if inner is not _ABSENT:
-                copied[key] = inner
-        return copied

@@ -211,7 +211,7 @@ def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
         if key in value:
             raise unusable(f"this file is {what}", path, key, hint)
     state_dict, _ = _states(value)
-    views: dict[str, StoredView] = {}
+    views = {}
     num_values = 0
     for name, item in _leaves(state_dict):
         if isinstance(item, StoredView):

@@ -156,7 +156,7 @@ def has_tensor(value: Any) -> bool:
 
 def _items_in(value: Any) -> Iterator[StoredView | Opaque]:
     """Yield the tensors and the unknown objects anywhere in *value*, each container once."""
-    seen: set[int] = set()
+    seen = set()
     pending = [value]
     while pending:
         item = pending.pop()
@@ -246,7 +246,7 @@ def _typed(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
 
 def _dict(items: Any = (), *_: Any) -> dict[Any, Any]:
     # OrderedDict([[key, value], ...]) is how protocol 2 stores some versions of it; defaultdict has a factory.
-    result: dict[Any, Any] = {}
+    result = {}
     for pair in items if type(items) is list else ():
         if type(pair) not in (list, tuple) or len(pair) != 2:
             raise Fault("a mapping is made of something else than pairs")

@@ -6,24 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
-from automodel_ckpt.checkpoint.tensors.stored import whole
-from automodel_ckpt.convert.names.dimensions import (
-    dimensions_of_config,
-)
 from automodel_ckpt.convert.names.megatron_names import (
     is_model_tensor,
     plain_names,
-    stacked_names,
 )
-from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 
 SIZES: dict[str, Any] = {
@@ -65,58 +56,6 @@ def save_model(model_type: str, directory: Path) -> tuple[Any, Mapping[str, Any]
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory)
     return model, model.config.to_dict()
-
-
-def values(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The tensors as arrays, after a check that the slices of each tile it."""
-    found = {}
-    for name, tensor in tensors.items():
-        assert tensor.fqn == name
-        assert {stored.fqn for stored in tensor.slices} == {name}
-        assert tiling_fault([stored.box for stored in tensor.slices], tensor.shape) is None
-        found[name] = np.array(whole(root, tensor))
-    return found
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_a_round_trip_is_bit_equal_and_the_fused_rows_are_megatrons(
-    model_type: str, tmp_path: Path
-) -> None:
-    model, config = save_model(model_type, tmp_path)
-    source = open_source(tmp_path)
-    dimensions = dimensions_of_config(config, "config.json")
-    converter = converter_of(model_type, "config.json")
-    converted = converter.from_hugging_face(
-        source.tensors, dimensions, "here", vocabulary_multiple=16
-    )
-    assert converted.zero_rows["embedding.word_embeddings.weight"] == 3
-    stored = stacked_names(converted.tensors, "here")
-    assert stored["decoder.layers.self_attention.linear_qkv.weight"].shape[0] == 2
-    plain = plain_names(stored, "here")
-    assert plain.keys() == converted.tensors.keys()
-    back = converter.to_hugging_face(plain, dimensions, "here")
-    expected = values(source.root, source.tensors)
-    found = values(source.root, back)
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.array_equal(found[name], array), name
-    megatron = values(source.root, converted.tensors)
-    check_attention(megatron["decoder.layers.1.self_attention.linear_qkv.weight"], model)
-
-
-def check_attention(fused: Any, model: Any) -> None:
-    """Compare fused rows with the definition in Megatron: [groups, queries of a group + 2, head size, hidden size]."""
-    attention = model.model.layers[1].self_attn
-    config = model.config
-    groups, heads = config.num_key_value_heads, config.num_attention_heads
-    head_size = attention.head_dim
-    by_group = [
-        projection.weight.detach().reshape(groups, -1, head_size, config.hidden_size)
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    ]
-    expected = torch.cat(by_group, dim=1)
-    assert expected.shape[1] == heads // groups + 2
-    assert np.array_equal(fused, expected.reshape(-1, config.hidden_size).numpy())
 
 
 def test_names_of_wrappers_the_local_implementation_and_grouped_experts_are_the_same_tensors() -> (

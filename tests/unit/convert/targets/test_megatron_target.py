@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from automodel_ckpt.cli import ckpt
 from tests.support.models.llamas import llama_checkpoint
-from tests.unit.convert.conversion.test_names import save_model
+from tests.unit.convert.conversion.test_names import MODELS, save_model
 
 Capture = pytest.CaptureFixture[str]
 
@@ -45,12 +45,26 @@ def export(source: Path, output: Path, *options: str) -> dict[str, torch.Tensor]
     return stored_in(output / "release")
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "mixtral"])
+def check_attention(fused: Any, model: Any) -> None:
+    """Compare fused rows with the definition in Megatron: [groups, queries of a group + 2, head size, hidden size]."""
+    attention = model.model.layers[1].self_attn
+    config = model.config
+    by_group = [
+        projection.weight.detach().reshape(
+            config.num_key_value_heads, -1, attention.head_dim, config.hidden_size
+        )
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ]
+    expected = torch.cat(by_group, dim=1)
+    assert torch.equal(fused, expected.reshape(-1, config.hidden_size))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
 def test_an_export_is_stacked_as_megatron_core_does_and_imported_bit_equal(
     model_type: str, tmp_path: Path
 ) -> None:
     source = tmp_path / "model"
-    save_model(model_type, source)
+    model, _ = save_model(model_type, source)
     original = load_file(source / "model.safetensors")
     stored = export(source, tmp_path / "out", "--vocabulary-multiple", "32")
     # Queries, keys and values are fused by query group since this version.
@@ -59,6 +73,7 @@ def test_an_export_is_stacked_as_megatron_core_does_and_imported_bit_equal(
     embedding = stored["embedding.word_embeddings.weight"]
     assert embedding.shape[0] == 64 and not embedding[61:].any()
     assert torch.equal(embedding[:61], original["model.embed_tokens.weight"])
+    check_attention(stored["decoder.layers.self_attention.linear_qkv.weight"][1], model)
     norm = stored["decoder.layers.mlp.linear_fc1.layer_norm_weight"]
     assert torch.equal(norm[1], original["model.layers.1.post_attention_layernorm.weight"])
     if model_type == "mixtral":
