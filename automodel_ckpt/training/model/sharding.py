@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from automodel_ckpt.training.model.sections import (
 )
 
 if TYPE_CHECKING:
-    from automodel_ckpt.models.layers.activation_memory import HostActivations
     from automodel_ckpt.training.model.pipeline import PipelineStage
 
 
@@ -68,13 +67,23 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
 def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
     """Shard a model for training. Its forward pass offloads activations and uses CUDA graphs as the recipe states."""
     sharded = shard(deferred, request.config, request.layout)
-    compute = sharded.compute
+    has_graphs = has_cuda_graphs(request.config, request.layout)
+    if not (has_graphs or request.offloads_activations):
+        return sharded
+    saving: Callable[[], AbstractContextManager[Any]] = nullcontext
     if request.offloads_activations:
         from automodel_ckpt.models.layers.activation_memory import HostActivations
 
-        compute = _offloading(compute, HostActivations(request.layout.device))
-    if has_cuda_graphs(request.config, request.layout):
-        compute = _marking_steps(compute)
+        saving = HostActivations(request.layout.device).saving
+
+    @contextmanager
+    def compute() -> Iterator[None]:
+        if has_graphs:
+            # From here on, CUDA graphs may reuse the memory of earlier outputs.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        with sharded.compute(), saving():
+            yield
+
     return replace(sharded, compute=compute)
 
 
@@ -128,19 +137,6 @@ def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> 
     )
 
 
-def _offloading(
-    compute: Callable[[], AbstractContextManager[Any]], host: HostActivations
-) -> Callable[[], AbstractContextManager[Any]]:
-    """The context *compute* of a forward pass, in which activations are moved to the host."""
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with compute(), host.saving():
-            yield
-
-    return both
-
-
 def has_cuda_graphs(config: RecipeConfig, layout: RankLayout) -> bool:
     """Whether layers run as CUDA graphs, by the section ``compile``."""
     if not config.compile.enabled:
@@ -173,15 +169,3 @@ def check_cuda_graphs(
         value=config.compile.mode,
         hint="remove compile.mode, or set it to max-autotune-no-cudagraphs",
     )
-
-
-def _marking_steps(
-    compute: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], AbstractContextManager[Any]]:
-    """The context *compute* of a forward pass, before which CUDA graphs may reuse the memory of earlier outputs."""
-
-    def marked() -> AbstractContextManager[Any]:
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        return compute()
-
-    return marked
