@@ -87,12 +87,6 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
         """The section ``dpo``; its defaults without one."""
         return self.config.dpo or DPOConfig()
 
-    def reference_name(self) -> str | None:
-        return self.section.reference
-
-    def reference_revision(self) -> str | None:
-        return self.section.reference_revision
-
     def build(self) -> None:
         """Create the data, the model, the reference, and what updates the model."""
         self._scored: list[ScoredPairs] = []

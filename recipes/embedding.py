@@ -131,9 +131,8 @@ class Contrastive(Objective):
         if section.negatives == "own":
             candidates = own_candidates(micro_batches, digests, values, hides_equal=hides_equal)
         else:
-            exchanged = self.over_ranks.exchange(digests)
-            embedded = self.over_ranks.gather(values, exchanged)
-            candidates = embedded.candidates(exchanged.own, hides_equal=hides_equal)
+            embedded, own = self.over_ranks.gather(digests, values)
+            candidates = embedded.candidates(own, hides_equal=hides_equal)
         return contrastive_losses(
             candidates, temperature=section.temperature, symmetric=section.symmetric
         )
@@ -168,11 +167,9 @@ class Contrastive(Objective):
 
     def _rank_whole_set(self, sums: EvaluationSums) -> None:
         digests, embeddings = map(Parts.joined, zip(*self._seen, strict=True))
-        exchanged = self.over_ranks.exchange(digests)
-        on_device = embeddings.to(self.layout.device)
-        embedded = self.over_ranks.gather(on_device, exchanged)
-        for own in torch.split(exchanged.own, _RANKED_TOGETHER):
-            candidates = embedded.candidates(own, hides_equal=True)
+        embedded, own = self.over_ranks.gather(digests, embeddings.to(self.layout.device))
+        for some in torch.split(own, _RANKED_TOGETHER):
+            candidates = embedded.candidates(some, hides_equal=True)
             ranks = ranks_of(candidates).double()
             sums.add("mrr", ranks.reciprocal().sum())
             sums.add("recall_at_10", (ranks <= 10).sum())

@@ -162,12 +162,6 @@ class KTOFinetune(PreferenceFinetune):
         """The section ``kto``; its defaults without one."""
         return self.config.kto or KTOConfig()
 
-    def reference_name(self) -> str | None:
-        return self.section.reference
-
-    def reference_revision(self) -> str | None:
-        return self.section.reference_revision
-
     def config_problems(self) -> list[Problem]:
         problems = super().config_problems()
         size = self.config.step_scheduler.global_batch_size

@@ -70,11 +70,6 @@ class Reference:
     trainable: Trainable
     adapters: nn.Module | None = None
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether the reference is the base of the trained model's adapters."""
-        return self.adapters is not None and self.trainable.adapted is not None
-
     @contextmanager
     def ready(self) -> Iterator[Trainable]:
         """Yield the reference, in evaluation mode and without gradients, and leave the trained model as it was."""
@@ -177,11 +172,13 @@ class PreferenceFinetune(LLMFinetune):
 
     def reference_name(self) -> str | None:
         """The directory or Hub name of the reference model; None: the model that training starts from."""
-        raise NotImplementedError
+        name: str | None = self.section.reference
+        return name
 
     def reference_revision(self) -> str | None:
         """The branch, tag or commit of :meth:`reference_name`; None: the main branch, or a local directory."""
-        return None
+        revision: str | None = self.section.reference_revision
+        return revision
 
     def config_problems(self) -> list[Problem]:
         return [

@@ -122,12 +122,9 @@ def _has_dropout(model: nn.Module) -> bool:
     config = getattr(unwrap(model), "config", None)
     stated = config.to_dict() if config is not None else {}
     by_config = any(
-        "dropout" in key or "pdrop" in key for key, value in stated.items() if _is_positive(value)
+        isinstance(value, float) and value > 0 and ("dropout" in key or "pdrop" in key)
+        for key, value in stated.items()
     )
     return by_config or any(
         isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules()
     )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, float) and value > 0

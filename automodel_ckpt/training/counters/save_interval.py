@@ -63,15 +63,12 @@ class AutoInterval:
         return self._reasoning(step_seconds, stall_seconds, total_seconds, best)
 
     def _reasoning(self, step: float, stall: float, total: float, best: float) -> str:
-        hours, interval = self._mtbf_seconds / 3600, self.steps * step
-        lost = stall / interval + interval / 2 / self._mtbf_seconds
-        limit = ""
+        hours, limit = self._mtbf_seconds / 3600, ""
         if total > best:
             # A save waits for the one in progress, so that a shorter interval would only stall training.
             limit = f", but the next save waits for the {total:.3g} s that writing takes"
         steps = counted(self.steps, "step")
         return (
             f"saving every {steps}: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
-            f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}. "
-            f"Saves, and work done again after failures, will take {100 * lost:.2g}% of the time"
+            f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}"
         )

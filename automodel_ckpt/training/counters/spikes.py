@@ -9,25 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
 from automodel_ckpt.training.counters.cadence import check_saved, is_count, is_number
-
-
-@dataclass(frozen=True, slots=True)
-class SpikeRule:
-    """A step is a spike if its loss or gradient norm is not finite, or exceeds the median of the last *window* steps.
-
-    The limit is *loss_factor* or *grad_norm_factor* times the median; None: no limit. A median below zero, which some
-    losses have, may be exceeded by factor - 1 times its size; a median of zero states no scale, so there is no limit.
-    The run then goes back by *rollback* steps and leaves out the next *skip* batches, in addition to those of earlier
-    spikes. It ends after *max_rollbacks*.
-    """
-
-    loss_factor: float | None
-    grad_norm_factor: float | None
-    window: int
-    rollback: int
-    skip: int
-    max_rollbacks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +29,14 @@ class SpikeDetector:
     stored values only, so that a run which is killed and resumed makes the same ones.
     """
 
-    def __init__(self, rule: SpikeRule) -> None:
+    def __init__(self, rule: OnSpikeConfig) -> None:
+        """*rule* is the section ``step_scheduler.on_spike``.
+
+        A median below zero, which some losses have, may be exceeded by factor - 1 times its size; a median of zero
+        states no scale, so there is no limit.
+        """
         self.rule = rule
+        self.num_to_skip_after_spike = rule.skip or rule.rollback
         self.num_rollbacks = 0
         self.num_skipped = 0
         """How many batches were left out before the present step."""
@@ -129,7 +118,7 @@ class SpikeDetector:
         self._left_out = sorted(state.get("left_out", ()))
         # Checkpoints written before 2026-11-25 contain the step after which batches are to be left out.
         if state.get("skip_after") is not None:
-            self.leave_out(state["skip_after"], self.rule.skip)
+            self.leave_out(state["skip_after"], self.num_to_skip_after_spike)
         self._losses = deque(state["losses"], self.rule.window)
         self._grad_norms = deque(state["grad_norms"], self.rule.window)
 

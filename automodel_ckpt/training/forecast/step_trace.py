@@ -286,7 +286,10 @@ def _traced(
         with autocast:
             output = backbone(**fake_inputs, **options)
         forward = live.peak
-        hidden = _last_hidden(output)
+        # Of a model without its output layer: one tensor, or a list of several.
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        hidden = output if isinstance(output, list) else [first]
+        del first
         del output
         initial = [torch.empty_like(each) for each in hidden]
         after_forward = live.current
@@ -296,13 +299,6 @@ def _traced(
         gradients.note_peak()
     course = tuple(gradients.course)
     return StepTrace(forward, after_forward, gradients.peak, gradients.nbytes, course)
-
-
-def _last_hidden(output: Any) -> list[torch.Tensor]:
-    """The last hidden states in what a model without its output layer returned: one tensor, or a list of several."""
-    if isinstance(output, list):
-        return output
-    return [output if isinstance(output, torch.Tensor) else output[0]]
 
 
 class _Gradients:

@@ -97,16 +97,6 @@ def own_candidates(
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """What all ranks know of each other's texts: their digests, and the sizes that each part is padded to."""
-
-    texts: Texts
-    own: torch.Tensor
-    num_pairs: int
-    num_negatives: int
-
-
-@dataclass(frozen=True, slots=True)
 class Embedded:
     """The *texts* of all ranks, and the embeddings of their *queries* [Q, H] and *documents* [D, H]."""
 
@@ -135,29 +125,23 @@ class PairsOverRanks:
         self._layout = layout
         self._group = data_group(layout)
 
-    def exchange(self, digests: Parts) -> Exchanged:
-        """Gather the *digests* of all ranks' texts, on the host. A collective."""
-        sizes = torch.tensor([digests.num_pairs, len(digests.negatives)])
-        counts = self._on_host(sizes)
+    def gather(self, digests: Parts, embeddings: Parts) -> tuple[Embedded, torch.Tensor]:
+        """Gather the *digests*, on the host, and the *embeddings* [n, H], with gradients, of all ranks' texts.
+
+        Also returns the numbers of the pairs that are this rank's. A collective.
+        """
+        counts = self._on_host(torch.tensor([digests.num_pairs, len(digests.negatives)]))
         num_pairs, num_negatives = counts.amax(dim=0).tolist()
         gathered = self._on_host(digests.padded(num_pairs, num_negatives))
-        queries, documents = _divided(gathered, num_pairs)
         has_pair = torch.arange(num_pairs) < counts[:, :1]
         has_negative = torch.arange(num_negatives) < counts[:, 1:]
         has_query = has_pair.flatten()
         has_document = torch.cat([has_query, has_negative.flatten()])
+        texts = Texts(*_divided(gathered, num_pairs), has_query, has_document)
         first = self._layout.dp_rank * num_pairs
         own = torch.arange(first, first + digests.num_pairs)
-        texts = Texts(queries, documents, has_query, has_document)
-        return Exchanged(texts, own, num_pairs, num_negatives)
-
-    def gather(self, embeddings: Parts, exchanged: Exchanged) -> Embedded:
-        """Gather the *embeddings* [n, H] of the texts of :meth:`exchange`, with gradients. A collective."""
-        num_pairs = exchanged.num_pairs
-        part = embeddings.padded(num_pairs, exchanged.num_negatives)
-        gathered = gather_parts(part, self._group)
-        queries, documents = _divided(gathered, num_pairs)
-        return Embedded(exchanged.texts, queries, documents)
+        values = gather_parts(embeddings.padded(num_pairs, num_negatives), self._group)
+        return Embedded(texts, *_divided(values, num_pairs)), own
 
     def _on_host(self, values: torch.Tensor) -> torch.Tensor:
         """Stack *values* of equal shape of the ranks with other parts of the data: [ranks, ...]. A collective."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +50,6 @@ _HINT = "set distill.cache_dir to a directory with enough free space that all no
 
 Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What :func:`top_of` returns, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Predicted:
-    """The samples of a micro-batch by their checksums and numbers of labels, and what the teacher predicts at these."""
-
-    checksums: Sequence[int]
-    counts: Sequence[int]
-    top: Top
-
-    def by_sample(self) -> Iterator[SampleTargets]:
-        """Yield the targets of each sample."""
-        parts = zip(*(torch.split(each, list(self.counts)) for each in self.top), strict=True)
-        for found, (tokens, log_probs, rest) in zip(self.checksums, parts, strict=True):
-            yield SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), found)
 
 
 class TeacherCaches:
@@ -182,22 +167,22 @@ class TeacherCaches:
         num_batches = -(-largest // size)
         report = _progress(num_batches)
         batches = batches_of(mine, size, num_batches, num_samples)
-        computed: _Predicted | None = None
+        write: Callable[[], object] = _nothing
         for number, indices in enumerate(batches):
             with self._raising_on_all_ranks():
                 # Those of the batch before: the ranks agree once per forward pass.
-                _write(computed, writer)
+                write()
                 samples, micro_batch = self._read(dataset, indices)
                 counts = [num_labels(sample) for sample in samples]
                 require_labels(micro_batch, sum(counts))
                 checksums = [checksum(sample) for sample in samples]
             top = self._top_of(micro_batch, teacher)
             is_mine = number * size < len(mine)
-            computed = _Predicted(checksums, counts, top) if is_mine else None
+            write = partial(_write, writer, checksums, counts, top) if is_mine else _nothing
             report(number)
         entry = None
         with self._raising_on_all_ranks():
-            _write(computed, writer)
+            write()
             if writer is not None:
                 entry = {"number": layout.dp_rank, **writer.close()}
         return entry
@@ -253,12 +238,19 @@ class TeacherCaches:
         )
 
 
-def _write(predicted: _Predicted | None, writer: PartWriter | None) -> None:
-    """Write the targets of a micro-batch, if there is one."""
-    if predicted is None or writer is None:
+def _nothing() -> None:
+    """The targets before those of the first micro-batch, and of samples that only keep a rank in step."""
+
+
+def _write(
+    writer: PartWriter | None, checksums: Sequence[int], counts: Sequence[int], top: Top
+) -> None:
+    """Write what the teacher predicts at the labels of samples with these checksums and numbers of labels."""
+    if writer is None:
         return
-    for targets in predicted.by_sample():
-        writer.add(targets)
+    parts = zip(*(torch.split(each, list(counts)) for each in top), strict=True)
+    for found, (tokens, log_probs, rest) in zip(checksums, parts, strict=True):
+        writer.add(SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), found))
 
 
 def check_countable(dataset: Any) -> None:

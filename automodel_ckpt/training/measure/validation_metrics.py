@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.config.keys.monitoring import benchmarks_of, has_benchmarks
-from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -18,7 +17,6 @@ from automodel_ckpt.training.parts.objective import Objective
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import StoppingRule
-    from automodel_ckpt.training.counters.spikes import SpikeRule
 
 LOSS = "loss"
 DEFAULT_METRIC = "val_loss"
@@ -172,23 +170,7 @@ def cadence_of(config: RecipeConfig) -> Cadence:
         bench_every_steps=tuple(each.every_steps for each in benchmarks_of(config)),
         early_stopping=stopping_rule(config),
         stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
-        on_spike=spike_rule(steps.on_spike),
-    )
-
-
-def spike_rule(section: OnSpikeConfig | None) -> SpikeRule | None:
-    """The section ``step_scheduler.on_spike`` as a rule; None without it."""
-    if section is None:
-        return None
-    from automodel_ckpt.training.counters.spikes import SpikeRule
-
-    return SpikeRule(
-        loss_factor=section.loss_factor,
-        grad_norm_factor=section.grad_norm_factor,
-        window=section.window,
-        rollback=section.rollback,
-        skip=section.skip or section.rollback,
-        max_rollbacks=section.max_rollbacks,
+        on_spike=steps.on_spike,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from automodel_ckpt.models.build import (
     with_attention_caps,
 )
 from automodel_ckpt.models.inspect.error_texts import naming_files
-from automodel_ckpt.models.inspect.repository import fetched_directory, importing_code
+from automodel_ckpt.models.inspect.repository import importing_code
 from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size
 from automodel_ckpt.models.meta_init import (
     CANNOT_BUILD,
@@ -42,11 +41,7 @@ from automodel_ckpt.models.model_checks import check_complete
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.training.model.pretrained_files import (
-    NotDeferrable,
-    PretrainedFiles,
-    layout_in_files,
-)
+from automodel_ckpt.training.model.pretrained_files import NotDeferrable, PretrainedFiles
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options, text_tokenizer
 
 if TYPE_CHECKING:
@@ -112,6 +107,13 @@ def build_deferred(
         return deferred
     if len(reasons) > 1:
         log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
+    if mtp is not None and base is not None and not mtp.is_new:
+        raise RecipeError(
+            "the layers for multi-token prediction are read only from a base whose files can be read in parts",
+            where="model.mtp.weights",
+            value=f"{base}: {next(filter(None, reasons))}",
+            hint="set weights: new for random initial values, or remove model.mtp",
+        )
     complete = _complete(
         section, base, config, auto_class, loading, mtp, allow_new_head=allow_new_head
     )
@@ -157,13 +159,6 @@ def _complete(
         from automodel_ckpt.models.loss.mtp import add_mtp
 
         add_mtp(model, mtp)
-        if base is not None and not mtp.is_new:
-            directory = fetched_directory(os.path.expanduser(base), section.revision)
-            # The names of *model* cannot be used: transformers drops its renaming rules when it dequantizes.
-            skeleton = on_meta(lambda: _made(_not_quantized(config), auto_class, {}, mtp))
-            from automodel_ckpt.training.model.mtp_files import fill_mtp
-
-            fill_mtp(model, directory, layout_in_files(skeleton, directory), base)
     return model
 
 

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     unwrap,
 )
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
 from automodel_ckpt.models.inspect.float32_parts import float32_pattern
@@ -214,15 +214,22 @@ class PretrainedFiles:
 
     def _compare_mtp(self, shapes: dict[str, Shape], in_files: dict[str, Shape]) -> None:
         """Take new layers for multi-token prediction out of the comparison, or check that the files have all others."""
-        from automodel_ckpt.training.model.mtp_files import check_mtp_complete, mtp_names
+        from automodel_ckpt.models.loss.mtp import is_of_mtp
 
-        names = mtp_names(self._layout)
-        if not self._new_mtp:
-            check_mtp_complete(names, in_files, self._name)
-            return
-        for name in names:
-            del shapes[name]
-            in_files.pop(name, None)
+        names = {name for fqn, name in self._layout.names.items() if is_of_mtp(fqn)}
+        for fqn, parts in self._layout.rows.items():
+            names.update(parts if is_of_mtp(fqn) else ())
+        if self._new_mtp:
+            for name in names:
+                del shapes[name]
+                in_files.pop(name, None)
+        elif missing := sorted(names - in_files.keys()):
+            raise RecipeError(
+                "the base has no weights of the layers for multi-token prediction",
+                where="model.mtp.weights",
+                value=f"{self._name} lacks {len(missing)} of {len(names)}, such as {missing[0]}",
+                hint="name a base with these layers, set weights: new for random initial values, or remove model.mtp",
+            )
 
     def _shapes_in_files(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors in the files, by name: of quantized ones after they are dequantized."""

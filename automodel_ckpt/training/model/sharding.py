@@ -67,9 +67,15 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
 def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
     """Shard a model for training. Its forward pass uses CUDA graphs as the recipe states."""
     sharded = shard(deferred, request.config, request.layout)
-    if has_cuda_graphs(request.config, request.layout):
-        return replace(sharded, compute=_marking_steps(sharded.compute))
-    return sharded
+    if not has_cuda_graphs(request.config, request.layout):
+        return sharded
+
+    def compute() -> AbstractContextManager[Any]:
+        # From here on, CUDA graphs may reuse the memory of earlier outputs.
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return sharded.compute()
+
+    return replace(sharded, compute=compute)
 
 
 def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:
@@ -154,15 +160,3 @@ def check_cuda_graphs(
         value=config.compile.mode,
         hint="remove compile.mode, or set it to max-autotune-no-cudagraphs",
     )
-
-
-def _marking_steps(
-    compute: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], AbstractContextManager[Any]]:
-    """The context *compute* of a forward pass, before which CUDA graphs may reuse the memory of earlier outputs."""
-
-    def marked() -> AbstractContextManager[Any]:
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        return compute()
-
-    return marked

@@ -185,8 +185,11 @@ def check_scales(
             settings = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
             configs[id(module)] = settings
         rank, scale = here[layer]
-        there = _scale_in(configs[id(module)], rank, layer)
-        if there is not None and not math.isclose(there, scale):
+        config, there = configs[id(module)], scale
+        # A config that gives no scale is not compared.
+        with contextlib.suppress(ValueError):
+            there = scale if config is None else scale_of(config, rank, layer)
+        if not math.isclose(there, scale):
             lines.append(f"{layer}: {there:g} there, {scale:g} here")
     if lines:
         settings = next(config for config in configs.values() if config is not None)
@@ -240,16 +243,6 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, tuple[int, float]]]:
         scaling = getattr(module, "scaling", None)
         if isinstance(scaling, Mapping) and _ADAPTER in scaling:
             yield name.removeprefix(_PREFIX), (int(module.r[_ADAPTER]), float(scaling[_ADAPTER]))
-
-
-def _scale_in(config: Mapping[str, Any] | None, rank: int, layer: str) -> float | None:
-    """The scale of a layer by the content of adapter_config.json; None if that gives none."""
-    if config is None:
-        return None
-    try:
-        return scale_of(config, rank, layer)
-    except ValueError:
-        return None
 
 
 def adapter_hint(directories: Iterable[Path | None]) -> str:

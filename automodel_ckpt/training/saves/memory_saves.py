@@ -71,6 +71,7 @@ class MemorySaves:
         self._next_step = 0
         self._last_saved = (0, time.monotonic())
         """The step of the last save, and when it began."""
+        rate = section.max_mb_per_second
         run = disk.directory.absolute()
         opened = open_memory(run, Path(section.directory), group, _as_recipe_error)
         self.directory = opened.directory
@@ -86,7 +87,7 @@ class MemorySaves:
                 group,
                 host=own_address(group),
                 replicas=section.replicas,
-                bytes_per_second=_bytes_per_second(section),
+                bytes_per_second=None if rate is None else 1e6 * rate,
                 convert=_as_recipe_error,
             )
         if self.nodes is not None and self._is_rank0:
@@ -335,11 +336,6 @@ def _nodes_text(nodes: Nodes, replicas: int) -> str:
     if nodes.replicas < replicas:
         text += f" (checkpoint.memory.replicas is {replicas}: there are no more)"
     return text
-
-
-def _bytes_per_second(section: MemoryConfig) -> float | None:
-    rate = section.max_mb_per_second
-    return None if rate is None else 1e6 * rate
 
 
 def memory_options(section: CheckpointConfig, *, is_distributed: bool = False) -> CheckpointConfig:

@@ -141,6 +141,7 @@ class Saves:
         self._gather = gather
         self._sample_noun = sample_noun
         self._is_stopping = False
+        self._has_warned = False
         self._shown_command: str | None = None
         """The command in the log that exports the newest checkpoint."""
         self._figures: dict[int, str] = {}
@@ -227,7 +228,16 @@ class Saves:
     def note_if_best(self, losses: Mapping[str, Any]) -> bool:
         """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
         better value is to be saved (``ckpt_on_best``)."""
-        value = policy.metric_of(losses, self._section.best_metric_key)
+        key = self._section.best_metric_key
+        # A benchmark, or a loop of the user, names its metrics only when it has measured them.
+        if key not in losses and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s",
+                key,
+                ", ".join(losses),
+            )
+        value = policy.metric_of(losses, key)
         if value is None or not policy.is_better(
             value, self._scheduler.best, self._section.best_mode
         ):
@@ -301,7 +311,9 @@ class Saves:
     ) -> SaveReport:
         """Pass the state and the counters of the present step to *checkpointer*. Raises :class:`SaveFailed`."""
         scheduler = self._scheduler
-        self._compare_replicas(scheduler.step)
+        if self.replica_check is not None and scheduler.step != self._compared_step:
+            self.replica_check.check(scheduler.step)
+            self._compared_step = scheduler.step
         # Discovered for each save: a recipe may have replaced an attribute.
         state = self._state()
         for value in state.values():
@@ -324,12 +336,6 @@ class Saves:
             before_publishing=self._run_log.flush,
             on_saved=on_saved,
         )
-
-    def _compare_replicas(self, step: int) -> None:
-        """Raise :class:`AutomodelError` on all ranks if replicas of the model differ after *step*. Collective."""
-        if self.replica_check is not None and step != self._compared_step:
-            self.replica_check.check(step)
-            self._compared_step = step
 
     def note_saved(self, report: SaveReport) -> None:
         """Log a published checkpoint. Called on rank 0, by a save in the background from another thread."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,8 +68,20 @@ class HubName:
 
 def hub_names(config: Any) -> Iterator[HubName]:
     """Yield the names in a recipe that may be those of repositories, the model first. Paths and URLs are among them."""
-    yield from _model(config)
-    yield from _preprocessors(config)
+    model = config.model
+    of_model: Sequence[Any] = ()
+    if isinstance(model, ModelConfig):
+        of_model = (model.from_pretrained, model.from_config)
+        for key in ("from_pretrained", "from_config"):
+            # The config can be written in the recipe, too.
+            if isinstance(getattr(model, key), str):
+                yield _named(model, key, ("model",))
+    for key in ("tokenizer", "processor"):
+        section = getattr(config, key, None)
+        name = getattr(section, "from_pretrained", None)
+        # The model's own one follows model.revision.
+        if name is not None and (section.revision is not None or name not in of_model):
+            yield _named(section, "from_pretrained", (key,))
     teacher = getattr(getattr(config, "distill", None), "teacher", None)
     if getattr(teacher, "from_pretrained", None) is not None:
         yield _named(teacher, "from_pretrained", ("distill", "teacher"))
@@ -77,7 +89,11 @@ def hub_names(config: Any) -> Iterator[HubName]:
         section = getattr(config, key, None)
         if getattr(section, "reference", None) is not None:
             yield _named(section, "reference", (key,), "reference_revision")
-    for place, source in _sources_of_weights(config):
+    sources = config.init_from or []
+    places: Iterable[tuple[Place, InitFromConfig]] = [(("init_from",), sources)]
+    if isinstance(sources, list | tuple):
+        places = ((("init_from", number), source) for number, source in enumerate(sources))
+    for place, source in places:
         if not is_url(source.path):
             yield replace(_named(source, "path", place), is_optional=True)
     yield from _plug_ins(config, ())
@@ -88,40 +104,6 @@ def with_revisions(config: C, revisions: Mapping[Place, str]) -> C:
     for place, revision in revisions.items():
         config = _with(config, place, revision)
     return config
-
-
-def _model(config: Any) -> Iterator[HubName]:
-    section = config.model
-    if not isinstance(section, ModelConfig):
-        return
-    for key in ("from_pretrained", "from_config"):
-        # The config can be written in the recipe, too.
-        if isinstance(getattr(section, key), str):
-            yield _named(section, key, ("model",))
-
-
-def _preprocessors(config: Any) -> Iterator[HubName]:
-    model = config.model
-    of_model: Sequence[Any] = ()
-    if isinstance(model, ModelConfig):
-        of_model = (model.from_pretrained, model.from_config)
-    for key in ("tokenizer", "processor"):
-        section = getattr(config, key, None)
-        name = getattr(section, "from_pretrained", None)
-        if section is None or name is None:
-            continue
-        # The model's own one follows model.revision.
-        if section.revision is not None or name not in of_model:
-            yield _named(section, "from_pretrained", (key,))
-
-
-def _sources_of_weights(config: Any) -> Iterator[tuple[Place, InitFromConfig]]:
-    sources = config.init_from or []
-    if isinstance(sources, InitFromConfig):
-        yield ("init_from",), sources
-        return
-    for number, source in enumerate(sources):
-        yield ("init_from", number), source
 
 
 def _plug_ins(value: Any, place: Place) -> Iterator[HubName]:
@@ -224,7 +206,9 @@ def pin_base(
             if checkpointer is not None:
                 recorded = recorded_commits(checkpointer.expected())
             commits, notes = _commits(config, recorded)
-            is_offline = _is_offline()
+            from huggingface_hub import constants
+
+            is_offline = bool(constants.HF_HUB_OFFLINE)
     commits, notes, is_offline = broadcast_object(group, (commits, notes, is_offline))
     if is_offline:
         go_offline("the Hub cannot be reached")
@@ -273,8 +257,11 @@ def _commits(
     notes: dict[str, str] = {}
     further: dict[str, str] = {}
     for name in hub_names(config):
-        if not _is_on_hub(name):
+        if not is_repository(name.name):
             continue
+        if name.kind == "model":
+            # A path that does not exist is an error.
+            require_local(name.name, name.where)
         asked = _asked(name)
         commit = further.get(asked) or _commit_of(name, recorded)
         if commit is None:
@@ -332,18 +319,3 @@ def _no_longer_there(name: HubName, commit: str) -> RecipeError:
         value=f"{name.name}@{commit}",
         hint=f"to continue with other files, set {revision} to a commit that is there",
     )
-
-
-def _is_on_hub(name: HubName) -> bool:
-    """Whether this is a repository. Raises :class:`RecipeError` for a path that does not exist."""
-    if not is_repository(name.name):
-        return False
-    if name.kind == "model":
-        require_local(name.name, name.where)
-    return True
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)

@@ -6,8 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,9 +136,9 @@ class RunLog:
         *resumed_from* is the name of the checkpoint that was loaded, which is logged; None if the run starts.
         Collective. Raises :class:`SaveFailed` on all ranks if a file cannot be rewritten.
         """
-        with self._raising_on_all_ranks("continuing the logs of the run"):
-            if self.training is not None and self.validation is not None:
-                self._resume(self.training, self.validation, scheduler, resumed_from)
+        with self._changing_on_rank0("continuing the logs of the run") as logs:
+            if logs is not None:
+                self._resume(*logs, scheduler, resumed_from)
 
     def _resume(
         self,
@@ -182,10 +181,13 @@ class RunLog:
         # Also for a finished run: a kill at its end may have prevented the trackers from getting its last lines.
         self.start_trackers(run, scheduler.step)
 
-    def _raising_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
-        """Return a context manager that raises on all ranks what its block, which only rank 0 executes, raises."""
+    @contextlib.contextmanager
+    def _changing_on_rank0(self, doing: str) -> Iterator[tuple[JsonlLog, JsonlLog] | None]:
+        """Yield both logs on rank 0, else None, also before :meth:`open`. All ranks raise what the block raises."""
         where = "" if self.training is None else self.training.path.parent
-        return raise_on_all_ranks(self._layout.gloo_group, doing, where)
+        with raise_on_all_ranks(self._layout.gloo_group, doing, where):
+            has_logs = self.training is not None and self.validation is not None
+            yield (self.training, self.validation) if has_logs else None  # type: ignore[misc]
 
     def roll_back(self, scheduler: StepScheduler, spike: Spike, num_skipped: int) -> None:
         """Remove the lines of steps after the present one, to which the run went back because of *spike*.
@@ -193,34 +195,26 @@ class RunLog:
         *num_skipped* is the number of global batches that are left out. Trackers continue after the present step.
         Collective. Raises :class:`SaveFailed` on all ranks if a file cannot be rewritten.
         """
-        with self._raising_on_all_ranks("removing what the run went back from in its logs"):
-            if self.training is not None and self.validation is not None:
-                self._roll_back(self.training, self.validation, scheduler, spike, num_skipped)
-
-    def _roll_back(
-        self,
-        training: JsonlLog,
-        validation: JsonlLog,
-        scheduler: StepScheduler,
-        spike: Spike,
-        num_skipped: int,
-    ) -> None:
-        if self._tracking is not None:
-            self._tracking.close()
-            self._tracking = None
-        # Not resume(): this start continues, with its entry in timeline.jsonl.
-        for jsonl in (training, validation):
-            jsonl.truncate_after(scheduler.step)
-        self.start_trackers(training.path.parent, scheduler.step)
-        event = {
-            "event": "rollback",
-            "step": scheduler.step,
-            "timestamp": time.time(),
-            "spike_step": spike.step,
-            "reason": spike.reason,
-            "skipped_batches": num_skipped,
-        }
-        self._append(training, event)
+        with self._changing_on_rank0("removing what the run went back from in its logs") as logs:
+            if logs is None:
+                return
+            training, _ = logs
+            if self._tracking is not None:
+                self._tracking.close()
+                self._tracking = None
+            # Not resume(): this start continues, with its entry in timeline.jsonl.
+            for jsonl in logs:
+                jsonl.truncate_after(scheduler.step)
+            self.start_trackers(training.path.parent, scheduler.step)
+            event = {
+                "event": "rollback",
+                "step": scheduler.step,
+                "timestamp": time.time(),
+                "spike_step": spike.step,
+                "reason": spike.reason,
+                "skipped_batches": num_skipped,
+            }
+            self._append(training, event)
 
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""

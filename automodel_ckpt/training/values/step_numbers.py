@@ -124,15 +124,16 @@ class Divergence:
             return False
         spikes.num_rollbacks = num_rollbacks
         spikes.keep_left_out(left_out)
-        spikes.leave_out(target, spikes.rule.skip)
-        self._run_log.roll_back(self._scheduler, spike, spikes.rule.skip)
+        num_skipped = spikes.num_to_skip_after_spike
+        spikes.leave_out(target, num_skipped)
+        self._run_log.roll_back(self._scheduler, spike, num_skipped)
         log.warning(
             "step %d is a spike: %s. Going back to step %d from the checkpoint of step %d, and leaving out %s",
             spike.step,
             spike.reason,
             target,
             resumed.step,
-            counted(spikes.rule.skip, "global batch", "global batches"),
+            counted(num_skipped, "global batch", "global batches"),
         )
         return True
 

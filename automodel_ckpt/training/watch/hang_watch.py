@@ -10,10 +10,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from types import TracebackType
+from typing import TypeVar
 
 from automodel_ckpt.checkpoint.files.layout import HANGS
 from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS
@@ -31,6 +32,8 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 
 log = logging.getLogger("automodel_ckpt")
+
+T = TypeVar("T")
 
 _NUM_FIRST_STEPS = 3
 _MIN_STEPS, _MAX_STEPS = 5, 200
@@ -276,12 +279,20 @@ class HangWatch:
 
     def _collect(self, directory: Path) -> dict[int, RankState]:
         """Wait until all ranks have written their states, at most for a few polls of their threads."""
-        end = time.monotonic() + 4 * self._poll_seconds + 2.0 + 2 * self._arrival_seconds
-        states = hangs.read_states(directory, self._start)
-        while len(states) < self._layout.world_size and time.monotonic() < end:
+        seconds = 4 * self._poll_seconds + 2.0 + 2 * self._arrival_seconds
+        count = self._layout.world_size
+        return self._wait_for(lambda: hangs.read_states(directory, self._start), count, seconds)
+
+    def _wait_for(
+        self, read: Callable[[], dict[int, T]], count: int, seconds: float
+    ) -> dict[int, T]:
+        """Call *read* until it returns *count* entries, for at most *seconds*."""
+        end = time.monotonic() + seconds
+        found = read()
+        while len(found) < count and time.monotonic() < end:
             time.sleep(self._poll_seconds / 2)
-            states = hangs.read_states(directory, self._start)
-        return states
+            found = read()
+        return found
 
     def _examine(
         self, directory: Path, silent: Sequence[int], overdue: Sequence[int]
@@ -306,14 +317,14 @@ class HangWatch:
 
     def _notes_of_others(self, directory: Path, ranks: Sequence[int]) -> dict[int, str]:
         """Wait for what other nodes find out about *ranks*, which do not respond."""
-        # The other nodes look every poll_seconds, and then need some time.
-        end = time.monotonic() + 2 * self._poll_seconds + 3.0 + self._arrival_seconds
-        while True:
+
+        def read() -> dict[int, str]:
             notes = hangs.read_notes(directory, self._start)
-            found = {rank: notes[rank] for rank in ranks if rank in notes}
-            if len(found) == len(set(ranks)) or time.monotonic() >= end:
-                return found
-            time.sleep(self._poll_seconds / 2)
+            return {rank: notes[rank] for rank in ranks if rank in notes}
+
+        # The other nodes look every poll_seconds, and then need some time.
+        seconds = 2 * self._poll_seconds + 3.0 + self._arrival_seconds
+        return self._wait_for(read, len(ranks), seconds)
 
     def _text(self, step: int, seconds: float, found: Verdict, directory: Path) -> str:
         duration = f"no collective has begun for {seconds:.0f} s"

@@ -196,7 +196,6 @@ def test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted(tmp_pa
     from_base = (*ONE_STEP, "--model.from_config=null", f"--model.from_pretrained={export}")
     refused = str(failure(tmp_path, *from_base, MTP))
     assert "no weights of the layers for multi-token prediction" in refused
-    assert "has none of" in refused
     assert "weights: new" in refused
     run(tmp_path, *from_base, MTP, "--model.mtp.weights=new", EXPORT, name="new")
     trained = weights_in(exported(tmp_path / "new"))
@@ -234,8 +233,6 @@ def test_adapters_leave_the_layers_frozen_and_quantized_bases_are_dequantized(
         "without": (export, "{}", ()),
         "lora": (export, "{}", (MTP,)),
         "fp8": (quantized, "{}", (MTP,)),
-        # DoRA needs complete values of the base: each rank then builds the model first.
-        "dora": (quantized, "{use_dora: true}", (MTP,)),
     }
     found: dict[str, dict[str, float]] = {}
     for name, (base, section, mtp) in runs.items():
@@ -248,6 +245,9 @@ def test_adapters_leave_the_layers_frozen_and_quantized_bases_are_dequantized(
     assert "mtp_loss" not in found["without"]
     assert found["without"]["loss"] == pytest.approx(found["lora"]["loss"], rel=1e-6)
     assert found["without"]["grad_norm"] != found["lora"]["grad_norm"]
-    assert found["fp8"]["mtp_loss"] == pytest.approx(found["dora"]["mtp_loss"], rel=1e-5)
     assert found["fp8"]["mtp_loss"] == pytest.approx(found["lora"]["mtp_loss"], rel=0.1)
     assert found["fp8"]["mtp_loss"] != found["lora"]["mtp_loss"]
+    # DoRA needs complete values of the base: each rank then builds the model first.
+    options = ("--model.from_config=null", f"--model.from_pretrained={quantized}", MTP)
+    refused = str(failure(tmp_path, *ONE_STEP, *options, "--peft={use_dora: true}"))
+    assert "read only from a base whose files can be read in parts" in refused

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.counters.spikes import SpikeDetector, SpikeRule
+from automodel_ckpt.training.counters.spikes import SpikeDetector
 
-RULE = SpikeRule(
+RULE = OnSpikeConfig(
     loss_factor=2.0, grad_norm_factor=10.0, window=4, rollback=1, skip=1, max_rollbacks=3
 )
 
 
-def filled(rule: SpikeRule = RULE) -> SpikeDetector:
+def filled(rule: OnSpikeConfig = RULE) -> SpikeDetector:
     """A detector whose medians are 2.5 for the loss and 1 for the gradient norm."""
     detector = SpikeDetector(rule)
     for step, loss in enumerate((1.0, 2.0, 3.0, 4.0), 1):
@@ -77,7 +78,9 @@ def test_a_restored_detector_decides_as_the_saved_one() -> None:
     assert restored.note(5, 5.01, 1.0) == detector.note(5, 5.01, 1.0) is not None
 
 
-def trained_batches(bad: set[int], rule: SpikeRule, every: int = 5, kill_at: int = 0) -> list[int]:
+def trained_batches(
+    bad: set[int], rule: OnSpikeConfig, every: int = 5, kill_at: int = 0
+) -> list[int]:
     """Train 20 steps with a checkpoint every *every* steps; return the numbers of the batches that were trained on.
 
     The loss of a *bad* batch is a spike. At the first step *kill_at*, the run is killed, and resumed from the newest

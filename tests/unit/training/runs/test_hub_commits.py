@@ -203,7 +203,7 @@ def test_a_local_directory_has_no_revision(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"tokenizer.revision"):
         find_preprocessor(config, "tokenizer")
     with pytest.raises(RecipeError, match=r"init_from.0.revision"):
-        init_from._open(InitFromSource(directory, "v1"), "init_from.0", None)
+        init_from._open(InitFromSource(directory, "v1"), "init_from.0", None, fetches=True)
 
 
 def test_names_are_read_at_their_revisions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_names_are_read_at_their_revisions(monkeypatch: pytest.MonkeyPatch, tmp_
     found = []
     monkeypatch.setattr(init_from, "fetched_directory", lambda *given: found.append(given))
     with pytest.raises(RecipeError, match="cannot be fetched"):
-        init_from._open(InitFromSource("org/start", "v2"), "init_from.0", None)
+        init_from._open(InitFromSource("org/start", "v2"), "init_from.0", None, fetches=True)
     assert found == [("org/start", "v2")]
 
     recipe = DPOFinetune(config, config_yaml="")
