@@ -140,7 +140,7 @@ def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
 
 def _options(words: list[str]) -> dict[str, Any]:
     """Parse the values of ``--option``. Raises :class:`RecipeError` for one without ``=``."""
-    from automodel_ckpt.config.tree.convert import untyped
+    from automodel_ckpt.config.tree.yaml_tree import untyped
 
     options = {}
     for word in words:

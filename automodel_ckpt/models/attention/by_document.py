@@ -319,7 +319,8 @@ def validate_kernel(kernel: Kernel, request: Request, device: torch.device) -> N
     sinks = None
     if request.has_sinks:
         sinks = torch.randn(request.num_heads, generator=generator, device=device)
-    rows = kernel.prepare(documents)
+    # Each kernel has its own type of prepared rows.
+    rows: Any = kernel.prepare(documents)
     # A probe runs without gradients and without compilation.
     with torch.enable_grad(), torch.compiler.set_stance("default"):
         attend = functools.partial(kernel.attend, rows=rows, request=request, sinks=sinks)
