@@ -31,6 +31,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+Shares = Mapping[str, Fraction]
 Sources = Mapping[str, Any]
 """Data sets by their names in a mixture."""
 
@@ -104,9 +105,7 @@ class MixtureStream(IterableDataset[MixedRow]):
     and the numbers of samples read.
     """
 
-    def __init__(
-        self, sources: Sources, shares: Mapping[str, Fraction], num_samples: int | None
-    ) -> None:
+    def __init__(self, sources: Sources, shares: Shares, num_samples: int | None) -> None:
         self.sources = dict(sources)
         self.shares = {name: shares[name] for name in sources}
         self.num_samples = num_samples
@@ -436,7 +435,7 @@ def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> di
     return {name: Fraction(weights[name]) / total for name in sizes}
 
 
-def _longest_without_repeats(sizes: Mapping[str, int], shares: Mapping[str, Fraction]) -> int:
+def _longest_without_repeats(sizes: Mapping[str, int], shares: Shares) -> int:
     """Return the number of samples of an epoch after which the first source would repeat a sample."""
     limits = []
     for name, share in shares.items():
@@ -445,7 +444,7 @@ def _longest_without_repeats(sizes: Mapping[str, int], shares: Mapping[str, Frac
     return math.floor(min(limits))
 
 
-def _apportioned(shares: Mapping[str, Fraction], total: int) -> dict[str, int]:
+def _apportioned(shares: Shares, total: int) -> dict[str, int]:
     """Divide *total* by *shares*; those with the largest remainders are rounded up."""
     counts: dict[str, int] = {}
     remainders: dict[str, Fraction] = {}

@@ -12,7 +12,6 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import chain, islice
 from typing import Any
 
@@ -28,6 +27,7 @@ from automodel_ckpt.data.collate import (
     State,
 )
 from automodel_ckpt.data.mixture import (
+    Shares,
     Sources,
     check_same_sources,
     joint_identity,
@@ -52,7 +52,7 @@ class PackedStream(IterableDataset[Row]):
     set, each time in another order. The stream is read by :meth:`read`, which the loader calls, and not by iteration.
     """
 
-    def __init__(self, sources: Sources, shares: Mapping[str, Fraction], rules: RowRules) -> None:
+    def __init__(self, sources: Sources, shares: Shares, rules: RowRules) -> None:
         self.sources = dict(sources)
         self.shares = {name: shares[name] for name in sources}
         self.rules = rules
@@ -221,7 +221,7 @@ class _Turns:
     *counts* are the rows of each source so far.
     """
 
-    def __init__(self, shares: Mapping[str, Fraction], counts: Mapping[str, int]) -> None:
+    def __init__(self, shares: Shares, counts: Mapping[str, int]) -> None:
         # Integers, because sums of fractions are slow, and floats would depend on the order of additions.
         self._scale = math.lcm(*(share.denominator for share in shares.values()))
         self._shares = {name: int(share * self._scale) for name, share in shares.items()}

@@ -27,6 +27,8 @@ from automodel_ckpt.data.collate import (
 )
 from automodel_ckpt.errors import RecipeError
 
+Packs = list[list[int]]
+"""The numbers of the samples in each pack, or in each row."""
 IS_TOKEN = "is_token"  # noqa: S105
 """Key of a mask [B, T] that shows which positions of a row have a token that counts.
 
@@ -36,13 +38,13 @@ images. It is no argument of models.
 _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
-def best_fit_decreasing(lengths: Sequence[int] | Integers, size: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: Sequence[int] | Integers, size: int) -> Packs:
     """Assign items to packs of at most *size*, and return the indices of the items in each pack.
 
     The items are taken from the longest to the shortest (equal ones in order), and each is put into the fullest pack
     that fits it. No item may be longer than *size*. Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973.
     """
-    packs: list[list[int]] = []
+    packs: Packs = []
     free = _FreeSpace()
     # Stable: all ranks and every resume must make the same packs of samples of equal length.
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
@@ -225,14 +227,14 @@ class RowLayout:
             rows[IS_TOKEN] = mask
         return rows
 
-    def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:
+    def _cheapest(self, lengths: list[int], width: int) -> tuple[Packs | None, int]:
         """Return the samples of each row (None: one sample per row) and the row length with the lowest cost."""
         num_samples = len(lengths)
         total = self._rounded(sum(lengths))
         one_row = [list(range(num_samples))]
         if self.one_row:
             return one_row, total
-        rows: list[list[int]] | None = None
+        rows: Packs | None = None
         length = width
         cost = self._cost(num_samples, width)
         packed = best_fit_decreasing(lengths, width)
@@ -259,7 +261,7 @@ def longest_sample(batch: Tensors) -> int:
     return int(positions.max()) + 1
 
 
-def tokens_of_rows(mask: npt.NDArray[np.bool_], rows: list[list[int]], length: int) -> Integers:
+def tokens_of_rows(mask: npt.NDArray[np.bool_], rows: Packs, length: int) -> Integers:
     """Find which token of a padded batch comes to which position of rows that several samples share.
 
     *mask* [samples, L] is true for tokens; *rows* lists the samples of each row. Returns for each position of the rows,
@@ -281,7 +283,7 @@ def gathered(source: npt.NDArray[Any], taken: Integers, filler: int) -> torch.Te
     return torch.from_numpy(np.where(taken < 0, np.array(filler, dtype=source.dtype), values))
 
 
-def laid_out(batch: Tensors, rows: list[list[int]], length: int, marks_tokens: bool) -> Batch:
+def laid_out(batch: Tensors, rows: Packs, length: int, marks_tokens: bool) -> Batch:
     """Arrange the samples of a padded *batch* in *rows* of *length* positions; *rows* lists the samples of each row.
 
     The tensors with a value for each token become [rows, length], without ``attention_mask``; others stay as they are.

@@ -27,6 +27,7 @@ from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.data.batches.micro_batches import Failure
 from automodel_ckpt.data.batches.packing import (
     PackedDataset,
+    Packs,
     check_has_length,
     gathered,
     laid_out,
@@ -177,11 +178,11 @@ class ImageRowLayout:
             arranged["position_ids"] = torch.stack([arranged["position_ids"], *rotary])
         return arranged
 
-    def _rows(self, pack_ids: list[int]) -> list[list[int]]:
+    def _rows(self, pack_ids: list[int]) -> Packs:
         """Return the samples of each row. Their order in the rows is that of the images' tensors."""
         if self.one_row:
             return [list(range(len(pack_ids)))]
-        rows: list[list[int]] = [[] for _ in range(max(pack_ids) + 1)]
+        rows: Packs = [[] for _ in range(max(pack_ids) + 1)]
         for sample, pack in enumerate(pack_ids):
             rows[pack].append(sample)
         return rows

@@ -36,6 +36,9 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+Encoded = list[tuple[list[int], list[int]]]
+"""The tokens of texts, and the positions in each that have no label."""
+
 
 def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the tokens of a pair have types, because there is no *template* and the tokenizer makes them."""
@@ -116,16 +119,14 @@ class TextsEncoder:
         fields = [{"query": query, "document": document} for document in documents]
         return [(self._template.write(each, where),) for each in fields]
 
-    def _encode(self, parts: list[tuple[str, ...]]) -> list[tuple[list[int], list[int]]]:
+    def _encode(self, parts: list[tuple[str, ...]]) -> Encoded:
         """The tokens of each part, and the positions in it without a label."""
         if self._is_joint and self._template is None:
             return self._call(parts)
         found = encode_all(self._tokenizer, [text for (text,) in parts], add_special_tokens=True)
         return [(ids, [0]) for ids in found]
 
-    def _call(
-        self, parts: list[tuple[str, ...]], **options: Any
-    ) -> list[tuple[list[int], list[int]]]:
+    def _call(self, parts: list[tuple[str, ...]], **options: Any) -> Encoded:
         """As :meth:`_encode`, by a call of the tokenizer; of tokens with types, each document has such a position."""
         texts = map(list, zip(*parts, strict=True))
         encoded: Any = self._tokenizer(

@@ -16,7 +16,13 @@ from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
-from tests.support.models.audio import FAMILIES, make_base, read_wave, write_conversations
+from tests.support.models.audio import (
+    FAMILIES,
+    ONE_AUDIO,
+    make_base,
+    read_wave,
+    write_conversations,
+)
 from tests.support.runs import training
 from tests.support.runs.training import steps_of, write_recipe
 
@@ -63,7 +69,7 @@ if ALL:
 def prepare(directory: Path, family: str) -> Path:
     """A base, data and recipe in *directory*; the recipe's file."""
     base = make_base(directory / "base", family)
-    data = write_conversations(directory)
+    data = write_conversations(directory, has_text=family not in ONE_AUDIO)
     return write_recipe(directory, RECIPE.format(base=base, data=data))
 
 

@@ -336,13 +336,17 @@ def write_wav(path: Path, samples: npt.NDArray[Any], rate: int = RATE, width: in
     return path
 
 
-def write_conversations(directory: Path, num: int = 20) -> Path:
-    """Conversations about tones of different lengths; every fifth is text alone."""
+ONE_AUDIO = ("glm_asr", "qwen3_asr", "fun_asr_nano")
+"""Families whose processors take exactly one audio per conversation."""
+
+
+def write_conversations(directory: Path, num: int = 20, *, has_text: bool = True) -> Path:
+    """Conversations about tones of different lengths; with *has_text*, every fifth is text alone."""
     lines = []
     for number in range(num):
         name = list(TONES)[number % len(TONES)]
         question: list[dict[str, str]] = [{"type": "text", "text": "What colour is this?"}]
-        if number % 5 != 4:
+        if number % 5 != 4 or not has_text:
             write_wav(directory / f"{number}.wav", tone(TONES[name], 0.2 + 0.1 * (number % 3)))
             question.insert(0, {"type": "audio", "audio": f"{number}.wav"})
         answer = [{"type": "text", "text": f"It is {name}"}]

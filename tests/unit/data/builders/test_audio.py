@@ -29,12 +29,17 @@ from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.measure.flop_count import count_flops
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.training.parts.processors import check_processor
-from tests.support.models.audio import FAMILIES, RATE, tone, write_conversations, write_wav
+from tests.support.models.audio import (
+    FAMILIES,
+    ONE_AUDIO,
+    RATE,
+    tone,
+    write_conversations,
+    write_wav,
+)
 
 TONE = tone(440, 0.25)
 AUDIO = {"type": "audio"}
-ONE_AUDIO = ("glm_asr", "qwen3_asr", "fun_asr_nano")
-"""Families of speech recognition, whose processors take one audio for each text."""
 
 
 @pytest.fixture(scope="module")
