@@ -161,7 +161,7 @@ def train(
 
 def _keep_memory(loaded: LoadedRecipe) -> None:
     """Copy the newest checkpoint in memory to disk after a failure, unless torchrun restarts the ranks."""
-    from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
+    from automodel_ckpt.checkpoint.memory.rescue import keep_on_disk
     from automodel_ckpt.config.tree.urls import with_local_directory
     from automodel_ckpt.parallel.ranks.hang_action import has_restarts_left
 

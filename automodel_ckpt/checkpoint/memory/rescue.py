@@ -1,8 +1,8 @@
-"""Copy memory checkpoints to the disk of their run, when no restart follows a failure. Imports no torch.
+"""Copy memory checkpoints to the disk of their run, when it ends with a failure that no restart follows.
 
 The launcher of each node copies what the memory of its node has. With several nodes, all copy into one staging
 directory, whose name follows from the save. One of them publishes the checkpoint when all parts are there. Where a node
-was lost without a copy, it stays incomplete, and the next start removes it.
+was lost without a copy, it stays incomplete, and the next start removes it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ from pathlib import Path
 
 from automodel_ckpt.base.durable_io import fsync_directories, fsync_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.memory.directory import MemoryRecord
+from automodel_ckpt.checkpoint.memory.directory import MemoryRecord, memory_of, remove_memory
 from automodel_ckpt.checkpoint.memory.save_files import bring_back, files_below, save_digest
 from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import REPAIR, RESUME
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    Problem,
+    RecipeError,
+    describe,
+    os_problem,
+)
 
 _LEASE_SECONDS = 30.0
 """How long to wait for the launchers of other nodes, which publish their copy at the same time."""
@@ -218,3 +226,40 @@ def _complete_names(run: Path) -> Iterator[layout.CheckpointName]:
         with contextlib.suppress(OSError, CheckpointUnusable):
             Summary.read(run / str(name))
             yield name
+
+
+def keep_on_disk(run: Path, parent: Path, *, copies: bool = True, by_rank: bool = False) -> str:
+    """Copy the newest checkpoint of *run* in the memory of this node to disk, and free the memory.
+
+    Args:
+        run: The run directory.
+        parent: The value of ``checkpoint.memory.directory``.
+        copies: False: free the memory without a copy.
+        by_rank: The caller is a rank that ends. While another rank of this node owns the memory, nothing is done: that
+            one will do it.
+
+    Raises nothing. Returns a message for the user, empty if there was nothing to copy. After a failure, the memory is
+    kept for the next start.
+    """
+    try:
+        directory = memory_of(run.absolute(), parent)
+        if directory is None:
+            return ""
+        # A live run of this directory would own the memory, too.
+        try:
+            lease = Lease(directory)
+        except RecipeError:
+            if by_rank:
+                return ""
+            raise
+        try:
+            copy = copy_to_disk(directory, run.absolute()) if copies else None
+            remove_memory(directory)
+        finally:
+            lease.release()
+    except AutomodelError as error:
+        return f"the checkpoints in memory are kept: {describe(error)[1]}"
+    except OSError as error:
+        what = "the checkpoint in memory could not be copied"
+        return str(os_problem(error, what, hint=REPAIR, restart=RESUME))
+    return "" if copy is None else f"the newest checkpoint in memory was copied to {copy}"

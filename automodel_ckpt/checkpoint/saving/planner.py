@@ -9,7 +9,7 @@ Synchronous saves (``saving/sync_save.py``) and asynchronous ones (``saving/asyn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.jobs.reuse import Previous, links_are_supported
+from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles, links_are_supported
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
@@ -34,8 +35,7 @@ from automodel_ckpt.checkpoint.saving.agreement import (
     shares_of_all,
     summarize,
 )
-from automodel_ckpt.checkpoint.saving.disk_space import DiskSpace
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
@@ -52,7 +52,7 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
     digests_of_own,
 )
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
-from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 # Below this size, separate files cost more than they save.
 _MIN_SEPARATE_BYTES = 16 << 20
@@ -334,3 +334,77 @@ def _require_same_trees(proposals: Sequence[Proposal]) -> None:
 def _group_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group by the names that a checkpoint gives them."""
     return {f"param_groups.{index}.{key}": value for key, value in group.items() if key != "params"}
+
+
+class DiskSpace:
+    """Forecasts of the saves with *settings*."""
+
+    def __init__(self, settings: SaveSettings) -> None:
+        self._settings = settings
+
+    def forecast(
+        self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Forecast:
+        """The expected bytes of one save of *items*, and the free bytes."""
+        items = list(items)
+        side_bytes = sum(assets.nbytes for assets in self._settings.assets.values())
+        expected = forecast_bytes(
+            items,
+            world_size=self._settings.ranks.world_size,
+            save_optimizer=self._settings.save_optimizer,
+            num_exports=1 if self._settings.assets and self._settings.export_when == "every" else 0,
+            states=states,
+            side_bytes=side_bytes,
+        )
+        export = self._export_bytes(items, states, side_bytes)
+        return Forecast(expected, free_bytes(self._settings.run.path), export)
+
+    def _export_bytes(
+        self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None, side_bytes: int
+    ) -> int:
+        """Expected bytes of the export of one checkpoint."""
+        if not self._settings.assets or self._settings.export_when == "never":
+            return 0
+        modules = [item for item in items if item.name in self._settings.assets]
+        return forecast_bytes(
+            modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes
+        )
+
+    def check_fits(self, forecast: Forecast, items: Iterable[Item]) -> None:
+        """Raise :class:`SaveFailed` where the disk has too little space for one checkpoint of *items*.
+
+        The files that it can share with an earlier checkpoint take no space.
+        """
+        share = 1.0 if self._settings.nodes is None else self._settings.nodes.share
+        nbytes = int(forecast.nbytes * share)
+        if nbytes <= forecast.free_bytes:
+            return
+        # Only now: it reads the manifest of the earlier checkpoint.
+        nbytes -= self._shared_bytes(items)
+        if nbytes <= forecast.free_bytes:
+            return
+        needed, free = size_text(nbytes), size_text(forecast.free_bytes)
+        raise SaveFailed(
+            "a checkpoint does not fit on the disk",
+            where=str(self._settings.run.path),
+            value=f"it needs about {needed}, {free} are free",
+            hint="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
+            "or another checkpoint.checkpoint_dir",
+        )
+
+    def _shared_bytes(self, items: Iterable[Item]) -> int:
+        """The bytes of the files of frozen parameters that a save of *items* shares with an earlier checkpoint."""
+        reusable = ReusableFiles.open(
+            self._settings.previous() if self._settings.shares_files else None
+        )
+        if reusable is None:
+            return 0
+        frozen = {}
+        for item in items:
+            if item.kind == "module":
+                kinds = untrained_names(item.value)
+                frozen[item.name] = {name for name in kinds if kinds[name] == layout.FROZEN}
+        try:
+            return reusable.shared_bytes(frozen)
+        except CheckpointUnusable:
+            return 0

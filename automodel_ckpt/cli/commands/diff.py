@@ -135,8 +135,7 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.state.model_config import saved_config
-    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-    from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
+    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, further_bits_of
     from automodel_ckpt.config.help.changes import saved_recipe
 
     tensors = {name: tree.tensors for name, tree in manifest.trees.items()}

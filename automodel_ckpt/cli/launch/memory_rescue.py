@@ -25,7 +25,7 @@ def keep_memory(loaded: Loaded, code: int, *, by_rank: bool = False) -> None:
         return
     run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)
     copies = code <= SECOND_SIGNAL_CODE
-    from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
+    from automodel_ckpt.checkpoint.memory.rescue import keep_on_disk
 
     message = keep_on_disk(run, Path(section.directory), copies=copies, by_rank=by_rank)
     if message:

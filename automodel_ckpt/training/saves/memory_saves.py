@@ -18,8 +18,7 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.checkpointer import Resumed
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, remove_memory
-from automodel_ckpt.checkpoint.memory.nodes import Nodes
-from automodel_ckpt.checkpoint.memory.opening import open_memory
+from automodel_ckpt.checkpoint.memory.nodes import Nodes, open_memory
 from automodel_ckpt.checkpoint.memory.save_files import is_of_save, remove_set_aside
 from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, survey
 from automodel_ckpt.checkpoint.parts import commit

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.run import selection
 from automodel_ckpt.checkpoint.saving import sync_save
 from automodel_ckpt.checkpoint.saving.background import Background
-from automodel_ckpt.checkpoint.saving.disk_space import DiskSpace
+from automodel_ckpt.checkpoint.saving.planner import DiskSpace
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.monitoring import HangsConfig, LoggingConfig
 from automodel_ckpt.errors import AutomodelError, RecipeError
@@ -178,7 +177,7 @@ def uploads_that_cannot_go_back(case: Case) -> None:
 def a_checkpoint_that_cannot_be_verified(case: Case) -> None:
     saver = case.checkpointer()
     saver.save(STATE, step=1, epoch=0)
-    case.fails_on(1, selection, "verify", MemoryError())
+    case.fails_on(1, loader, "verify", MemoryError())
     saver.load(STATE)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.memory.opening import open_memory
+from automodel_ckpt.checkpoint.memory.nodes import open_memory
 from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside, saves_set_aside
 from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary

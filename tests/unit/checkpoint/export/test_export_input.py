@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.export import input as input_module
+from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.input import Inputs
+from automodel_ckpt.checkpoint.export.copy_engine import Inputs
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint
 
@@ -33,7 +33,7 @@ def opened_below(directory: Path) -> list[str]:
 def test_few_files_are_open_at_a_time_and_none_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_module, "_MAX_OPEN", 3)
+    monkeypatch.setattr(copy_engine, "_MAX_OPEN", 3)
     for number in range(6):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 5000)
     inputs = Inputs(tmp_path)

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.jobs import rank_manifest, reuse
 from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
 from automodel_ckpt.checkpoint.parts.verify import verify_deep
 from automodel_ckpt.checkpoint.run import shared_files
-from automodel_ckpt.checkpoint.saving import disk_space, plan_reuse, planner
+from automodel_ckpt.checkpoint.saving import plan_reuse, planner
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.models import tiny
@@ -264,7 +264,7 @@ def test_shared_files_need_no_space_on_the_disk(
     saver = tiny.checkpointer(tmp_path, incremental=True, **options)
     needed = saver.forecast(discover(made)).nbytes
     frozen = made.model.frozen.nbytes
-    monkeypatch.setattr(disk_space, "free_bytes", lambda _: needed - frozen)
+    monkeypatch.setattr(planner, "free_bytes", lambda _: needed - frozen)
     monkeypatch.setattr(plan_reuse, "free_bytes", lambda _: needed - frozen)
     try:
         saver.check_disk_space(discover(made))

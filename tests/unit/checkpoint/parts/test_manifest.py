@@ -28,8 +28,8 @@ from automodel_ckpt.checkpoint.parts.manifest import (
     StateRecord,
     Summary,
     Tree,
+    is_in_file,
 )
-from automodel_ckpt.checkpoint.parts.manifest_consistency import is_in_file
 from automodel_ckpt.checkpoint.parts.slices import MAX_DIMENSIONS, Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 

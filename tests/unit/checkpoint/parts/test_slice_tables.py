@@ -17,10 +17,10 @@ import xxhash
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.formats.torch_save import regular_boxes
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.sharding import MAX_RANKS, RegularSlices, Sharding
-from automodel_ckpt.checkpoint.parts.slice_columns import regular_boxes
 from automodel_ckpt.checkpoint.parts.slice_table import (
     ROW,
     SEGMENT,

@@ -17,7 +17,8 @@ from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run.pending import pending
-from automodel_ckpt.checkpoint.store import multipart, transient
+from automodel_ckpt.checkpoint.store import multipart
+from automodel_ckpt.checkpoint.store import store as store_module
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from tests.support.runs.stored_runs import FIRST, SECOND, URL
 from tests.support.servers.fault_proxy import Fault, FaultProxy, ProxyRequest, Rule
@@ -82,7 +83,7 @@ def test_faults_of_uploads_and_downloads_pass(
     monkeypatch.setattr(child_process, "_FIRST_PAUSE_SECONDS", 0.02)
     # Without repetitions by s3fs, the pauses would double eight times.
     monkeypatch.setattr(child_process, "_LONGEST_PAUSE_SECONDS", 0.08)
-    monkeypatch.setattr(transient, "_FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(store_module, "_FIRST_PAUSE_SECONDS", 0.02)
     root = tmp_path / "run"
     root.mkdir()
     (root / FIRST).symlink_to(local / FIRST)

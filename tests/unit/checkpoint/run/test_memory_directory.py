@@ -19,9 +19,8 @@ from automodel_ckpt.checkpoint.memory.directory import (
     memory_of,
     remove_orphans,
 )
-from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
-from automodel_ckpt.checkpoint.memory.opening import open_memory
-from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
+from automodel_ckpt.checkpoint.memory.nodes import open_memory
+from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk, keep_on_disk
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.lease import Lease

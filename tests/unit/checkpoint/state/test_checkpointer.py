@@ -550,7 +550,7 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.disk_space.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.planner.free_bytes", lambda _: 1000)
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.check_disk_space(discover(made))
