@@ -79,7 +79,7 @@ def hub_names(config: Any) -> Iterator[HubName]:
             if isinstance(getattr(model, key), str):
                 yield _named(model, key, ("model",))
     for key in ("tokenizer", "processor"):
-        section = getattr(config, key, None)
+        section: Any = getattr(config, key, None)
         name = getattr(section, "from_pretrained", None)
         # The model's own one follows model.revision.
         if name is not None and (section.revision is not None or name not in of_model):
@@ -92,8 +92,10 @@ def hub_names(config: Any) -> Iterator[HubName]:
         if getattr(section, "reference", None) is not None:
             yield _named(section, "reference", (key,), "reference_revision")
     sources = config.init_from or []
-    places: Iterable[tuple[Place, InitFromConfig]] = [(("init_from",), sources)]
-    if isinstance(sources, list | tuple):
+    places: Iterable[tuple[Place, InitFromConfig]]
+    if isinstance(sources, InitFromConfig):
+        places = [(("init_from",), sources)]
+    else:
         places = ((("init_from", number), source) for number, source in enumerate(sources))
     for place, source in places:
         if not is_url(source.path):
