@@ -259,11 +259,9 @@ class DistillationRecipe(Recipe):
         collate_fn = super().build_collate_fn()
         caches = TeacherCaches(
             self.layout,
+            self.section,
             teacher=identity,
-            top_k=self.section.top_k,
-            temperature=self.section.temperature,
             num_columns=self._num_columns,
-            directory=self.section.cache_dir,
             batch_size=self.config.step_scheduler.local_batch_size,
             collate_fn=collate_fn,
         )

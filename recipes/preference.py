@@ -39,7 +39,6 @@ from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.sections import naming_keys
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.parts.init_from import start_from
 from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
@@ -225,19 +224,8 @@ class PreferenceFinetune(LLMFinetune):
 
     def _start_reference(self, reference: Reference) -> None:
         """Give *reference* the weights that the trained model gets from ``init_from``."""
-        section, model = self.config.init_from, self.config.model
-        if not section or self.is_dry_run:
-            return
-        with self.local_init_from(section) as local:
-            start_from(
-                local,
-                {"model": reference.trainable.model},
-                ranks=self.layout,
-                group=self.layout.gloo_group,
-                resizable=reference.trainable.resized,
-                new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
-                verify=self.config.checkpoint.verify,
-            )
+        if not self.is_dry_run:
+            self.fill_from_weights({"model": reference.trainable.model}, reference.trainable)
 
     def build_objective(self) -> Objective:
         """Build the objective, with the reference model."""

@@ -119,16 +119,7 @@ class TrainingLoop:
         if self.validation_batches is not None:
             sets[None] = self.validation_batches
         sets.update(self.validation_sets)
-        self.validations = ValidationSets(
-            sets,
-            self.objective,
-            self.rng,
-            self.stop_request,
-            measures=self.measures,
-            read=self.batches,
-            errors=self.errors,
-            runs_ahead=self.runs_ahead,
-        )
+        self.validations = ValidationSets(sets, self)
         self.measurements = Measurements(recipe, self.measures)
         self.run_end = RunEnd(recipe)
 

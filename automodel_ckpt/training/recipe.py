@@ -561,15 +561,7 @@ class Recipe:
 
     def build_assets(self) -> dict[str, Assets]:
         """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
-        assets = export_assets(
-            self.config,
-            self.trainable,
-            preprocessor=self.preprocessor,
-            # The digest reads all bytes of the base, so only one rank computes it.
-            reads_base=self.layout.is_rank0 and not self.is_dry_run,
-            further=self.export_files(),
-            stops_elsewhere=bool(self.stop_tokens),
-        )
+        assets = export_assets(self)
         if self.weight_average is not None and model_layout(self.config) != "shards":
             # The files of the average are a complete model, too.
             for model in list(assets.values()):
@@ -625,7 +617,7 @@ class Recipe:
             return None
         from automodel_ckpt.training.measure.evaluated_model import Completions
 
-        return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
+        return Completions(section, self)
 
     def build_benchmarks(self) -> list[HarnessBenchmark]:
         """Build what the section ``evaluation`` runs."""
@@ -634,9 +626,7 @@ class Recipe:
             return []
         from automodel_ckpt.training.measure.evaluated_model import HarnessBenchmark
 
-        parts = (self.trainable, self.preprocessor, self.layout, self.rng)
-        index = self._task_index
-        return [HarnessBenchmark(section.harness, index, *parts, lambda: self.stop_request.wanted)]
+        return [HarnessBenchmark(section.harness, self._task_index, self)]
 
     # ---------------------------------------------------------------- what --show-samples and --dry-run ask
 
@@ -666,9 +656,7 @@ class Recipe:
         self._start_from_weights(state)
         if self.weight_average is not None:
             self.weight_average.start(self.saves.resumed)
-        resumed = self.saves.resumed
-        self.saves.hub_uploads.start(None if resumed is None else resumed.step)
-        self._resources.callback(self.saves.hub_uploads.close)
+        self.saves.start_hub_uploads(self._resources)
 
     def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         log_omitted_state(self, self.untracked)
@@ -677,18 +665,26 @@ class Recipe:
 
     def _start_from_weights(self, state: Mapping[str, Any]) -> None:
         """Load the weights that ``init_from`` names, unless the run continues."""
+        if self.saves.resumed is None:
+            self.fill_from_weights(self.modules_to_fill(state), self.trainable)
+
+    def fill_from_weights(self, modules: Mapping[str, nn.Module], trainable: Trainable) -> None:
+        """Fill *modules*, by attribute name, with the weights that ``init_from`` names, if it does. Collective.
+
+        *trainable* describes the one with the name ``model``.
+        """
         section, model = self.config.init_from, self.config.model
-        if self.saves.resumed is not None or not section:
+        if not section:
             return
         with self.local_init_from(section) as local_section:
             from automodel_ckpt.training.parts.init_from import start_from
 
             start_from(
                 local_section,
-                self.modules_to_fill(state),
+                modules,
                 ranks=self.layout,
                 group=self.layout.gloo_group,
-                resizable=self.trainable.resized,
+                resizable=trainable.resized,
                 new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
                 verify=self.config.checkpoint.verify,
             )

@@ -17,6 +17,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.encoder import encode_one
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.training.model.sections import text_tokenizer
 
 if TYPE_CHECKING:
     from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
@@ -46,7 +47,7 @@ def use_chat_template(section: Any, preprocessor: Any) -> None:
         )
         return
     [template] = given
-    for part in {id(part): part for part in (preprocessor, _tokenizer_of(preprocessor))}.values():
+    for part in {id(part): part for part in (preprocessor, text_tokenizer(preprocessor))}.values():
         part.chat_template = template
 
 
@@ -57,7 +58,7 @@ def add_stop_tokens(section: Any, dataset: Any, preprocessor: Any, model: Any) -
     chat template writes end with none.
     """
     config = getattr(model, "generation_config", None)
-    tokenizer = _tokenizer_of(preprocessor)
+    tokenizer = text_tokenizer(preprocessor)
     if config is None or tokenizer is None:
         return []
     ends = {end for part in _parts(dataset) for end in _ends_of(part, tokenizer)}
@@ -138,16 +139,14 @@ def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
         span = dataset.span(number)
         tokens, labelled = dataset.tokens[span].tolist(), dataset.labelled[span]
         last = len(tokens) - 1
-        while last > 0 and _is_blank(tokens[last], tokenizer, added):
+        while (
+            last > 0 and tokens[last] not in added and not tokenizer.decode([tokens[last]]).strip()
+        ):
             last -= 1
         if last >= 0 and labelled[last] and tokens[last] in added:
             found[tokens[last]] += 1
     # A sample that was truncated can end with any token.
     return {end for end, count in found.items() if count >= _NUM_EXAMINED / 10}
-
-
-def _is_blank(token: int, tokenizer: Any, added: set[int]) -> bool:
-    return token not in added and not tokenizer.decode([token]).strip()
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:
@@ -159,7 +158,3 @@ def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:
 
 def _special(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-
-
-def _tokenizer_of(preprocessor: Any) -> Any:
-    return getattr(preprocessor, "tokenizer", preprocessor)

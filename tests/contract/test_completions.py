@@ -143,16 +143,14 @@ def test_ranks_that_share_a_model_generate_together(
 
 def completions_with(model: Path, **settings: Any) -> list[Any]:
     """The completions of a model that no run trains, with these keys of the section."""
-    layout = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    trainable = Trainable(AutoModelForCausalLM.from_pretrained(model))
-    rng = StatefulRNG(0, 0, (1,))
-    made = Completions(
-        GenerationConfig(**({"prompts": ["Hello"], "max_new_tokens": 5} | settings)),
-        trainable,
-        AutoTokenizer.from_pretrained(model),
-        layout,  # type: ignore[arg-type]
-        rng,
+    recipe = SimpleNamespace(
+        trainable=Trainable(AutoModelForCausalLM.from_pretrained(model)),
+        preprocessor=AutoTokenizer.from_pretrained(model),
+        layout=SimpleNamespace(device=torch.device("cpu"), world_size=1),
+        rng=StatefulRNG(0, 0, (1,)),
     )
+    section = GenerationConfig(**({"prompts": ["Hello"], "max_new_tokens": 5} | settings))
+    made = Completions(section, recipe)
     return [(each.prompt, each.text, each.num_tokens) for each in made.at(3)]
 
 
@@ -199,13 +197,13 @@ def test_the_model_evaluates_in_its_dtype_and_continues_training_as_before(
     monkeypatch.setattr(recipe_completions, "generate", generate)
     monkeypatch.setattr(recipe_completions, "inputs_of", inputs_of)
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    completions = Completions(
-        GenerationConfig(prompts=["Hello"], system="Be kind."),
-        Trainable(model, compute=autocast),
-        tokenizer,
-        SimpleNamespace(device=torch.device("cpu"), world_size=2),  # type: ignore[arg-type]
-        StatefulRNG(0, 0, (1,)),
+    recipe = SimpleNamespace(
+        trainable=Trainable(model, compute=autocast),
+        preprocessor=tokenizer,
+        layout=SimpleNamespace(device=torch.device("cpu"), world_size=2),
+        rng=StatefulRNG(0, 0, (1,)),
     )
+    completions = Completions(GenerationConfig(prompts=["Hello"], system="Be kind."), recipe)
     before = torch.get_rng_state()
     completions.at(3)
     assert seen == [["system", "user"], (False, True, 3, True)]

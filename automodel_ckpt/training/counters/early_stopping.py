@@ -81,19 +81,14 @@ class EarlyStopping:
 
         Raises :class:`CheckpointUnusable` for impossible values.
         """
-        _check_plausible(state)
+        is_valid = isinstance(state, dict) and all(
+            isinstance(state.get(name), str) for name in ("metric", "mode")
+        )
+        counts = ("best_step", "num_without_improvement")
+        is_valid = is_valid and all(is_count(state.get(name)) for name in counts)
+        check_saved(is_valid and (state.get("best") is None or is_number(state["best"])), state)
         if (state["metric"], state["mode"]) != (self.rule.metric, self.rule.mode):
             return
         self.best = state["best"]
         self.best_step = state["best_step"]
         self.num_without_improvement = state["num_without_improvement"]
-
-
-def _check_plausible(state: Any) -> None:
-    """Validate a saved state, which may come from an untrusted file."""
-    is_valid = isinstance(state, dict) and all(
-        isinstance(state.get(name), str) for name in ("metric", "mode")
-    )
-    counts = ("best_step", "num_without_improvement")
-    is_valid = is_valid and all(is_count(state.get(name)) for name in counts)
-    check_saved(is_valid and (state.get("best") is None or is_number(state["best"])), state)

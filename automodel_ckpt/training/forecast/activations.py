@@ -117,11 +117,9 @@ def estimate_activations(recipe: Any, pipeline_rank: int = 0) -> Activations | N
 def _peak(recipe: Any, trace: StepTrace, head: HeadMemory) -> int:
     """The largest number of bytes of a micro-batch at one time, without gradients."""
     sizes = recipe.layout.sizes
-    if sizes.tp * sizes.pp > 1 or is_fully_sharded(recipe.config, recipe.layout):
-        # Ranks keep their shards of gradients, which count elsewhere.
-        return trace.later_peak(head)
-    if has_buckets(recipe):
-        # They exist during the whole step, and count elsewhere, too.
+    is_sharded = is_fully_sharded(recipe.config, recipe.layout)
+    if sizes.tp * sizes.pp > 1 or is_sharded or has_buckets(recipe):
+        # Shards of gradients, and buckets, which exist during the whole step, count elsewhere.
         return trace.later_peak(head)
     first = trace.peak(head) - trace.gradients - head.gradient_bytes
     if num_micro_batches(recipe.config, sizes.dp) == 1:

@@ -104,13 +104,15 @@ class StepTrace:
 
     def peak(self, head: HeadMemory) -> int:
         """The peak of one micro-batch, with the gradients that it computes."""
-        loss = self.after_forward + head.peak_bytes
-        return max(self.forward, loss, self.backward + head.gradient_bytes)
+        return self._peak(head, self.backward)
 
     def later_peak(self, head: HeadMemory) -> int:
         """The peak of a micro-batch beside gradients that exist, or of one whose gradients are sharded elsewhere."""
+        return self._peak(head, self.later_backward)
+
+    def _peak(self, head: HeadMemory, backward: int) -> int:
         loss = self.after_forward + head.peak_bytes
-        return max(self.forward, loss, self.later_backward + head.gradient_bytes)
+        return max(self.forward, loss, backward + head.gradient_bytes)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

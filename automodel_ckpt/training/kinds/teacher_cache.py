@@ -16,6 +16,7 @@ import torch
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.data.batches.micro_batches import collate, isolated_rng, read_sample
 from automodel_ckpt.data.samples.teacher_targets import (
     PartWriter,
@@ -58,12 +59,10 @@ class TeacherCaches:
     def __init__(
         self,
         layout: RankLayout,
+        section: DistillConfig,
         *,
         teacher: str,
-        top_k: int,
-        temperature: float,
         num_columns: int | None,
-        directory: str | None,
         batch_size: int,
         collate_fn: Any,
     ) -> None:
@@ -71,8 +70,9 @@ class TeacherCaches:
         without targets."""
         self._layout = layout
         self._teacher = teacher
-        self._settings = (top_k, temperature, num_columns)
-        self._directory = Path(directory).expanduser() if directory else None
+        self._top_k = section.top_k or 0
+        self._settings = (self._top_k, section.temperature, num_columns)
+        self._directory = Path(section.cache_dir).expanduser() if section.cache_dir else None
         self._batch_size = batch_size
         self._collate = collate_fn
 
@@ -104,7 +104,7 @@ class TeacherCaches:
         group = self._layout.gloo_group
         log.info(
             "computing the %d most probable tokens of the teacher for %s: %s",
-            self._settings[0],
+            self._top_k,
             _size(dataset),
             directory,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,23 +51,19 @@ class EvaluatedModel:
         self,
         what: str,
         where: str,
-        trainable: Trainable,
-        preprocessor: Any,
-        layout: RankLayout,
-        rng: StatefulRNG,
-        stop_is_wanted: Callable[[], bool] = lambda: False,
+        recipe: Any,
     ) -> None:
-        """*what* needs the model, because of the section *where*.
+        """*what* needs the model of *recipe*, because of the section *where*.
 
         Raises :class:`RecipeError` for a model that computes no logits of tokens, and without a tokenizer.
         """
-        self.model: Any = unwrap(trainable.model)
-        self.preprocessor = preprocessor
+        self.trainable: Trainable = recipe.trainable
+        self.model: Any = unwrap(self.trainable.model)
+        self.preprocessor = preprocessor = recipe.preprocessor
         self.tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
-        self.trainable = trainable
-        self.layout = layout
-        self._rng = rng
-        self._stop_is_wanted = stop_is_wanted
+        self.layout: RankLayout = recipe.layout
+        self._rng: StatefulRNG = recipe.rng
+        self._recipe = recipe
         can_generate = getattr(self.model, "can_generate", lambda: hasattr(self.model, "generate"))
         if preprocessor is None or not can_generate():
             raise RecipeError(
@@ -95,7 +91,7 @@ class EvaluatedModel:
 
     def check_for_stop(self) -> None:
         """Raise :class:`Interrupted` on all ranks if any rank received a stop request. A collective."""
-        (wanted,) = sum_over_ranks(self.layout.gloo_group, self._stop_is_wanted())
+        (wanted,) = sum_over_ranks(self.layout.gloo_group, self._recipe.stop_request.wanted)
         if wanted:
             raise Interrupted
 
@@ -106,19 +102,10 @@ class Completions:
     All ranks generate the same tokens, because a model that is sharded over them computes each one together.
     """
 
-    def __init__(
-        self,
-        settings: GenerationConfig,
-        trainable: Trainable,
-        preprocessor: Any,
-        layout: RankLayout,
-        rng: StatefulRNG,
-    ) -> None:
-        """Raises :class:`RecipeError` for a model that cannot generate text, and without a tokenizer."""
+    def __init__(self, settings: GenerationConfig, recipe: Any) -> None:
+        """Raises :class:`RecipeError` if the model of *recipe* cannot generate text, and without a tokenizer."""
         self._settings = settings
-        self._evaluated = EvaluatedModel(
-            "completions", "generation", trainable, preprocessor, layout, rng
-        )
+        self._evaluated = EvaluatedModel("completions", "generation", recipe)
         self._sampling = Sampling(settings.max_new_tokens, settings.temperature)
 
     def at(self, step: int) -> list[PromptCompletion]:
@@ -174,11 +161,7 @@ class HarnessBenchmark:
         self,
         settings: HarnessConfig,
         index: Any,
-        trainable: Trainable,
-        preprocessor: Any,
-        layout: RankLayout,
-        rng: StatefulRNG,
-        stop_is_wanted: Callable[[], bool],
+        recipe: Any,
     ) -> None:
         """*index* has the tasks (:func:`~automodel_ckpt.models.measure.harness.check_tasks`).
 
@@ -187,9 +170,7 @@ class HarnessBenchmark:
         self.every_steps = settings.every_steps
         self._tasks = tasks_of(settings)
         self._index = index
-        self._evaluated = EvaluatedModel(
-            "the tasks", SECTION, trainable, preprocessor, layout, rng, stop_is_wanted
-        )
+        self._evaluated = EvaluatedModel("the tasks", SECTION, recipe)
 
     def run(self) -> Sequence[TaskMetric] | None:
         """Run the tasks; returns their metrics, or None if a stop was requested meanwhile. A collective; the same on

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
-from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.training.measure.validation_metrics import BENCHMARK, LOSS, metric_name
@@ -25,7 +23,6 @@ from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.readback import Number
 from automodel_ckpt.training.values.records import StepResult, Validation
 from automodel_ckpt.training.values.run_log import RunLog
-from automodel_ckpt.training.watch.batch_errors import BatchErrors
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.measure.harness import TaskMetric
@@ -37,8 +34,6 @@ log = logging.getLogger("automodel_ckpt")
 
 Batches = Callable[[], Iterator[GlobalBatch]]
 """Reads a validation set from its start."""
-ReadBatches = Callable[[Iterable[GlobalBatch]], Iterator[GlobalBatch | None]]
-"""Yields the batches of a set, then None if this rank receives a stop request while it waits for one."""
 _NO_BATCH = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
 
 
@@ -52,27 +47,15 @@ class ValidationSets:
     def __init__(
         self,
         sets: Mapping[str | None, Batches],
-        objective: Objective,
-        rng: StatefulRNG,
-        stop_request: StopRequest,
-        *,
-        measures: Sequence[str],
-        read: ReadBatches,
-        errors: BatchErrors,
-        runs_ahead: bool,
+        loop: Any,
     ) -> None:
         """*sets* are by name; the loss of the first one is ``val_loss``, and the name of ``validation_dataset`` is
-        None. *runs_ahead*: the host does not wait for the loss of a batch before it reads the next one."""
+        None. *loop* is the training loop, which has the parts of the run."""
         self._sets = sets
-        self._objective = objective
-        self._trainable = objective.trainable
-        self._layout = objective.layout
-        self._rng = rng
-        self._stop_request = stop_request
-        self._measures = measures
-        self._read = read
-        self._errors = errors
-        self._runs_ahead = runs_ahead
+        self._loop = loop
+        self._objective: Objective = loop.objective
+        self._trainable = self._objective.trainable
+        self._layout = self._objective.layout
 
     def measure(self, step: int) -> Validation | None:
         """Compute the mean loss over each set after *step*; None if a stop was requested meanwhile."""
@@ -83,7 +66,7 @@ class ValidationSets:
             self._trainable.fake_quantization.start(max(1, step))
         model.eval()
         try:
-            with torch.no_grad(), self._rng.preserved():
+            with torch.no_grad(), self._loop.rng.preserved():
                 for name, batches in self._sets.items():
                     found = self._totals_of(batches(), step)
                     if found is None:
@@ -125,8 +108,8 @@ class ValidationSets:
         loss, count, num_labels = 0.0, 0.0, 0.0
         mine: tuple[Number, int, int] = (0.0, 0, 0)
         # Each round reduces the sums of the batch before; the extra round those of the last.
-        for batch in chain(self._read(batches), [_NO_BATCH]):
-            wants_stop = batch is None or self._stop_request.wanted
+        for batch in chain(self._loop.batches(batches), [_NO_BATCH]):
+            wants_stop = batch is None or self._loop.stop_request.wanted
             loss_here, count_here, num_labels_here = mine
             sums = sum_over_ranks(
                 self._layout.gloo_group,
@@ -148,13 +131,13 @@ class ValidationSets:
 
         If the host runs ahead of the device, the loss may be a tensor, which is read when the next batch is there.
         """
-        with self._errors.explained(f"in the validation of step {step}", batch):
+        with self._loop.errors.explained(f"in the validation of step {step}", batch):
             loss: Number = 0.0
             self._objective.start_batch(batch.micro_batches)
             for each in self._objective.losses(batch.micro_batches):
                 # float64, as in the reduction over the ranks.
                 part = each.double()
-                loss += part if self._runs_ahead else part.item()
+                loss += part if self._loop.runs_ahead else part.item()
         size = self._objective.size_here(batch.micro_batches)
         return loss if self._layout.reports_loss else 0.0, size.count, size.num_label_tokens
 
@@ -164,7 +147,7 @@ class ValidationSets:
         """The metrics beside the losses by their names in logs. *main* is the set without a name in them."""
         values = {name: self._objective.summarize(each) for name, each in totals.items()}
         found: dict[str, float] = {}
-        for measure in self._measures:
+        for measure in self._loop.measures:
             if measure == LOSS:
                 continue
             found[metric_name(measure, None)] = values[main][measure]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.base.user_cache import cache_directory
@@ -29,7 +28,7 @@ from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.training.model.sections import repository_options
+from automodel_ckpt.training.model.sections import ModelRequest, repository_options
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -40,32 +39,27 @@ def lora_of(section: PeftConfig) -> Lora:
     return Lora(**fields)
 
 
-def fresh_base(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    *,
-    auto_class: Any,
-    preprocessor: Any,
-    layout: RankLayout,
-) -> None:
+def fresh_base(request: ModelRequest) -> None:
     """Write a model of ``model.from_config`` with fresh weights to ``peft.base_dir``, unless it exists. A collective.
 
     Raises :class:`RecipeError` on all ranks if it cannot be written or is another model.
     """
+    config, layout = request.config, request.layout
     section: Any = config.model
     assert config.peft is not None and config.peft.base_dir is not None
-    directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
+    assert request.model_config is not None
+    directory = Path(config.peft.base_dir).expanduser()
 
     # Its end is a collective: the other ranks read the base only after rank 0 has written it.
     with raise_on_all_ranks(layout.gloo_group):
         if layout.is_rank0 and make_base(
             directory,
-            model_config,
-            auto_class=auto_class,
+            request.model_config,
+            auto_class=request.auto_class,
             # The same files on every machine, whatever the device that trains adapters on them.
             dtype=section.dtype or "float32",
-            seed=seed,
-            preprocessor=preprocessor,
+            seed=config.seed,
+            preprocessor=request.preprocessor,
             repository=repository_options(section),
         ):
             log.info("the base model is stored in %s for later starts", directory)

@@ -93,7 +93,9 @@ def build_deferred(
         try:
             if needs_values or loading:
                 raise NotDeferrable(needs_values or "its weights are changed while they are read")
-            resized = _resized(config, vocab_size)
+            resized = copy.deepcopy(config)
+            if vocab_size is not None:
+                set_size(resized, vocab_size)
             deferred = _on_meta(
                 section, base, resized, auto_class, seed, group, mtp, allow_new_head=allow_new_head
             )
@@ -118,13 +120,6 @@ def build_deferred(
         section, base, config, auto_class, loading, mtp, allow_new_head=allow_new_head
     )
     return DeferredModel(complete)
-
-
-def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
-    resized = copy.deepcopy(config)
-    if vocab_size is not None:
-        set_size(resized, vocab_size)
-    return resized
 
 
 def _complete(
@@ -345,19 +340,12 @@ def _base(request: ModelRequest, section: ModelConfig) -> str | None:
     peft = request.config.peft
     if peft is None or peft.base_dir is None:
         return section.from_pretrained
-    assert request.model_config is not None
     if request.is_dry_run and not Path(peft.base_dir).expanduser().exists():
         # A dry run writes nothing: the base would have the shapes of model.from_config.
         return None
     from automodel_ckpt.training.model.adapters import fresh_base
 
-    fresh_base(
-        request.config,
-        request.model_config,
-        auto_class=request.auto_class,
-        preprocessor=request.preprocessor,
-        layout=request.layout,
-    )
+    fresh_base(request)
     return peft.base_dir
 
 

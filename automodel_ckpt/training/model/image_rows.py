@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
@@ -28,9 +27,9 @@ from automodel_ckpt.models.inspect.forward import (
     logits_of,
     side_effect_free,
 )
-from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
 from automodel_ckpt.training.model.row_sharing import choose_document_kernel
+from automodel_ckpt.training.model.sections import ModelRequest
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -38,14 +37,12 @@ _PIXELS = 64
 
 
 def choose_image_rows(
+    request: ModelRequest,
     model: nn.Module,
     collate: ImageTextCollator,
-    layout: RankLayout,
     options: Mapping[str, Any],
     compute: Callable[[], AbstractContextManager[Any]],
-    config: RecipeConfig,
     *,
-    row_multiple: int,
     marks_tokens: bool,
 ) -> ImageRowLayout:
     """How packs of samples with images share rows. Raises :class:`RecipeError` if *model* does not separate them.
@@ -53,10 +50,10 @@ def choose_image_rows(
     A collective: runs *model* with *options*, in the context *compute*, on a few small images. *marks_tokens*: the rows
     contain a mask of the tokens that are not padding.
     """
-    attention = attention_of(model)
+    layout, attention = request.layout, attention_of(model)
     # Flash attention finds the samples by their position ids only in a batch of one row.
     one_row = "flash" in attention
-    rows = ImageRowLayout(rotary_positions(model), one_row, row_multiple, marks_tokens)
+    rows = ImageRowLayout(rotary_positions(model), one_row, request.row_multiple, marks_tokens)
     probe = RowProbe(model, collate, rows, options, compute, layout.device)
     apart = probe.keeps_samples_apart()
     masks = None
@@ -78,7 +75,7 @@ def choose_image_rows(
     kind = "rotary positions of images" if rows.positions_of is not None else "position ids"
     kernel = ""
     if masks is None:
-        kernel = choose_document_kernel(model, config, layout, options, compute, row_multiple)
+        kernel = choose_document_kernel(request, model, options, compute)
     if kernel:
         # All packs in one row, whose documents the kernel finds.
         in_one_row = replace(rows, one_row=True)

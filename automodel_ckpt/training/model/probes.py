@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("automodel_ckpt")
 
-_USUAL_HIDDEN_SIZE = 1024
-"""For a model by ``_target_``, which need not have a configuration."""
-
 
 @dataclass(frozen=True, slots=True)
 class Probed:
@@ -163,27 +160,17 @@ def _shared_rows(
         from automodel_ckpt.training.model.image_rows import choose_image_rows
 
         return choose_image_rows(
+            request,
             probe_model,
             ImageTextCollator(request.preprocessor, ids),
-            request.layout,
             options,
             sharded.compute,
-            request.config,
-            row_multiple=request.row_multiple,
             marks_tokens=marks_tokens,
         )
     if not request.shares_rows:
         return None
     return choose_row_layout(
-        model,
-        probe_model,
-        request.config,
-        request.layout,
-        options,
-        sharded.compute,
-        row_multiple=request.row_multiple,
-        hidden_size=_hidden_size(request),
-        marks_tokens=marks_tokens,
+        request, model, probe_model, options, sharded.compute, marks_tokens=marks_tokens
     )
 
 
@@ -201,11 +188,6 @@ def _warn_of_padding(
             "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
             " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
         )
-
-
-def _hidden_size(request: ModelRequest) -> int:
-    text = request.model_config and request.model_config.get_text_config()
-    return getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
 
 
 def _loss_head(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.by_document import attend_by_document, attend_by_mask
@@ -26,23 +25,23 @@ from automodel_ckpt.models.attention.packing_probe import Answer, keeps_samples_
 from automodel_ckpt.models.inspect.forward import attention_of
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
+from automodel_ckpt.training.model.sections import ModelRequest
 
 log = logging.getLogger("automodel_ckpt")
 
 Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 """From a collated micro-batch to the rows that the model gets, with the same sum of losses over labels."""
+_USUAL_HIDDEN_SIZE = 1024
+"""For a model by ``_target_``, which need not have a configuration."""
 
 
 def choose_row_layout(
+    request: ModelRequest,
     model: nn.Module,
     probe_model: nn.Module,
-    config: RecipeConfig,
-    layout: RankLayout,
     options: Mapping[str, Any],
     compute: Callable[[], AbstractContextManager[Any]],
     *,
-    row_multiple: int,
-    hidden_size: int,
     marks_tokens: bool,
 ) -> Rows | None:
     """How samples share rows, if the recipe wants it and *model* supports it; None: each is padded to the longest.
@@ -51,6 +50,7 @@ def choose_row_layout(
     *marks_tokens*: the rows contain a mask of the tokens that are not padding. Raises :class:`RecipeError` if
     ``packed_sequence`` is not supported by the model.
     """
+    config, layout, row_multiple = request.config, request.layout, request.row_multiple
     is_packed = config.packed_sequence is not None
     if not (config.dataloader.padding_free or is_packed):
         return None
@@ -84,7 +84,7 @@ def choose_row_layout(
             answer.reason,
         )
         return None
-    kernel = choose_document_kernel(probe_model, config, layout, options, compute, row_multiple)
+    kernel = choose_document_kernel(request, probe_model, options, compute)
     if kernel:
         log.info(
             "packing samples without padding; attention is limited to each sample (%s)", kernel
@@ -94,6 +94,8 @@ def choose_row_layout(
             "packing samples without padding; %s attention separates them by their position ids",
             attention,
         )
+    text = request.model_config and request.model_config.get_text_config()
+    hidden_size = getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
     return RowLayout(hidden_size, one_row or bool(kernel), row_multiple, marks_tokens)
 
 
@@ -121,17 +123,16 @@ def probe_with_masks(
 
 
 def choose_document_kernel(
+    request: ModelRequest,
     probe_model: nn.Module,
-    config: RecipeConfig,
-    layout: RankLayout,
     options: Mapping[str, Any],
     compute: Callable[[], AbstractContextManager[Any]],
-    row_multiple: int,
 ) -> str:
     """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself.
 
     A collective. Returns the label of the kernel, the same on all ranks; empty if attention uses the mask.
     """
+    config, layout = request.config, request.layout
     section = config.model
     if not isinstance(section, ModelConfig) or section.attn_implementation is not None:
         return ""
@@ -143,7 +144,7 @@ def choose_document_kernel(
         if not on_all_ranks(layout.gloo_group, name in preferred):
             continue
         able = attend_by_document(
-            probe_model, options, row_multiple, device, kernel_name=name, compute=compute
+            probe_model, options, request.row_multiple, device, kernel_name=name, compute=compute
         )
         if on_all_ranks(layout.gloo_group, able):
             return kernels[name].label

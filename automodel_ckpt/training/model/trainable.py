@@ -188,7 +188,9 @@ def _build(request: ModelRequest) -> Trainable:
         check_trained_types(model)
         check_separate_memory(model)
         keep_frozen_statistics(model)
-    options = _forward_options(model)
+    # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
+    # of transformers do not look for the samples of a packed row.
+    options: dict[str, Any] = {"use_cache": False} if accepts_use_cache(model) else {}
     router = choose_router_settings(request, model)
     if router is None and router_settings(model) is not None:
         # Otherwise the model would compute router logits that nothing uses.
@@ -235,12 +237,6 @@ def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | None:
     from automodel_ckpt.models.measure.flop_count import count_flops
 
     return count_flops(model, decoder_layers(model))
-
-
-def _forward_options(model: nn.Module) -> dict[str, Any]:
-    # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
-    # of transformers do not look for the samples of a packed row.
-    return {"use_cache": False} if accepts_use_cache(model) else {}
 
 
 def _check_device(request: ModelRequest, model: nn.Module, *, has_routers: bool) -> None:

@@ -93,7 +93,10 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
     if directory is None and not stated:
         # What is beside a single file belongs to it, as for ckpt import, unless the file states its config itself.
         directory = weights.path.parent
-    there = None if directory is None else _config_in(directory)
+    there = None
+    # A damaged one is no reason not to start: the weights are complete without it.
+    with contextlib.suppress(CheckpointUnusable):
+        there = None if directory is None else _side_json(directory, _CONFIG)
     if there is not None:
         if there.get("model_type") == config.model_type:
             # The settings of another program may be invalid here, and are compared as they are.
@@ -143,14 +146,6 @@ def _complete(config: PreTrainedConfig) -> dict[str, Any]:
     """All settings of a config; config.json only has those that are not the default of its class."""
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return settings
-
-
-def _config_in(directory: Path) -> dict[str, Any] | None:
-    """The content of config.json of the weights in *directory*; None if there is none."""
-    # A damaged one is no reason not to start: the weights are complete without it.
-    with contextlib.suppress(CheckpointUnusable):
-        return _side_json(directory, _CONFIG)
-    return None
 
 
 def _side_json(directory: Path, name: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,13 +125,6 @@ class PlannedGroup:
     members: list[Trained] = field(default_factory=list)
 
 
-class _Pair(NamedTuple):
-    """The parameters of an entry of ``optimizer.groups``, or of none, with weight decay and without."""
-
-    with_decay: PlannedGroup
-    without_decay: PlannedGroup
-
-
 def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> list[PlannedGroup]:
     """Put each of the *trained* parameters into one group, and return the groups that have parameters.
 
@@ -141,27 +134,25 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
     without parameters.
     """
     _check_patterns(section, trained, add_up)
-    rest = _pair("optimizer", None, section)
-    pairs: list[_Pair] = []
+    # Two for the rest, then two for each entry: with weight decay, and without.
+    planned = _empty_groups("optimizer", None, section)
     for number, group in enumerate(section.groups):
-        pairs.append(_pair(f"optimizer.groups.{number}", group, section))
+        planned += _empty_groups(f"optimizer.groups.{number}", group, section)
     for each in trained:
-        pair = next((pair for pair in pairs if _is_matched(each, pair)), rest)
-        no_decay_applies = _no_decay_applies(section, pair.with_decay.section)
-        if no_decay_applies and _is_without_decay(section, each):
-            pair.without_decay.members.append(each)
-        else:
-            pair.with_decay.members.append(each)
-    planned = [group for pair in (rest, *pairs) for group in pair]
+        place = 0
+        for number, group in enumerate(section.groups, 1):
+            if any(map(each.matches, group.params)):
+                place = 2 * number
+                break
+        applies = _no_decay_applies(section, planned[place].section)
+        planned[place + (applies and _is_without_decay(section, each))].members.append(each)
     sizes = add_up([len(group.members) for group in planned])
-    sizes_of_pairs = list(zip(sizes[::2], sizes[1::2], strict=True))[1:]
-    for pair, sizes_of_pair in zip(pairs, sizes_of_pairs, strict=True):
-        if not any(sizes_of_pair):
-            assert pair.with_decay.section is not None
+    for number, group in enumerate(section.groups, 1):
+        if not any(sizes[2 * number : 2 * number + 2]):
             raise RecipeError(
                 "earlier groups have all parameters of a group",
-                where=pair.with_decay.key,
-                value=pair.with_decay.section.params,
+                where=planned[2 * number].key,
+                value=group.params,
                 hint="a parameter belongs to the first group that matches it: put the narrower group first",
             )
     # By the sum over the stages: checkpoints store the groups of all stages as one optimizer,
@@ -169,22 +160,13 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
     return [group for group, size in zip(planned, sizes, strict=True) if size]
 
 
-def _is_matched(trained: Trained, pair: _Pair) -> bool:
-    group = pair.with_decay.section
-    return group is not None and any(map(trained.matches, group.params))
-
-
-def _pair(key: str, group: Group | None, section: Section) -> _Pair:
-    """Create the empty groups of an entry of ``optimizer.groups`` at *key*; None: of what matches no entry."""
+def _empty_groups(key: str, group: Group | None, section: Section) -> list[PlannedGroup]:
+    """The groups of an entry of ``optimizer.groups`` at *key*; None: of what matches no entry."""
     options: dict[str, Any] = {}
     if isinstance(group, OptimizerGroup):
-        values = {
-            "lr": group.lr,
-            "betas": group.betas,
-            "eps": group.eps,
-            "weight_decay": group.weight_decay,
-        }
-        options = {name: value for name, value in values.items() if value is not None}
+        for name in ("lr", "betas", "eps", "weight_decay"):
+            if getattr(group, name) is not None:
+                options[name] = getattr(group, name)
     elif isinstance(group, OptionsGroup):
         options = dict(group.kwargs)
     label = "all others" if section.groups else ""
@@ -192,10 +174,10 @@ def _pair(key: str, group: Group | None, section: Section) -> _Pair:
         label = ", ".join(group.params)
     what = "norms and biases" if section.no_decay == "auto" else "no_decay"
     without_label = f"{label}: {what}" if label else what
-    return _Pair(
+    return [
         PlannedGroup(key, group, options, label),
         PlannedGroup(key, group, {**options, "weight_decay": 0.0}, without_label),
-    )
+    ]
 
 
 def _check_patterns(section: Section, trained: Sequence[Trained], add_up: AddUp) -> None:

@@ -48,28 +48,21 @@ def model_layout(config: RecipeConfig) -> Literal["shards", "hf", "adapter"]:
     return "adapter" if has_adapter_file else "shards"
 
 
-def export_assets(
-    config: RecipeConfig,
-    trainable: Trainable,
-    *,
-    preprocessor: Any,
-    reads_base: bool,
-    further: Mapping[str, bytes],
-    stops_elsewhere: bool = False,
-) -> dict[str, Assets]:
-    """What an export of the module ``model`` needs besides its weights; empty for a model by ``_target_``.
-
-    *reads_base*: this rank computes the digest of the base that adapters belong to. *further* are files of the
-    recipe, by relative path. With *stops_elsewhere*, the model has other end tokens than its base.
+def export_assets(recipe: Any) -> dict[str, Assets]:
+    """What an export of *recipe*'s module ``model`` needs besides its weights; empty for a model by ``_target_``.
 
     Raises :class:`RecipeError` for what transformers could not write.
     """
+    config: RecipeConfig = recipe.config
+    trainable: Trainable = recipe.trainable
+    further: Mapping[str, bytes] = recipe.export_files()
     section, peft = config.model, config.peft
     if isinstance(section, Target):
         return {}
     base = section.from_pretrained or (peft and peft.base_dir)
     base_dir = base_directory(base, section.revision) if base else None
-    if stops_elsewhere:
+    if recipe.stop_tokens:
+        # The model has other end tokens than its base.
         further = {**generation_file(unwrap(trainable.model), base_dir), **further}
     if peft is not None:
         assert trainable.adapted is not None
@@ -81,8 +74,9 @@ def export_assets(
             section.from_pretrained or peft.base_dir or "",
             revision=section.revision,
             run=Path(config.checkpoint.checkpoint_dir),
-            preprocessor=preprocessor,
-            reads_base=reads_base,
+            preprocessor=recipe.preprocessor,
+            # The digest reads all bytes of the base, so only one rank computes it.
+            reads_base=recipe.layout.is_rank0 and not recipe.is_dry_run,
             has_own_config=trainable.has_task_head,
             further=further,
         )
@@ -95,7 +89,7 @@ def export_assets(
     )
     assets = HFAssets.from_model(
         trainable.model,
-        tokenizer=preprocessor,
+        tokenizer=recipe.preprocessor,
         base_dir=base_dir,
         code_dir=code_directory(unwrap(trainable.model), section.revision),
         declared=declared,

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.run.pending import TO_HUB, clear_links
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.hub.background import Pushes
 
-if TYPE_CHECKING:
-    from automodel_ckpt.hub.background import Pushes
-
-_STARTING = "starting the uploads to the Hugging Face Hub"
+STARTING = "starting the uploads to the Hugging Face Hub"
 
 
 class HubUploads:
     """The uploads of a run, which a process of rank 0 makes.
 
-    Without checkpoints (*checkpointer* is None) or without the section (*section* is None), nothing is uploaded. All
-    methods are collective, except :meth:`note_saved` and :meth:`close`.
+    All methods are collective, except :meth:`note_saved` and :meth:`close`.
     """
 
-    def __init__(self, section: HubConfig | None, checkpointer: Checkpointer | None) -> None:
+    def __init__(self, section: HubConfig, checkpointer: Checkpointer) -> None:
         self._section = section
         self._checkpointer = checkpointer
         self._pushes: Pushes | None = None
@@ -33,34 +28,25 @@ class HubUploads:
 
         Raises :class:`SaveFailed` on all ranks if it cannot be started.
         """
-        checkpointer, section = self._checkpointer, self._section
-        if checkpointer is None:
-            return
+        checkpointer = self._checkpointer
 
         def start() -> None:
-            root = checkpointer.directory
-            if section is None:
-                # A run without the section must not keep checkpoints for earlier uploads.
-                clear_links(root, TO_HUB)
-                return
-            from automodel_ckpt.hub.background import Pushes
-
             makes_exports = checkpointer.exports.of_each_checkpoint
-            self._pushes = Pushes(root, section, makes_exports=makes_exports)
+            self._pushes = Pushes(
+                checkpointer.directory, self._section, makes_exports=makes_exports
+            )
             self._pushes.start(resumed_step)
 
-        checkpointer.call_on_rank0(_STARTING, start)
+        checkpointer.call_on_rank0(STARTING, start)
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back."""
-        if self._checkpointer is None or self._section is None:
-            return
 
         def roll_back() -> None:
             if self._pushes is not None:
                 self._pushes.roll_back(step)
 
-        self._checkpointer.call_on_rank0(_STARTING, roll_back)
+        self._checkpointer.call_on_rank0(STARTING, roll_back)
 
     def note_saved(self, name: str) -> None:
         """Have the checkpoint *name* uploaded if the section asks for it. Called by rank 0, in any thread."""
@@ -72,8 +58,6 @@ class HubUploads:
 
         Raises :class:`SaveFailed` with ``hub.required``.
         """
-        if self._checkpointer is None or self._section is None:
-            return
 
         def finish() -> None:
             if self._pushes is not None:

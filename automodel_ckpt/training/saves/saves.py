@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run.pending import TO_HUB, clear_links
 from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
@@ -29,11 +30,11 @@ from automodel_ckpt.errors import (
 from automodel_ckpt.logs.progress import SavingView
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.saves.hub_uploads import HubUploads
 from automodel_ckpt.training.values.disk_use import warn_of_little_space
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
+    from automodel_ckpt.training.saves.hub_uploads import HubUploads
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
     from automodel_ckpt.training.watch.replica_check import ReplicaCheck
 
@@ -129,7 +130,11 @@ class Saves:
         self.memory = None
         self.replica_check = None
         self._compared_step: int | None = None
-        self.hub_uploads = HubUploads(config.hub, checkpointer)
+        self.hub_uploads: HubUploads | None = None
+        if config.hub is not None and checkpointer is not None:
+            from automodel_ckpt.training.saves.hub_uploads import HubUploads
+
+            self.hub_uploads = HubUploads(config.hub, checkpointer)
         self._config = config
         self._section = config.checkpoint
         self.recipe_yaml = config_yaml
@@ -176,6 +181,19 @@ class Saves:
                 exports_at_end=self.checkpointer.exports.only_at_end,
             )
 
+    def start_hub_uploads(self, resources: contextlib.ExitStack) -> None:
+        """Start the process of the section ``hub``, which *resources* close. Collective.
+
+        Raises :class:`SaveFailed` on all ranks if it cannot be started.
+        """
+        if self.hub_uploads is not None:
+            self.hub_uploads.start(None if self.resumed is None else self.resumed.step)
+            resources.callback(self.hub_uploads.close)
+        elif self.checkpointer is not None:
+            # A run without the section must not keep checkpoints for earlier uploads.
+            forget = functools.partial(clear_links, self.checkpointer.directory, TO_HUB)
+            self.checkpointer.call_on_rank0("removing the links of earlier uploads", forget)
+
     @_measured
     def make_missing_export(self) -> None:
         """Export the checkpoint that the run continues from, where each checkpoint is to have an export."""
@@ -214,7 +232,8 @@ class Saves:
         if resumed is None:
             return None
         self._compared_step = None
-        self.hub_uploads.roll_back(resumed.step)
+        if self.hub_uploads is not None:
+            self.hub_uploads.roll_back(resumed.step)
         # It may be of a step after this one, and is renamed by the next save.
         self.last_save = self._save_before = None
         self.resumed = resumed
@@ -349,7 +368,8 @@ class Saves:
         if reasoning is not None:
             log.info("%s", reasoning)
         self._run_log.log_save(report)
-        self.hub_uploads.note_saved(report.path.name)
+        if self.hub_uploads is not None:
+            self.hub_uploads.note_saved(report.path.name)
 
     @_measured
     def wait(self) -> None:
@@ -479,7 +499,7 @@ class Saves:
         request.on_request = _report_signal_at_end
         try:
             with request.waiting() as is_repeated:
-                if newest is not None:
+                if newest is not None and self.hub_uploads is not None:
                     self.hub_uploads.finish(newest.path.name, is_repeated.is_set)
                 checkpointer.finish_uploads(is_repeated.is_set)
         finally:

@@ -89,9 +89,11 @@ def hub_names(config: Any) -> Iterator[HubName]:
         section = getattr(config, key, None)
         if getattr(section, "reference", None) is not None:
             yield _named(section, "reference", (key,), "reference_revision")
-    sources: Any = config.init_from or []
-    places: Iterable[tuple[Place, InitFromConfig]] = [(("init_from",), sources)]
-    if isinstance(sources, list | tuple):
+    sources = config.init_from or []
+    places: Iterable[tuple[Place, InitFromConfig]]
+    if isinstance(sources, InitFromConfig):
+        places = [(("init_from",), sources)]
+    else:
         places = ((("init_from", number), source) for number, source in enumerate(sources))
     for place, source in places:
         if not is_url(source.path):

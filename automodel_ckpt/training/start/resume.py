@@ -10,20 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import LambdaLR
-
-from automodel_ckpt.base.rng import StatefulRNG
-from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
+from automodel_ckpt.checkpoint import Checkpointer, Resumed
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.layout import CONFIG
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
-from automodel_ckpt.config.help.changes import Change, effective_recipe, ignored_by_resume
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.start.resume_overrides import RecipeOptions, compare_recipes
+from automodel_ckpt.training.start.resume_overrides import RecipeComparison, RecipeOptions
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -32,14 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 
-def continue_imported_run(
-    resumed: Resumed,
-    *,
-    dataloader: object,
-    step_scheduler: StepScheduler,
-    rng: StatefulRNG,
-) -> None:
-    """Set what an imported checkpoint has no state for, and log what was not transferred.
+def _continue_imported_run(resumed: Resumed, recipe: Any) -> None:
+    """Set in *recipe*'s parts what an imported checkpoint has no state for, and log what was not transferred.
 
     The position in the data follows from the steps and samples that the other program counted. Random numbers are
     drawn from a generator that the seed and the step determine.
@@ -53,11 +42,12 @@ def continue_imported_run(
     missing = manifest.lineage.get("not_transferred")
     if isinstance(missing, list) and missing:
         log.warning("the import did not transfer:%s", first_lines([str(item) for item in missing]))
-    rng.derive(resumed.step)
+    recipe.rng.derive(resumed.step)
+    dataloader = recipe.dataloader
     if isinstance(dataloader, GlobalBatchLoader):
         consumed = manifest.progress.get("consumed_samples")
         dataloader.start_after(resumed.step, consumed)
-        step_scheduler.follow_data(
+        recipe.step_scheduler.follow_data(
             epochs_done=dataloader.epoch, num_samples=dataloader.samples_before
         )
 
@@ -79,7 +69,7 @@ def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
     recipe_options = RecipeOptions(
         recipe.optimizer, recipe.lr_scheduler, recipe.config.optimizer, recipe.overridden
     )
-    comparison = _Comparison(recipe)
+    comparison = RecipeComparison(recipe)
     resumed = checkpointer.load(state, before_loading=comparison.report)
     saves.resumed = resumed
     if resumed is None and checkpointer.is_rank0:
@@ -96,9 +86,7 @@ def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
         # Wall-clock time: the checkpoint may be from another process or node.
         run_log.progress.note_saved(resumed.step, time.time() - resumed.manifest.created)
         if resumed.manifest.is_imported_run:
-            continue_imported_run(
-                resumed, dataloader=recipe.dataloader, step_scheduler=scheduler, rng=recipe.rng
-            )
+            _continue_imported_run(resumed, recipe)
         # After the load: an earlier resume may have kept options that no recipe shows.
         recipe_options.compare(scheduler, resumed.loaded, resumed.path)
         saves.recipe_yaml = comparison.effective_recipe(resumed, recipe_options.kept)
@@ -149,43 +137,3 @@ def _warn_of_other_checkpoints(run: Path) -> None:
                 found,
             )
             return
-
-
-class _Comparison:
-    """Compares the recipe of a checkpoint with that of this start, which *recipe* has."""
-
-    def __init__(self, recipe: Any) -> None:
-        self._recipe = recipe
-        self._on_resume: str = recipe.config.optimizer.on_resume
-        schedule = recipe.lr_scheduler
-        # The rates of LambdaLR are computed again with the recipe's function.
-        self._keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
-        self._changes: list[Change] = []
-
-    def report(self, path: Path, manifest: Manifest) -> None:
-        """Log the differences before the checkpoint in *path* is loaded. Called on rank 0."""
-        recipe = self._recipe
-        self._changes = compare_recipes(
-            path,
-            manifest,
-            config_yaml=recipe.config_yaml,
-            precision=recipe.trainable.precision,
-            origins=recipe.origins,
-            overridden=recipe.overridden,
-            on_resume=self._on_resume,
-            keeps_schedule=self._keeps_schedule,
-        )
-
-    def effective_recipe(self, resumed: Resumed, options: Mapping[str, Any]) -> str:
-        """Return the recipe with the values that the run uses; on rank 0, which saves it.
-
-        *options* are the values of optimizer options that continue as saved, by dotted key.
-        """
-        config_yaml: str = self._recipe.config_yaml
-        # Not what the checkpoint has: state that was not loaded begins with the recipe's values.
-        kept = ignored_by_resume(
-            self._changes, resumed.loaded, self._on_resume, keeps_schedule=self._keeps_schedule
-        )
-        if not config_yaml or not (kept or options):
-            return config_yaml
-        return effective_recipe(config_yaml, resumed.path / CONFIG, kept, options)

@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint import Manifest, Resumed
 from automodel_ckpt.checkpoint.files.layout import CONFIG
 from automodel_ckpt.checkpoint.parts.discovery import left_out
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.config.help.changes import (
     Change,
     change_lines,
     changed_keys,
     check_overrides,
+    effective_recipe,
     ignored_by_resume,
     override_problem,
     recipe_of,
@@ -44,43 +45,59 @@ SCHEDULE = "lr_scheduler"
 """Attributes of a recipe, as checkpoints name them."""
 
 
-def compare_recipes(
-    checkpoint: Path,
-    manifest: Manifest,
-    *,
-    config_yaml: str,
-    precision: str,
-    origins: Mapping[str, str],
-    overridden: Collection[str],
-    on_resume: str,
-    keeps_schedule: bool = False,
-) -> list[Change]:
-    """Log and return which settings changed since *checkpoint* was saved. Called on rank 0.
+class RecipeComparison:
+    """Compares the recipe of a checkpoint with that of this start, which *recipe* has."""
 
-    *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
-    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name, *keeps_schedule*
-    whether the state of the LR schedule contains its settings. Raises :class:`RecipeError` for overrides on the command
-    line that the resume would ignore.
-    """
-    saved_precision = manifest.environment.get("precision")
-    if isinstance(saved_precision, str) and saved_precision != precision:
-        # Defaults depend on the device, so that the recipes may be equal.
-        log.warning(
-            "the precision is not that of %s, which was trained with %s",
-            checkpoint.name,
-            ascii(saved_precision[:200]),
+    def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
+        self._on_resume: str = recipe.config.optimizer.on_resume
+        schedule = recipe.lr_scheduler
+        # The rates of LambdaLR are computed again with the recipe's function.
+        self._keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
+        self._changes: list[Change] = []
+
+    def report(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Log which settings changed since *checkpoint* was saved, before it is loaded. Called on rank 0.
+
+        Raises :class:`RecipeError` for overrides on the command line that the resume would ignore.
+        """
+        recipe = self._recipe
+        saved_precision = manifest.environment.get("precision")
+        if isinstance(saved_precision, str) and saved_precision != recipe.trainable.precision:
+            # Defaults depend on the device, so that the recipes may be equal.
+            log.warning(
+                "the precision is not that of %s, which was trained with %s",
+                checkpoint.name,
+                ascii(saved_precision[:200]),
+            )
+        saved = saved_recipe(checkpoint / CONFIG)
+        if not saved or not recipe.config_yaml:
+            return  # imported from another program, or run by a script without a recipe file
+        given = {key for key, origin in recipe.origins.items() if origin != DEFAULT}
+        self._changes = changed_keys(saved, recipe_of(recipe.config_yaml), given)
+        ignored = self._ignored(manifest.saved)
+        check_overrides(ignored, recipe.overridden, checkpoint)
+        if self._changes:
+            lines = change_lines(self._changes, ignored)
+            message = "settings changed since %s was saved:%s"
+            log.warning(message, checkpoint.name, first_lines(lines))
+
+    def effective_recipe(self, resumed: Resumed, options: Mapping[str, Any]) -> str:
+        """Return the recipe with the values that the run uses; on rank 0, which saves it.
+
+        *options* are the values of optimizer options that continue as saved, by dotted key.
+        """
+        config_yaml: str = self._recipe.config_yaml
+        # Not what the checkpoint has: state that was not loaded begins with the recipe's values.
+        kept = self._ignored(resumed.loaded)
+        if not config_yaml or not (kept or options):
+            return config_yaml
+        return effective_recipe(config_yaml, resumed.path / CONFIG, kept, options)
+
+    def _ignored(self, loaded: Collection[str]) -> list[Change]:
+        return ignored_by_resume(
+            self._changes, loaded, self._on_resume, keeps_schedule=self._keeps_schedule
         )
-    saved = saved_recipe(checkpoint / CONFIG)
-    if not saved or not config_yaml:
-        return []  # imported from another program, or run by a script without a recipe file
-    given = {key for key, origin in origins.items() if origin != DEFAULT}
-    changes = changed_keys(saved, recipe_of(config_yaml), given)
-    ignored = ignored_by_resume(changes, manifest.saved, on_resume, keeps_schedule=keeps_schedule)
-    check_overrides(ignored, overridden, checkpoint)
-    if changes:
-        lines = change_lines(changes, ignored)
-        log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
-    return changes
 
 
 def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
@@ -128,7 +145,9 @@ class RecipeOptions:
         self._state_options = [each.state_options for each in self._8bit]
         self._new_schedule = copy.deepcopy(schedule.state_dict()) if schedule is not None else {}
         self._checkpoint = Path()
-        self._groups = [_options_of(group) for group in optimizer.param_groups]
+        self._groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            self._groups.append({key: value for key, value in group.items() if key != "params"})
 
     def compare(self, scheduler: StepScheduler, saved: Collection[str], checkpoint: Path) -> None:
         """Give the optimizer its options and its rate after *checkpoint* was loaded, and log what changes.
@@ -267,7 +286,7 @@ class RecipeOptions:
     def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
         """Use the recipe's constant rate; the checkpoint has the last rate of its schedule, which may be 0.0."""
         saved = current_rate(self._optimizer)
-        self._restore_rates()
+        self._restore()
         message = (
             "the checkpoint's schedule is left out: "
             "the learning rate of step %d is the recipe's, %.6g; it was %.6g"
@@ -276,7 +295,7 @@ class RecipeOptions:
 
     def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
         """Continue the recipe's schedule at the present step; the checkpoint has no state of a schedule."""
-        self._restore_rates()
+        self._restore()
         fast_forward(schedule, scheduler.step)
         message = (
             "no schedule was loaded: the recipe's continues at step %d with the learning rate %.6g"
@@ -288,17 +307,14 @@ class RecipeOptions:
 
         A schedule computes a rate from the one before it: the rates that were saved are those of other settings.
         """
-        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name in self._scheduled_options():
-                if name in options:
-                    group[name] = options[name]
+        self._restore(self._scheduled_options())
         schedule.load_state_dict(copy.deepcopy(self._new_schedule))
         fast_forward(schedule, scheduler.step)
 
-    def _restore_rates(self) -> None:
-        """Set the rates that the recipe built; a schedule changes them in place."""
+    def _restore(self, names: Collection[str] = ("lr", "initial_lr")) -> None:
+        """Set the options *names* that the recipe built; a schedule changes its rates in place."""
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name in ("lr", "initial_lr"):
+            for name in names:
                 if name in options:
                     group[name] = options[name]
                 else:
@@ -329,11 +345,6 @@ class RecipeOptions:
                 why = f" (the run was planned for {counted(before, 'step')}, now for {planned})"
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
             log.warning(message, why, scheduler.step + 1, now, saved_rate)
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _numbers(value: Any) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.spikes import Spike
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model import deferred_model
-from automodel_ckpt.training.saves import hub_uploads
+from automodel_ckpt.training.saves import saves as saves_module
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.run_log import RunLog
 from automodel_ckpt.training.watch import hang_watch as hang_watch_module
@@ -158,8 +159,8 @@ def a_log_that_cannot_be_truncated_after_a_spike(case: Case) -> None:
 
 
 def uploads_that_cannot_be_started(case: Case) -> None:
-    case.fails_on(0, hub_uploads, "clear_links", disk_full())
-    case.saves().hub_uploads.start(None)
+    case.fails_on(0, saves_module, "clear_links", disk_full())
+    case.saves().start_hub_uploads(ExitStack())
 
 
 def uploads_that_cannot_go_back(case: Case) -> None:
@@ -170,6 +171,7 @@ def uploads_that_cannot_go_back(case: Case) -> None:
     if case.rank == 0:
         pushes: Any = SimpleNamespace(roll_back=None)
         case.fails_on(0, pushes, "roll_back", disk_full())
+        assert made.hub_uploads is not None
         made.hub_uploads._pushes = pushes
     made.roll_back(1)
 

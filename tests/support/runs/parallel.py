@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,6 @@ from automodel_ckpt.parallel.gradient_norm import clip_gradients
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import share_out
 from automodel_ckpt.parallel.parallelize import Parallelism, gradient_sync, parallelize
-from automodel_ckpt.parallel.pipeline import Kind
-from automodel_ckpt.training.model.pipeline import PipelineStage, split_stages, train_stages
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -78,34 +75,6 @@ def train_steps(
         _step(model, layout, optimizer, number, partial(_passes, model))
         for number in range(num_steps)
     ]
-
-
-def train_steps_in_stages(
-    model: nn.Module, layout: RankLayout, how: Parallelism, num_steps: int = 2, kind: Kind = "1f1b"
-) -> list[tuple[float, float]]:
-    """The same with this rank's stage of a whole *model*; the loss counts on the last stage, as in a recipe."""
-    made = split_stages(model, layout, None, None, 2 if kind == "interleaved1f1b" else 1)
-    shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
-    staged = PipelineStage(shared, layout, made, kind)
-    optimizer = torch.optim.AdamW(
-        [p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True
-    )
-    train_stages(optimizer, shared, layout)
-
-    def outcome(rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:
-        tokens = rows["labels"]
-        given = {"input_ids": tokens}
-        if hidden is not None:
-            given = {"inputs_embeds": made.local.receive(hidden, tokens.shape[1])}
-        logits: torch.Tensor = shared(**given, use_cache=False).logits
-        return _loss(logits, tokens) if staged.is_last else logits
-
-    def passes(micro_batches: Sequence[torch.Tensor], weight: float) -> float:
-        losses = staged.train([{"labels": part} for part in micro_batches], outcome, weight)
-        return float(sum(loss.item() for loss in losses))
-
-    clip = partial(clip_gradients, in_stages=True, counted_elsewhere=staged.counted_elsewhere)
-    return [_step(shared, layout, optimizer, number, passes, clip) for number in range(num_steps)]
 
 
 def global_batch(number: int) -> torch.Tensor:

@@ -10,47 +10,10 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, FORWARD, STEPS
+from automodel_ckpt.checkpoint.run.timeline import FORWARD, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.training.watch.stragglers import (
-    Figures,
-    Straggler,
-    StragglerWatch,
-    slower_ranks,
-)
-
-USUAL = Figures(wait=0.1, step=2.0, forward=1.0, per_token=0.01)
-
-
-@pytest.mark.parametrize(
-    ("mine", "expected"),
-    [
-        (USUAL, []),
-        (Figures(0.1, 2.0, 1.3, 0.013), [Straggler(1, FORWARD, 1.3, 1.0)]),
-        (Figures(0.1, 2.0, 1.05, 0.0105), []),
-        # Longer rows, or shorter ones.
-        (Figures(0.1, 2.0, 1.3, 0.01), []),
-        (Figures(0.1, 2.0, 1.0, 0.013), []),
-        (Figures(0.1, 2.0, 0.0, 0.0), []),
-    ],
-)
-@pytest.mark.parametrize("num_ranks", [2, 5])
-def test_a_rank_is_slow_by_its_time_and_by_that_for_each_token(
-    mine: Figures, expected: list[Straggler], num_ranks: int
-) -> None:
-    figures = [USUAL] * num_ranks
-    figures[1] = mine
-    assert slower_ranks(figures, [0] * num_ranks, 0.1) == expected
-
-
-def test_the_rank_that_others_wait_for_and_only_ranks_of_one_stage_are_compared() -> None:
-    waiting = Figures(0.5, 2.0, 1.0, 0.01)
-    (found,) = slower_ranks([waiting, Figures(0.0, 2.0, 1.0, 0.01), waiting], [0] * 3, 0.1)
-    assert found == Straggler(1, ARRIVAL, 0.5, 2.0)
-    assert found.share == 0.25
-    last = Figures(0.1, 2.0, 1.7, 0.017)
-    assert slower_ranks([USUAL, USUAL, last, last], [0, 0, 1, 1], 0.1) == []
+from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
 
 @pytest.mark.parametrize("slow", [None, 17])
