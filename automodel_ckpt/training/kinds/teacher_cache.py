@@ -16,7 +16,7 @@ import torch
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
-from automodel_ckpt.config.kinds.distill import DistillConfig
+from automodel_ckpt.config.keys.kinds import DistillConfig
 from automodel_ckpt.data.batches.micro_batches import collate, isolated_rng, read_sample
 from automodel_ckpt.data.samples.teacher_targets import (
     PartWriter,
