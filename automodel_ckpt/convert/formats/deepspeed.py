@@ -348,8 +348,11 @@ class _Model:
                 with faults_of(first.path, "the paddings of the parameters are damaged"):
                     paddings = counts(first.paddings[index])
             if paddings is None or len(paddings) != len(shapes):
-                what = "the paddings of the parameters are damaged"
-                raise unusable(what, first.path, repr(first.paddings)[:200])
+                raise unusable(
+                    "the paddings of the parameters are damaged",
+                    first.path,
+                    repr(first.paddings)[:200],
+                )
             vector = [rank.segments[index] for rank in ranks]
             self._add_group(list(shapes.items()), [vector], paddings)
 
@@ -368,8 +371,11 @@ class _Model:
         unit = 2 * len(self._files.optimizer) if len(vectors) == 1 else 1
         for vector in vectors:
             if length_of(vector) >= position + unit:
-                what = "the ranks' parts do not have the size of the parameters"
-                raise unusable(what, self._tag, f"{length_of(vector)} elements, not {position}")
+                raise unusable(
+                    "the ranks' parts do not have the size of the parameters",
+                    self._tag,
+                    f"{length_of(vector)} elements, not {position}",
+                )
 
     def _add_universal(self, zero: Path, groups: Iterable[dict[str, Shape]]) -> None:
         """Add the parameters in ``zero/NAME/fp32.pt`` (source: deepspeed/checkpoint/ds_to_universal.py, 0.19).

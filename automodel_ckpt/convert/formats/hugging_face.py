@@ -80,8 +80,9 @@ class HuggingFaceFiles(Format):
             found = tensors_in_file(path, name, export, follow_links=follow_links)
             for fqn in found:
                 if fqn in files:
-                    what = f"two files hold the tensor {fqn!r}"
-                    raise unusable(what, path / name, f"also in {files[fqn]}")
+                    raise unusable(
+                        f"two files hold the tensor {fqn!r}", path / name, f"also in {files[fqn]}"
+                    )
                 files[fqn] = name
             tensors |= found
         _check_not_mlx(path, tensors)
@@ -236,14 +237,17 @@ class SafetensorsFile(Format):
         if weight_map is not None:
             num_files = len(set(weight_map.values()))
             if num_files > 1:
-                value = f"one of {num_files}: name the directory"
-                raise _incomplete("this file is a part of a model", path, value)
+                raise _incomplete(
+                    "this file is a part of a model",
+                    path,
+                    f"one of {num_files}: name the directory",
+                )
         if SHARDING_INFO in read_header(path).metadata:
-            what = "this file is a rank's shard of a model"
-            raise _incomplete(what, path, "name the directory of the shards")
+            raise _incomplete(
+                "this file is a rank's shard of a model", path, "name the directory of the shards"
+            )
         if path.name == layout.ADAPTER_MODEL:
-            what = "this file is an adapter, not a model"
-            raise _incomplete(what, path, "name its directory")
+            raise _incomplete("this file is an adapter, not a model", path, "name its directory")
         tensors = tensors_in_file(directory, path.name, export, follow_links=True)
         return source_of_files(directory, [path.name], tensors, export, follow_links=True)
 

@@ -71,8 +71,11 @@ def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
             stated = {}
         offsets = counts(stated.get("saved_offsets"))
         if offsets is None or len(offsets) != len(entry.shape):
-            what = f"the header does not state where its slice of {fqn!r} belongs"
-            raise unusable(what, path, repr(info.get(fqn))[:200])
+            raise unusable(
+                f"the header does not state where its slice of {fqn!r} belongs",
+                path,
+                repr(info.get(fqn))[:200],
+            )
         nbytes = entry.end - entry.start
         parts = found.setdefault(fqn, _Found())
         parts.slices.append(

@@ -103,8 +103,9 @@ def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor
     for rest, by_layer in layers.items():
         name = f"decoder.layers.{rest}"
         if len({(one.dtype, one.shape) for own in by_layer.values() for one in own.values()}) > 1:
-            what = "the layers of the model have different dtypes or shapes"
-            raise unusable(what, Path(where), name, _HINT)
+            raise unusable(
+                "the layers of the model have different dtypes or shapes", Path(where), name, _HINT
+            )
         rows = []
         for _, by_expert in sorted(by_layer.items()):
             own = [tensor for _, tensor in sorted(by_expert.items())]

@@ -36,7 +36,7 @@ from automodel_ckpt.convert.formats.gguf.model import (
     model_of_metadata,
     name_faults,
 )
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.formats.gguf.values import NotConvertible
 
 _FACTORS = "rope_freqs.weight"
 # Head dimensions are at most some hundred.
@@ -133,9 +133,9 @@ def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
     shapes = {name: info.shape for name, info in infos.items()}
     try:
         factors = _factors(path, infos.get(_FACTORS))
-        model = model_of_metadata(header.values, shapes, factors, str(path))
-    except CheckpointUnusable as error:
-        return None, f"{error.problems[0].what} ({error.problems[0].value})"
+        model = model_of_metadata(header.values, shapes, factors)
+    except NotConvertible as error:
+        return None, f"{error.what} ({error.value})"
     # First: a number of layers can be of any size, and every layer takes memory.
     fault = layers_fault(model.num_layers, shapes)
     if fault is None:
@@ -149,8 +149,7 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
     if info is None:
         return []
     if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
-        what = "the divisors of frequencies are not a vector of F32"
-        raise unusable(what, path, _FACTORS, "convert the file again")
+        raise NotConvertible("the divisors of frequencies are not a vector of F32", _FACTORS)
     with open(path, "rb") as file:
         file.seek(info.start)
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))

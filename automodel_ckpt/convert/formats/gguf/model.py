@@ -20,9 +20,10 @@ from automodel_ckpt.convert.formats.gguf.architectures import (
 from automodel_ckpt.convert.formats.gguf.positions import Positions, positions_of, read_positions
 from automodel_ckpt.convert.formats.gguf.values import (
     KeyValue,
-    not_convertible,
+    NotConvertible,
     positive_integer,
     positive_number,
+    reported,
 )
 
 _LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.([0-9]+)\.", re.ASCII)
@@ -141,27 +142,30 @@ def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
     Raises :class:`CheckpointUnusable` for an architecture that is not in the table, and for a variant that llama.cpp
     does not compute.
     """
-    architecture = _architecture(config, where)
-    numbers = _numbers(config, architecture, where)
+    with reported(where):
+        return _model_of(config)
+
+
+def _model_of(config: Mapping[str, Any]) -> GgufModel:
+    architecture = _architecture(config)
+    numbers = _numbers(config, architecture)
     if architecture.scale_of_hidden_layers:
         expected = _attention_scale(architecture, numbers)
         scale = config.get("query_pre_attn_scalar", 256)
         if scale != expected:
-            raise not_convertible(
+            raise NotConvertible(
                 "llama.cpp scales attention differently",
-                where,
                 f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}",
             )
     is_tied = bool(config.get("tie_word_embeddings", architecture.tied_by_default))
     if architecture.must_be_tied and not is_tied:
-        raise not_convertible(
+        raise NotConvertible(
             f"llama.cpp has no {architecture.model_class} with a separate output layer",
-            where,
             "tie_word_embeddings: false",
         )
-    _check_rotation(config, architecture, where)
-    positions = read_positions(config, architecture.positions, where)
-    limit = _context_limit(config, architecture, numbers, where)
+    _check_rotation(config, architecture)
+    positions = read_positions(config, architecture.positions)
+    limit = _context_limit(config, architecture, numbers)
     return GgufModel(architecture, numbers, positions, is_tied, limit)
 
 
@@ -169,22 +173,21 @@ def model_of_metadata(
     values: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]],
     factors: Sequence[float],
-    where: str,
 ) -> GgufModel:
     """Return the model that the metadata *values* of a GGUF file describe.
 
     *shapes* are those of its tensors, by GGUF's name, row-major; *factors* the values of ``rope_freqs.weight``. Raises
-    :class:`CheckpointUnusable` for an unknown architecture, and for values that config.json cannot describe.
+    :class:`NotConvertible` for an unknown architecture, and for values that config.json cannot describe.
     """
     name = values.get("general.architecture")
     architecture = by_name(name)
     if architecture is None:
-        raise not_convertible("unknown architecture", where, f"general.architecture: {name!r:.100}")
+        raise NotConvertible("unknown architecture", f"general.architecture: {name!r:.100}")
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
-        raise not_convertible("there is no embedding", where, "token_embd.weight")
-    hidden = positive_integer(values, f"{name}.embedding_length", where)
-    heads = positive_integer(values, f"{name}.attention.head_count", where)
+        raise NotConvertible("there is no embedding", "token_embd.weight")
+    hidden = positive_integer(values, f"{name}.embedding_length")
+    heads = positive_integer(values, f"{name}.attention.head_count")
     config: dict[str, Any] = {
         "architectures": [architecture.model_class],
         "head_dim": hidden // heads,
@@ -198,11 +201,11 @@ def model_of_metadata(
     config["vocab_size"] = embedding[0]
     config["tie_word_embeddings"] = _OUTPUT not in shapes
     config["query_pre_attn_scalar"] = _attention_scale(architecture, config)
-    config |= positions_of(values, str(name), where, factors, config["head_dim"])
-    return read_model(config, where)
+    config |= positions_of(values, str(name), factors, config["head_dim"])
+    return _model_of(config)
 
 
-def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
+def _architecture(config: Mapping[str, Any]) -> Architecture:
     classes = config.get("architectures")
     model_class = str(classes) if classes else None
     if isinstance(classes, list) and len(classes) == 1:
@@ -211,31 +214,26 @@ def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
     if found is None:
         known = ", ".join(known.model_class for known in ARCHITECTURES)
         named = classes or config.get("model_type")
-        raise not_convertible(
+        raise NotConvertible(
             "this architecture is not converted to GGUF",
-            where,
             f"architectures: {named!r:.200} (known: {known})",
         )
     if "quantization_config" in config:
-        raise not_convertible("quantized weights are not converted", where, "quantization_config")
+        raise NotConvertible("quantized weights are not converted", "quantization_config")
     for key, setting in found.fixed.items():
         # null and false both mean that a feature is off.
         given = config.get(key, setting)
         if given != setting and (given or setting):
-            raise not_convertible(
-                f"GGUF's {found.name} has no such variant", where, f"{key}: {given!r:.100}"
+            raise NotConvertible(
+                f"GGUF's {found.name} has no such variant", f"{key}: {given!r:.100}"
             )
     return found
 
 
-def _numbers(
-    config: Mapping[str, Any], architecture: Architecture, where: str
-) -> dict[str, int | float]:
+def _numbers(config: Mapping[str, Any], architecture: Architecture) -> dict[str, int | float]:
     defaults = dict(architecture.defaults)
-    heads = positive_integer(
-        config, "num_attention_heads", where, defaults.get("num_attention_heads")
-    )
-    hidden = positive_integer(config, "hidden_size", where)
+    heads = positive_integer(config, "num_attention_heads", defaults.get("num_attention_heads"))
+    hidden = positive_integer(config, "hidden_size")
     defaults.setdefault("num_key_value_heads", heads)
     defaults.setdefault("head_dim", hidden // heads)
     numbers = {}
@@ -247,11 +245,11 @@ def _numbers(
             # A null would be replaced by the default, which is another model.
             default = None
         read = positive_integer if setting.kind == "uint32" else positive_number
-        numbers[setting.config] = read(config, setting.config, where, default)
+        numbers[setting.config] = read(config, setting.config, default)
     kv_heads, head_dim = int(numbers["num_key_value_heads"]), int(numbers["head_dim"])
     if head_dim % 2 or heads % kv_heads:
-        raise not_convertible(
-            "these attention heads do not fit together", where, f"{heads}, {kv_heads} of {head_dim}"
+        raise NotConvertible(
+            "these attention heads do not fit together", f"{heads}, {kv_heads} of {head_dim}"
         )
     return numbers
 
@@ -263,8 +261,8 @@ def _attention_scale(architecture: Architecture, numbers: Mapping[str, Any]) -> 
     return numbers["head_dim"]
 
 
-def _check_rotation(config: Mapping[str, Any], architecture: Architecture, where: str) -> None:
-    """Raise :class:`CheckpointUnusable` if other layers have rotary positions than llama.cpp's."""
+def _check_rotation(config: Mapping[str, Any], architecture: Architecture) -> None:
+    """Raise :class:`NotConvertible` if other layers have rotary positions than llama.cpp's."""
     period = architecture.no_rotation_period
     if not period:
         return
@@ -274,9 +272,8 @@ def _check_rotation(config: Mapping[str, Any], architecture: Architecture, where
         # 1 means that the layer has rotary positions, despite the name of the key.
         is_equal &= flag == int((number + 1) % period != 0)
     if not is_equal:
-        raise not_convertible(
+        raise NotConvertible(
             "llama.cpp rotates other layers",
-            where,
             f"no_rope_layers: {flags!r:.100}, no_rope_layer_interval: {interval!r:.50}",
         )
 
@@ -285,11 +282,10 @@ def _context_limit(
     config: Mapping[str, Any],
     architecture: Architecture,
     numbers: Mapping[str, int | float],
-    where: str,
 ) -> int | None:
     """Return the sliding window, if llama.cpp has none for the architecture and the context is longer; else None.
 
-    Raises :class:`CheckpointUnusable` if llama.cpp has a sliding window in other layers than the model.
+    Raises :class:`NotConvertible` if llama.cpp has a sliding window in other layers than the model.
     """
     types = config.get("layer_types")
     period = architecture.full_attention_period
@@ -299,9 +295,8 @@ def _context_limit(
         for number, layer_type in enumerate(given[:num_layers]):
             expected = "sliding_attention" if (number + 1) % period else "full_attention"
             if layer_type != expected:
-                raise not_convertible(
+                raise NotConvertible(
                     "llama.cpp has full attention in other layers",
-                    where,
                     f"layer_types[{number}]: {layer_type!r:.50}",
                 )
         return None
@@ -311,7 +306,7 @@ def _context_limit(
         slides = bool(config.get("use_sliding_window", architecture.sliding_by_default))
     if not slides or config.get("sliding_window") is None:
         return None
-    window = positive_integer(config, "sliding_window", where)
+    window = positive_integer(config, "sliding_window")
     return window if window < numbers["max_position_embeddings"] else None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.convert.formats.gguf.values import KeyValue, not_convertible, positive_number
+from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, positive_number
 
 _LENGTH = "original_max_position_embeddings"
 # The numbers that each kind of scaling of positions needs.
@@ -92,78 +92,75 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     return rows
 
 
-def read_positions(config: Mapping[str, Any], known: frozenset[str], where: str) -> Positions:
-    """Return the positions that *config* (of config.json, at *where*) describes.
+def read_positions(config: Mapping[str, Any], known: frozenset[str]) -> Positions:
+    """Return the positions that *config* (of config.json) describes.
 
-    *known* are the kinds of scaling that llama.cpp computes for the architecture. Raises :class:`CheckpointUnusable`
+    *known* are the kinds of scaling that llama.cpp computes for the architecture. Raises :class:`NotConvertible`
     for any other kind, and for unusable numbers.
     """
-    theta = positive_number(config, "rope_theta", where, 10_000.0)
+    theta = positive_number(config, "rope_theta", 10_000.0)
     local_theta = None
     if config.get("rope_local_base_freq") is not None:
-        local_theta = positive_number(config, "rope_local_base_freq", where)
+        local_theta = positive_number(config, "rope_local_base_freq")
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(found, Mapping) and "sliding_attention" in found:
         # transformers 5: one entry per type of layer.
         local = found["sliding_attention"]
         found = found.get("full_attention")
         if not isinstance(local, Mapping) or not isinstance(found, Mapping):
-            raise not_convertible("config.json holds no usable value", where, "rope_parameters")
+            raise NotConvertible("config.json holds no usable value", "rope_parameters")
         if local.get("rope_type", "default") != "default":
-            raise not_convertible(
-                "GGUF has no scaling of positions for sliding attention", where, local["rope_type"]
+            raise NotConvertible(
+                "GGUF has no scaling of positions for sliding attention", local["rope_type"]
             )
-        local_theta = positive_number(local, "rope_theta", where)
+        local_theta = positive_number(local, "rope_theta")
     settings = found if isinstance(found, Mapping) else {"rope_type": found}
-    theta = positive_number(settings, "rope_theta", where, theta)
-    return Positions(theta, _scaling(settings, config, known, where), local_theta)
+    theta = positive_number(settings, "rope_theta", theta)
+    return Positions(theta, _scaling(settings, config, known), local_theta)
 
 
 def _scaling(
-    settings: Mapping[str, Any], config: Mapping[str, Any], known: frozenset[str], where: str
+    settings: Mapping[str, Any], config: Mapping[str, Any], known: frozenset[str]
 ) -> dict[str, Any]:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(kind, str) or kind not in known or kind not in _NUMBERS:
-        raise not_convertible(
+        raise NotConvertible(
             "GGUF has no such scaling of positions for this architecture",
-            where,
             f"rope_type: {kind!r:.100}",
         )
     if kind == "default":
         return {}
     defaults = {}
     if kind == "yarn":
-        length = positive_number(config, "max_position_embeddings", where)
+        length = positive_number(config, "max_position_embeddings")
         defaults = {**_YARN_BETAS, _LENGTH: length}
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if settings.get(name) is not None:
-                raise not_convertible(
+                raise NotConvertible(
                     "llama.cpp computes YaRN's attention factor from the scaling factor only",
-                    where,
                     f"{name}: {settings[name]!r:.100}",
                 )
         if settings.get("truncate", True) is not True:
-            raise not_convertible("llama.cpp rounds YaRN's range", where, "truncate: false")
+            raise NotConvertible("llama.cpp rounds YaRN's range", "truncate: false")
     scaling: dict[str, Any] = {"rope_type": kind}
     for name in _NUMBERS[kind]:
-        number = positive_number(settings, name, where, defaults.get(name))
+        number = positive_number(settings, name, defaults.get(name))
         scaling[name] = int(number) if name == _LENGTH else number
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise not_convertible(
+        raise NotConvertible(
             "config.json holds no usable value",
-            where,
             "low_freq_factor is not below high_freq_factor",
         )
     return scaling
 
 
 def positions_of(
-    values: Mapping[str, Any], prefix: str, where: str, factors: Sequence[float], head_dim: int
+    values: Mapping[str, Any], prefix: str, factors: Sequence[float], head_dim: int
 ) -> dict[str, Any]:
     """Return the keys of config.json for the metadata *values* of a GGUF file, for :func:`read_positions`.
 
     *factors* are the values of ``rope_freqs.weight``, empty if there is no such tensor. Raises
-    :class:`CheckpointUnusable` for a scaling that config.json cannot describe.
+    :class:`NotConvertible` for a scaling that config.json cannot describe.
     """
     found = {
         "rope_theta": values.get(f"{prefix}.rope.freq_base"),
@@ -171,8 +168,8 @@ def positions_of(
     }
     kind = values.get(f"{prefix}.rope.scaling.type", "none")
     if factors:
-        theta = positive_number(found, "rope_theta", where, 10_000.0)
-        found["rope_scaling"] = _llama_3_scaling(factors, theta, head_dim, where)
+        theta = positive_number(found, "rope_theta", 10_000.0)
+        found["rope_scaling"] = _llama_3_scaling(factors, theta, head_dim)
     elif kind != "none":
         scaling = {"rope_type": kind}
         names = {"factor": "factor", _LENGTH: "original_context_length"}
@@ -182,9 +179,7 @@ def positions_of(
     return found
 
 
-def _llama_3_scaling(
-    factors: Sequence[float], theta: float, head_dim: int, where: str
-) -> dict[str, Any]:
+def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
     """Return the scaling of Llama 3.1 whose divisors are *factors*.
 
     The tensor has the result only, so the length of pretraining is found by trying powers of two.
@@ -203,6 +198,4 @@ def _llama_3_scaling(
         pairs = zip(Positions(theta, scaling).factors(head_dim), factors, strict=True)
         if all(math.isclose(one, other, rel_tol=1e-5) for one, other in pairs):
             return scaling
-    raise not_convertible(
-        "the scaling of positions is not that of Llama 3.1", where, "rope_freqs.weight"
-    )
+    raise NotConvertible("the scaling of positions is not that of Llama 3.1", "rope_freqs.weight")

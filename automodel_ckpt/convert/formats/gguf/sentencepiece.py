@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.convert.formats.gguf.values import KeyValue, not_convertible
+from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible
 
 # SentencePiece's character for a space.
 SPACE = "\u2581"
@@ -33,28 +33,30 @@ def convert(
     merges: Sequence[str],
     tokens: list[str],
     types: list[int],
-    where: str,
 ) -> tuple[list[KeyValue], tuple[str, ...]]:
     """Return the keys of the tokenizer whose *model* has byte fallback beside its tokens, and warnings.
 
     *normalizers* and *steps* are those of the normalizer and the pre_tokenizer; *merges* are pairs separated by a
     space. *tokens* and *types*, in the order of ids, become those that llama.cpp needs. Raises
-    :class:`CheckpointUnusable` for a tokenizer that llama.cpp would not follow.
+    :class:`NotConvertible` for a tokenizer that llama.cpp would not follow.
     """
     if model.get("ignore_merges"):
-        what = "this tokenizer merges words otherwise than llama.cpp's of its kind"
-        raise not_convertible(what, where, "ignore_merges")
+        raise NotConvertible(
+            "this tokenizer merges words otherwise than llama.cpp's of its kind",
+            "ignore_merges",
+        )
     bytes_of_text = {f"<0x{byte:02X}>": None for byte in range(256)}
     missing = [byte for byte in bytes_of_text if byte not in model["vocab"]]
     if missing:
-        raise not_convertible("a token for a byte is missing", where, missing[0])
-    prefix, warnings = _space_prefix(normalizers, steps, where)
+        raise NotConvertible("a token for a byte is missing", missing[0])
+    prefix, warnings = _space_prefix(normalizers, steps)
     deviating = _deviations(model["vocab"], merges)
     if deviating:
         example = f"{counted(len(deviating), 'token')}, for example {deviating[0]!r:.80}"
         if len(deviating) > _MAX_DEVIATING * len(model["vocab"]):
-            what = "the merges are not those of scores, which llama.cpp needs"
-            raise not_convertible(what, where, example)
+            raise NotConvertible(
+                "the merges are not those of scores, which llama.cpp needs", example
+            )
         warnings = (*warnings, f"llama.cpp may split text otherwise with {example}")
     keys = [
         ("tokenizer.ggml.model", "string", "llama"),
@@ -74,7 +76,7 @@ def convert(
 
 
 def _space_prefix(
-    normalizers: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], where: str
+    normalizers: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> tuple[bool, tuple[str, ...]]:
     """Return whether a space is put in front of the text, and warnings; validate that spaces become ``▁``."""
     kinds = [step.get("type") for step in normalizers]
@@ -95,9 +97,8 @@ def _space_prefix(
                 differs += ", or follows a special token,"
             warning = f"llama.cpp puts a space in front of {differs} where the tokenizer does not"
             return True, (warning,)
-    raise not_convertible(
+    raise NotConvertible(
         "this tokenizer changes the text before splitting it",
-        where,
         f"normalizer: {kinds!r:.100}, pre_tokenizer: {step_kinds!r:.100}",
     )
 

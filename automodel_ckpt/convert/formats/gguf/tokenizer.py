@@ -17,7 +17,7 @@ from typing import Any
 
 from automodel_ckpt.convert.formats.gguf import sentencepiece
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
-from automodel_ckpt.convert.formats.gguf.values import KeyValue, not_convertible
+from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, reported
 
 # Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -54,47 +54,43 @@ def convert_tokenizer(
     follow.
     """
     template = template or settings.get("chat_template")
-    try:
-        # Parsed JSON can have lone surrogates, which no file can hold.
-        json.dumps([tokenizer, settings, template], ensure_ascii=False).encode()
-        return _converted(tokenizer, settings, vocab_size, where, template, ends)
-    except UnicodeEncodeError as error:
-        raise not_convertible(
-            "a text in the tokenizer's files is not valid Unicode",
-            where,
-            ascii(error.object[error.start : error.end]),
-        ) from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another structure
-        raise not_convertible(
-            "this is not a tokenizer of Hugging Face's", where, repr(error)[:200]
-        ) from error
+    with reported(where):
+        try:
+            # Parsed JSON can have lone surrogates, which no file can hold.
+            json.dumps([tokenizer, settings, template], ensure_ascii=False).encode()
+            return _converted(tokenizer, settings, vocab_size, template, ends)
+        except UnicodeEncodeError as error:
+            text = ascii(error.object[error.start : error.end])
+            raise NotConvertible(
+                "a text in the tokenizer's files is not valid Unicode", text
+            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another structure
+            what = "this is not a tokenizer of Hugging Face's"
+            raise NotConvertible(what, repr(error)[:200]) from error
 
 
 def _converted(
     tokenizer: Mapping[str, Any],
     settings: Mapping[str, Any],
     vocab_size: int,
-    where: str,
     template: Any,
     ends: Iterable[Any],
 ) -> GgufTokenizer:
     model = tokenizer["model"]
-    _check_model(model, where)
-    tokens, types = _tokens(tokenizer, model, vocab_size, where)
+    _check_model(model)
+    tokens, types = _tokens(tokenizer, model, vocab_size)
     ids = {token: index for index, token in enumerate(tokens)}
     special = _special_ids(settings, ids)
     steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    merges = _merges(model, where)
+    merges = _merges(model)
     if model.get("byte_fallback"):
         normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
-        keys, warnings = sentencepiece.convert(
-            model, normalizers, steps, merges, tokens, types, where
-        )
+        keys, warnings = sentencepiece.convert(model, normalizers, steps, merges, tokens, types)
     else:
-        keys, warnings = _byte_level(tokenizer, model, steps, merges, where)
+        keys, warnings = _byte_level(tokenizer, model, steps, merges)
     if len(set(tokens)) != len(tokens):
-        raise not_convertible("two tokens have the same text", where, "model.vocab")
-    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
+        raise NotConvertible("two tokens have the same text", "model.vocab")
+    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special)
     keys += [
         ("tokenizer.ggml.tokens", "array", tokens),
         ("tokenizer.ggml.token_type", "array", types),
@@ -129,15 +125,15 @@ def _end_of_turn(
     return found[0] if len(found) == 1 else None
 
 
-def _check_model(model: Mapping[str, Any], where: str) -> None:
+def _check_model(model: Mapping[str, Any]) -> None:
     if model.get("type") != "BPE":
-        raise not_convertible(
-            "only BPE tokenizers are written as GGUF", where, repr(model.get("type"))
-        )
+        raise NotConvertible("only BPE tokenizers are written as GGUF", repr(model.get("type")))
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            value = f"model.{key}: {model[key]!r:.100}"
-            raise not_convertible("this tokenizer has what llama.cpp's lacks", where, value)
+            raise NotConvertible(
+                "this tokenizer has what llama.cpp's lacks",
+                f"model.{key}: {model[key]!r:.100}",
+            )
 
 
 def _byte_level(
@@ -145,7 +141,6 @@ def _byte_level(
     model: Mapping[str, Any],
     steps: list[Mapping[str, Any]],
     merges: list[str],
-    where: str,
 ) -> tuple[list[KeyValue], tuple[str, ...]]:
     """Return the keys of a byte-level BPE beside its tokens, and warnings."""
     warnings: tuple[str, ...] = ()
@@ -157,9 +152,8 @@ def _byte_level(
         )
         warnings = (decomposed,)
     elif tokenizer.get("normalizer") is not None:
-        raise not_convertible(
+        raise NotConvertible(
             "this tokenizer changes the text before splitting it",
-            where,
             f"normalizer: {kinds!r:.100}",
         )
     ignore_merges = bool(model.get("ignore_merges"))
@@ -167,9 +161,8 @@ def _byte_level(
     if pre is None:
         kinds = [step.get("type") for step in steps]
         known = ", ".join(known.name for known in PRE_TOKENIZERS)
-        raise not_convertible(
+        raise NotConvertible(
             "llama.cpp knows no pre-tokenizer like this one",
-            where,
             f"pre_tokenizer: {kinds!r:.200}, ignore_merges: {ignore_merges} (known: {known})",
         )
     keys = [
@@ -192,7 +185,7 @@ def _steps(value: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _tokens(
-    tokenizer: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int, where: str
+    tokenizer: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int
 ) -> tuple[list[str], list[int]]:
     """Return each token's text and type, in the order of ids. Ids of the model that have no token are unused."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
@@ -205,20 +198,22 @@ def _tokens(
         entries.append((entry.get("content"), entry.get("id"), kind))
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
-            value = f"{text!r:.80}: {index!r:.40}"
-            raise not_convertible("a token has no place in the model's vocabulary", where, value)
+            raise NotConvertible(
+                "a token has no place in the model's vocabulary",
+                f"{text!r:.80}: {index!r:.40}",
+            )
         tokens[index], types[index] = text, kind
     return tokens, types
 
 
-def _merges(model: Mapping[str, Any], where: str) -> list[str]:
+def _merges(model: Mapping[str, Any]) -> list[str]:
     """Return the merges as two tokens with a space between; tokenizers 0.20 and later write pairs."""
     found = []
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(token, str) and " " not in token for token in pair):
-            raise not_convertible("this is not a merge of two tokens", where, f"{merge!r:.100}")
+            raise NotConvertible("this is not a merge of two tokens", f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
 
@@ -234,12 +229,10 @@ def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[st
     return found
 
 
-def _added(
-    post: Any, ids: Mapping[str, int], special: Mapping[str, int], where: str
-) -> tuple[bool, bool]:
+def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int]) -> tuple[bool, bool]:
     """Return whether encoding puts the token for the beginning before the text, and that for the end after it.
 
-    *post* is the post_processor of tokenizer.json. Raises :class:`CheckpointUnusable` if it adds any other token.
+    *post* is the post_processor of tokenizer.json. Raises :class:`NotConvertible` if it adds any other token.
     """
     parts = []
     num_templates = 0
@@ -261,9 +254,8 @@ def _added(
     if parts and parts != [*[bos] * before, None, *[eos] * after]:
         has_others = True
     if has_others or num_templates > 1:
-        raise not_convertible(
+        raise NotConvertible(
             "this tokenizer adds other tokens than one for the beginning and the end",
-            where,
             "post_processor",
         )
     return before, after

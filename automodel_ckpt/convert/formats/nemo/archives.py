@@ -61,8 +61,12 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     """
     real = Path(os.path.realpath(source))
     if not real.is_file():
-        hint = "name a .nemo or .qnemo file; `ckpt pack` packs a directory"
-        raise unusable("there is no archive to unpack", source, _kind_of(real), hint)
+        raise unusable(
+            "there is no archive to unpack",
+            source,
+            _kind_of(real),
+            "name a .nemo or .qnemo file; `ckpt pack` packs a directory",
+        )
     target = Path(os.path.realpath(target))
     check_directory_target(target)
     if not is_gzip(first_bytes(real, 2)):
@@ -89,8 +93,12 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     """
     directory = Path(os.path.realpath(source))
     if not directory.is_dir():
-        hint = "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive"
-        raise unusable("there is no directory to pack", source, _kind_of(directory), hint)
+        raise unusable(
+            "there is no directory to pack",
+            source,
+            _kind_of(directory),
+            "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive",
+        )
     target = Path(os.path.realpath(target))
     if target.is_relative_to(directory):
         raise RecipeError(

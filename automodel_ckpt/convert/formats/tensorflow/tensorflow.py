@@ -110,11 +110,13 @@ class _Checkpoint:
                 check_regular_files(index.parent, [file])
                 nbytes = os.lstat(path).st_size
             except OSError as error:
-                what = "a data file of this checkpoint cannot be read"
-                raise unusable(what, path, error.strerror) from error
+                raise unusable(
+                    "a data file of this checkpoint cannot be read", path, error.strerror
+                ) from error
             if end > nbytes:
-                value = f"{nbytes} bytes, the index refers to {end}"
-                raise unusable("a data file is truncated", path, value)
+                raise unusable(
+                    "a data file is truncated", path, f"{nbytes} bytes, the index refers to {end}"
+                )
 
 
 def _tensor(name: str, variable: Variable, dtype: str, file: str, index: Path) -> Tensor:

@@ -24,7 +24,6 @@ from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
 from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import (
-    check_view,
     is_text_name,
     tensor_of_view,
 )
@@ -70,10 +69,8 @@ def optimizer_state(
     model = parameters()
 
     def described(value: Any, name: str) -> Any:
-        if not isinstance(value, StoredView):
-            return value
-        check_view(name, value, archive)
-        return tensor_of_view(name, value, archive, file)
+        is_view = isinstance(value, StoredView)
+        return tensor_of_view(name, value, archive, file) if is_view else value
 
     with damaged_optimizer(root / file):
         groups = [

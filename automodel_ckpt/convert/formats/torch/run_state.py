@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive
 from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
 
-# The optimizer's names begin with the attribute of its module.
 _MODEL_ATTRIBUTE = "model."
 _MAX_STATE_BYTES = 16 << 20
 _OPTION = re.compile(r"param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
@@ -73,26 +72,45 @@ def read_run_state(checkpoint: Path) -> RunState | None:
             checkpoint,
             name,
         )
-    groups = tuple(_groups(name, tree, checkpoint))
-    parameters = {parameter for group in groups for parameter in group.parameters}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for fqn, tensor in tree.tensors.items():
-        parameter, entry = _entry(name, fqn, parameters, checkpoint)
-        tensors.setdefault(parameter, {})[entry] = tensor
+    options: dict[int, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    prefix = f"{name}.state."
     for fqn, blob in tree.objects.items():
-        if fqn.startswith(f"{name}.state."):
-            parameter, entry = _entry(name, fqn, parameters, checkpoint)
-            values.setdefault(parameter, {})[entry] = _value(checkpoint, fqn, blob)
+        option = _OPTION.fullmatch(fqn.removeprefix(f"{name}."))
+        if option is not None:
+            options.setdefault(int(option[1]), {})[option[2]] = _value(checkpoint, fqn, blob)
+        elif fqn.startswith(prefix):
+            values[fqn] = _value(checkpoint, fqn, blob)
+    groups = []
+    for _, group in sorted(options.items()):
+        names = group.pop("params", [])
+        groups.append(ParameterGroup(tuple(map(_without_attribute, names)), group))
+    parameters = {parameter for group in groups for parameter in group.parameters}
+
+    def by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for fqn, value in stored.items():
+            parameter, _, entry = _without_attribute(fqn.removeprefix(prefix)).rpartition(".")
+            if parameter not in parameters:
+                what = "a value in the optimizer's state belongs to no parameter of its groups"
+                raise unusable(what, checkpoint, fqn)
+            found.setdefault(parameter, {})[entry] = value
+        return found
+
     return RunState(
         checkpoint,
         manifest.step,
         *_position(checkpoint, manifest),
-        tensors,
-        values,
-        groups,
+        by_parameter(tree.tensors),
+        by_parameter(values),
+        tuple(groups),
         _schedule(manifest, tree, checkpoint),
     )
+
+
+def _without_attribute(name: str) -> str:
+    """Return a name in the model: the optimizer's names begin with the attribute of its module."""
+    return name.removeprefix(_MODEL_ATTRIBUTE)
 
 
 def first_renamed(run: RunState, names: Container[str]) -> str | None:
@@ -102,33 +120,6 @@ def first_renamed(run: RunState, names: Container[str]) -> str | None:
     """
     trained = (name for group in run.groups for name in group.parameters)
     return next((name for name in trained if name not in names), None)
-
-
-def _groups(name: str, tree: Tree, checkpoint: Path) -> Iterator[ParameterGroup]:
-    found: dict[int, dict[str, Any]] = {}
-    for fqn, blob in tree.objects.items():
-        match = _OPTION.fullmatch(fqn.removeprefix(f"{name}."))
-        if match is not None:
-            found.setdefault(int(match[1]), {})[match[2]] = _value(checkpoint, fqn, blob)
-    for number in sorted(found):
-        options = found[number]
-        parameters = options.pop("params", [])
-        yield ParameterGroup(
-            tuple(name.removeprefix(_MODEL_ATTRIBUTE) for name in parameters), options
-        )
-
-
-def _entry(name: str, fqn: str, parameters: set[str], checkpoint: Path) -> tuple[str, str]:
-    """Return the parameter and the entry of a value in the optimizer's state."""
-    rest = fqn.removeprefix(f"{name}.state.").removeprefix(_MODEL_ATTRIBUTE)
-    parameter, _, entry = rest.rpartition(".")
-    if parameter not in parameters:
-        raise unusable(
-            "a value in the optimizer's state belongs to no parameter of its groups",
-            checkpoint,
-            fqn,
-        )
-    return parameter, entry
 
 
 def _schedule(manifest: Manifest, tree: Tree, checkpoint: Path) -> Mapping[str, Any] | None:

@@ -132,8 +132,11 @@ class TorchModelDirectory(Format):
                     raise unusable(f"two files hold the tensor {fqn!r}", path / name, BIN_INDEX)
             for fqn, stated in (weight_map or {}).items():
                 if stated == name and fqn not in model.tensors:
-                    what = "the index names a tensor that is not in its file"
-                    raise unusable(what, path / BIN_INDEX, f"{fqn} ({name})")
+                    raise unusable(
+                        "the index names a tensor that is not in its file",
+                        path / BIN_INDEX,
+                        f"{fqn} ({name})",
+                    )
             tensors |= model.tensors
             num_values += model.num_values
             num_others += model.num_others
@@ -216,7 +219,6 @@ def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
     for name, item in _leaves(state_dict):
         if isinstance(item, StoredView):
             views[name] = item
-            check_view(name, item, archive)
         elif has_tensor(item):
             kind = item.kind if isinstance(item, Opaque) else type(item).__name__
             raise unusable(
@@ -305,46 +307,40 @@ def is_text_name(name: object) -> bool:
 def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> Tensor:
     """Return a tensor as a slice of *file*, with strides if its elements are not in row-major order there.
 
-    The view must have passed :func:`check_view`.
+    Raises :class:`Fault` unless the elements of *view* are in the storage that the archive has.
     """
-    begin, _ = archive.storages[view.key]
-    start = begin + view.offset * DTYPE_BITS[view.dtype] // 8
-    tensor = whole_tensor(fqn, view.dtype, view.shape, file, start)
-    if view.num_outer_dimensions == 0 or not tensor.nbytes:
-        return tensor
-    (stored,) = tensor.slices
-    return replace(tensor, slices=(replace(stored, strides=view.strides),))
-
-
-def check_view(name: str, view: StoredView, archive: Archive) -> None:
-    """Raise :class:`Fault` unless the elements of *view* are in the storage that the archive has."""
     place = archive.storages.get(view.key)
     if place is None:
-        raise Fault(f"the bytes of {name[:100]!r} are not in the file")
+        raise Fault(f"the bytes of {fqn[:100]!r} are not in the file")
     begin, end = place
     if end - begin != view.storage_bytes:
         raise Fault(
-            f"the storage of {name[:100]!r} has {end - begin} bytes, not {view.storage_bytes}"
+            f"the storage of {fqn[:100]!r} has {end - begin} bytes, not {view.storage_bytes}"
         )
     fault = shape_fault(view.shape)
     if fault:
-        raise Fault(f"the tensor {name[:100]!r}: {fault}")
-    num_elements = math.prod(view.shape)
-    if not num_elements:
-        return
+        raise Fault(f"the tensor {fqn[:100]!r}: {fault}")
+    bits = DTYPE_BITS[view.dtype]
+    tensor = whole_tensor(fqn, view.dtype, view.shape, file, begin + view.offset * bits // 8)
+    if not tensor.nbytes:
+        return tensor
     # Strides are counts, never negative: the last index has the largest offset.
     last = view.offset
     for extent, stride in zip(view.shape, view.strides, strict=True):
         last += (extent - 1) * stride
-    if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
-        raise Fault(f"the tensor {name[:100]!r} ends after its storage")
+    if (last + 1) * bits // 8 > view.storage_bytes:
+        raise Fault(f"the tensor {fqn[:100]!r} ends after its storage")
     # Elements are repeated where a stride is 0: a small file could describe any number of them.
-    nbytes = num_elements * DTYPE_BITS[view.dtype] // 8
-    if nbytes > view.storage_bytes and num_elements > _MAX_REPEATED_ELEMENTS:
+    num_elements = math.prod(view.shape)
+    if tensor.nbytes > view.storage_bytes and num_elements > _MAX_REPEATED_ELEMENTS:
         raise Fault(
-            f"the tensor {name[:100]!r} repeats the elements of a smaller one (it was saved expanded): "
+            f"the tensor {fqn[:100]!r} repeats the elements of a smaller one (it was saved expanded): "
             "save its .contiguous()"
         )
+    if view.num_outer_dimensions == 0:
+        return tensor
+    (stored,) = tensor.slices
+    return replace(tensor, slices=(replace(stored, strides=view.strides),))
 
 
 def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:

@@ -31,7 +31,6 @@ from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.consolidate import main as consolidate
-from automodel_ckpt.convert.formats.gguf.positions import read_positions
 from automodel_ckpt.convert.formats.registry import DCP
 from automodel_ckpt.convert.imports import import_checkpoint
 from automodel_ckpt.convert.open import open_source
@@ -200,14 +199,6 @@ def full(directory: Path) -> object:
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),
-        (
-            lambda d: read_positions(
-                {"rope_parameters": {"rope_type": "linear", "factor": -1}},
-                frozenset({"linear"}),
-                str(d),
-            ),
-            "no usable value",
-        ),
         (
             lambda d: import_checkpoint.prepare(d / ("x" * 300), d),
             "a file to import cannot be read",
