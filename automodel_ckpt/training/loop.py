@@ -111,9 +111,7 @@ class TrainingLoop:
             from automodel_ckpt.training.values.throughput import Throughput
 
             self.throughput = Throughput(self.config, self.layout, self.run_log)
-        self._numbers = StepNumbers(
-            recipe, self.divergence, self.errors, self.throughput, runs_ahead=self.runs_ahead
-        )
+        self._numbers = StepNumbers(self)
         # What is measured beside the training loss, and the end of the run.
         sets: dict[str | None, Batches] = {}
         if self.validation_batches is not None:

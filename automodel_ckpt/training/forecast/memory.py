@@ -68,6 +68,11 @@ def estimate_memory(recipe: Any, *, with_activations: bool = True) -> Memory:
     """
     # First: what this process has allocated before the model is traced is about what a rank has before its model.
     process = _process_bytes(recipe.layout)
+    num_ranks, section = recipe.layout.sizes.pp, recipe.config.distributed
+    parameters_by_rank: list[list[nn.Parameter]] = [list(recipe.model.parameters())]
+    if num_ranks > 1:
+        parts = parameters_of_ranks(recipe.model, num_ranks, section.stages_per_rank)
+        parameters_by_rank = [list(each) for each in parts]
     ranks = [
         _of_rank(
             recipe,
@@ -75,7 +80,7 @@ def estimate_memory(recipe: Any, *, with_activations: bool = True) -> Memory:
             process,
             estimate_activations(recipe, pipeline_rank) if with_activations else _NO_ACTIVATIONS,
         )
-        for pipeline_rank, parameters in enumerate(_parameters_of_ranks(recipe))
+        for pipeline_rank, parameters in enumerate(parameters_by_rank)
     ]
     return max(ranks, key=lambda memory: memory.total)
 
@@ -128,14 +133,6 @@ def _process_bytes(layout: RankLayout) -> int:
     if layout.device.type == "cuda":
         return _CONTEXT_BYTES + (_COMMUNICATION_BYTES if layout.sizes.world > 1 else 0)
     return PeakMemory(torch.device("cpu")).nbytes + _RUNTIME_BYTES
-
-
-def _parameters_of_ranks(recipe: Any) -> list[list[nn.Parameter]]:
-    """The parameters of each rank of a pipeline; without a pipeline, those of the model."""
-    num_ranks, section = recipe.layout.sizes.pp, recipe.config.distributed
-    if num_ranks == 1:
-        return [list(recipe.model.parameters())]
-    return list(map(list, parameters_of_ranks(recipe.model, num_ranks, section.stages_per_rank)))
 
 
 def _gradient_bytes(recipe: Any, trained: list[nn.Parameter], parts: RankParts) -> int:

@@ -179,6 +179,13 @@ def sentence_transformers_files(
     if section.normalize:
         steps.append("2_Normalize")
         kinds.append("Normalize")
+    pooling: dict[str, Any] = {
+        "word_embedding_dimension": model_config.get_text_config().hidden_size
+    }
+    for mode in (*_MODES.values(), *_OTHER_MODES):
+        pooling[f"pooling_mode_{mode}"] = mode == _MODES[section.pooling]
+    # The prompt's tokens are pooled like all others.
+    pooling["include_prompt"] = True
     modules = []
     for number, (path, kind) in enumerate(zip(steps, kinds, strict=True)):
         type_name = f"sentence_transformers.models.{kind}"
@@ -189,7 +196,7 @@ def sentence_transformers_files(
             "max_seq_length": _longest_text(dataset, model_config),
             "do_lower_case": False,
         },
-        "1_Pooling/config.json": _pooling(section, model_config),
+        "1_Pooling/config.json": pooling,
         "config_sentence_transformers.json": {
             "prompts": {"query": section.query_prompt, "document": section.document_prompt},
             "default_prompt_name": None,
@@ -199,17 +206,6 @@ def sentence_transformers_files(
     if section.normalize:
         files["2_Normalize/config.json"] = {}
     return {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
-
-
-def _pooling(section: EmbeddingConfig, model_config: PreTrainedConfig) -> Mapping[str, Any]:
-    pooling: dict[str, Any] = {
-        "word_embedding_dimension": model_config.get_text_config().hidden_size
-    }
-    for mode in (*_MODES.values(), *_OTHER_MODES):
-        pooling[f"pooling_mode_{mode}"] = mode == _MODES[section.pooling]
-    # The prompt's tokens are pooled like all others.
-    pooling["include_prompt"] = True
-    return pooling
 
 
 def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,13 @@ def _build_one(
             weight_decay=section.weight_decay,
         )
     function = callable_of(section)
-    _check_can_be_saved(function, groups)
+    if function.__module__.startswith("torchao."):
+        raise RecipeError(
+            "the state of torchao's optimizers is made of tensors that cannot be saved",
+            where=groups[0].key,
+            value=f"{function.__module__}.{function.__qualname__}",
+            hint="set _target_: automodel_ckpt.optim.adam8bit.AdamW8bit, whose codes are those of torchao's AdamW8bit",
+        )
     if function is torch.optim.SparseAdam:
         raise RecipeError(
             "torch.optim.SparseAdam updates parameters with sparse gradients only",
@@ -120,18 +126,6 @@ def _build_one(
         # torch's class computes with shards, whose products it rounds before it adds them up.
         section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")
     return build(section, params=params, **shared)
-
-
-def _check_can_be_saved(function: Callable[..., Any], groups: Sequence[PlannedGroup]) -> None:
-    """Raise :class:`RecipeError` for an optimizer of torchao, before the run fails at its first save."""
-    if not function.__module__.startswith("torchao."):
-        return
-    raise RecipeError(
-        "the state of torchao's optimizers is made of tensors that cannot be saved",
-        where=groups[0].key,
-        value=f"{function.__module__}.{function.__qualname__}",
-        hint="set _target_: automodel_ckpt.optim.adam8bit.AdamW8bit, whose codes are those of torchao's AdamW8bit",
-    )
 
 
 def _check_matrices(groups: Sequence[PlannedGroup]) -> None:

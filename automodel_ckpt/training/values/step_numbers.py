@@ -232,27 +232,20 @@ _NOTHING = BatchSize(0, 0, 0)
 class StepNumbers:
     """Sums over the ranks what each knows between two steps, and reports a step whose numbers are then known."""
 
-    def __init__(
-        self,
-        recipe: Any,
-        divergence: Divergence,
-        errors: BatchErrors,
-        throughput: Any,
-        *,
-        runs_ahead: bool,
-    ) -> None:
-        """*recipe* has the parts of the run. *runs_ahead*: the device may still compute the newest step."""
-        self._layout = recipe.layout
-        self._stop_request = recipe.stop_request
-        self._checkpointer = recipe.checkpointer
-        self._scheduler = recipe.step_scheduler
-        self._run_log = recipe.run_log
-        self._has_router_loss = recipe.objective.trainable.router_loss is not None
-        self._divergence = divergence
-        self._errors = errors
-        self._throughput = throughput
-        self._num_in_progress = 1 if runs_ahead else 0
-        self.pending = errors.pending
+    def __init__(self, loop: Any) -> None:
+        """*loop* is the training loop, which has the parts of the run."""
+        self._layout = loop.layout
+        self._stop_request = loop.stop_request
+        self._checkpointer = loop.checkpointer
+        self._scheduler = loop.step_scheduler
+        self._run_log = loop.run_log
+        self._has_router_loss = loop.trainable.router_loss is not None
+        self._divergence: Divergence = loop.divergence
+        self._errors: BatchErrors = loop.errors
+        self._throughput = loop.throughput
+        # The device may still compute the newest step.
+        self._num_in_progress = 1 if loop.runs_ahead else 0
+        self.pending = self._errors.pending
         """Steps that are counted but not logged, oldest first."""
         self.newest: StepResult | None = None
         """The newest reported step of this process; None before there is one, and after the run went back."""

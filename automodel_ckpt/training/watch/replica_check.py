@@ -49,7 +49,10 @@ class ReplicaCheck:
         sums: dict[str, int] = {}
 
         def digest_here() -> tuple[tuple[int, ...], str]:
-            sums.update(self._checksums())
+            named = {name: checksum(each) for name, each in self._model.named_parameters()}
+            # One copy to the host for all parameters.
+            totals = torch.stack(list(named.values())).tolist()
+            sums.update(zip(named, totals, strict=True))
             return self._shard, xxhash.xxh3_64_hexdigest(repr(sums).encode())
 
         # A short exchange first: in a correct run, it is the only one.
@@ -60,12 +63,6 @@ class ReplicaCheck:
         if len(set(digests)) == len(set(shards)):
             return
         raise _difference(step, shards, agree.gather_objects(self._group, sums))
-
-    def _checksums(self) -> dict[str, int]:
-        """The :func:`checksum` of this rank's part of each parameter, by name."""
-        named = {name: checksum(each) for name, each in self._model.named_parameters()}
-        # One copy to the host for all parameters.
-        return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

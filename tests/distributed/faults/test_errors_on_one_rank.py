@@ -288,7 +288,7 @@ CASES: dict[Callable[[Case], None], tuple[int | None, str]] = {
     the_best_checkpoint: (0, "looking for the best checkpoint failed"),
     a_log_that_cannot_be_truncated_at_the_start: (0, "a log of the run cannot be truncated"),
     a_log_that_cannot_be_truncated_after_a_spike: (0, "a log of the run cannot be truncated"),
-    uploads_that_cannot_be_started: (0, "starting the uploads to the Hugging Face Hub failed"),
+    uploads_that_cannot_be_started: (0, "removing the links of earlier uploads failed"),
     uploads_that_cannot_go_back: (0, "starting the uploads to the Hugging Face Hub failed"),
     a_checkpoint_that_cannot_be_verified: (1, "verifying epoch_0_step_1 failed"),
     a_download: (0, "downloading a checkpoint failed"),
