@@ -78,7 +78,7 @@ class _Plan:
         for path, number in self._tree.numbers.items():
             data = struct.pack("<f", number)
             box = Box((), ())
-            chunk = self._add_box(flat_name(path), "F32", (), box, partial(_view, data))
+            chunk = self._add_box(flat_name(path), "F32", (), box, partial(memoryview, data))
             self.metadata.add_tensor(path, "F32", (), [chunk])
         for path, tensor in self._tree.stored.items():
             parts: list[DcpChunk] = []
@@ -112,30 +112,13 @@ class _Plan:
         stored = Slice(fqn, dtype, box.offsets, box.sizes, self.file, data_start, nbytes)
         # The manifest's entry has only the raw bytes, torch's reader gets the whole archive.
         self.chunks.append(Chunk(start, archive.head))
-        self.chunks.append(
-            Chunk(data_start, _Read(read, nbytes), Tensor(fqn, dtype, shape, (stored,)))
-        )
+        self.chunks.append(Chunk(data_start, read, Tensor(fqn, dtype, shape, (stored,))))
         self.chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
         return DcpChunk(box.offsets, box.sizes, self._located(start, self.end - start))
 
     def _located(self, start: int, nbytes: int) -> DcpLocation:
         # Only the name: torch's reader looks for the file beside .metadata.
         return DcpLocation(PurePosixPath(self.file).name, start, nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """*nbytes* bytes that are read from another file when they are written."""
-
-    read: Callable[[], memoryview]
-    nbytes: int
-
-    def __call__(self) -> memoryview:
-        return self.read()
-
-
-def _view(data: bytes) -> memoryview:
-    return memoryview(data)
 
 
 def _written_boxes(tensor: Tensor) -> Iterator[Box]:

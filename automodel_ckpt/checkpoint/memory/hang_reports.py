@@ -26,8 +26,6 @@ ARRIVAL_SECONDS = 1.0
 MAX_BYTES = 4 << 20
 """The largest file that is sent."""
 _POLL_SECONDS = 0.25
-_SETTLED_SECONDS = 2.0
-"""A directory that was changed more recently may change again without another time of its last change."""
 _NUM_THREADS = 16
 _FILE = re.compile(
     r"step_[0-9]{1,18}/(rank_[0-9]{1,9}|stacks_of_rank_[0-9]{1,9}|report)\.txt", re.ASCII
@@ -49,9 +47,7 @@ class HangReports:
         """*run* is the run directory of the node. What it has now is of earlier starts."""
         self.root = run / layout.HANGS
         self._lock = threading.Lock()
-        self._scanned: dict[str, tuple[int, Stamps]] = {}
-        """What was found in each directory, with the time of its last change in nanoseconds."""
-        self._of_others: dict[str, tuple[int, int]] = dict(self._stamps())
+        self._of_others = self._stamps()
         """Files that are not sent: those of earlier starts, and what other nodes have sent."""
 
     def receive(self, file: str, data: bytes) -> None:
@@ -74,48 +70,25 @@ class HangReports:
     def written(self) -> Stamps:
         """Return the reports of this node. Raises OSError."""
         with self._lock:
-            found = self._stamps()
-            own = {}
-            for file, stamp in found.items():
-                if self._of_others.get(file) != stamp:
-                    own[file] = stamp
-            return own
+            return _without(self._stamps(), self._of_others)
 
     def read(self, file: str) -> bytes:
         """Read a report. Raises OSError."""
         return read_safely(self.root, file, limit=MAX_BYTES)
 
-    def _stamps(self) -> Stamps:
-        """The stamps of all reports. A directory that has not changed since it was scanned is not scanned again."""
-        found: dict[str, tuple[int, int]] = {}
-        for name in _names(self.root):
-            directory = self.root / name
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                changed_at = directory.stat().st_mtime_ns
-                scanned_at, stamps = self._scanned.get(name, (-1, {}))
-                if scanned_at != changed_at:
-                    stamps = _scan(directory)
-                    if time.time() - changed_at / 1e9 > _SETTLED_SECONDS:
-                        self._scanned[name] = (changed_at, stamps)
-                found.update(stamps)
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for path in self.root.glob("step_*/*.txt"):
+            file = f"{path.parent.name}/{path.name}"
+            if is_report(file):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found[file] = _stamp(path.lstat())
         return found
 
 
-def _names(directory: Path) -> Sequence[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return ()
-
-
-def _scan(directory: Path) -> Stamps:
-    stamps = {}
-    for entry in list(os.scandir(directory)):
-        file = f"{directory.name}/{entry.name}"
-        if is_report(file):
-            with contextlib.suppress(FileNotFoundError):
-                stamps[file] = _stamp(entry.stat(follow_symlinks=False))
-    return stamps
+def _without(files: Stamps, known: Stamps) -> Stamps:
+    """The *files* that are not among the *known* ones, or have changed since."""
+    return {file: stamp for file, stamp in files.items() if known.get(file) != stamp}
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
@@ -158,9 +131,7 @@ class ReportSender:
             sending = self._sending.get(target)
             if sending is not None and not sending.done():
                 continue
-            sent = self._sent.setdefault(target, {})
-            new = {file: stamp for file, stamp in written.items() if sent.get(file) != stamp}
-            if new:
+            if new := _without(written, self._sent.setdefault(target, {})):
                 self._sending[target] = self._pool.submit(self._send_all, target, new)
 
     def _send_all(self, target: Address, files: Stamps) -> None:

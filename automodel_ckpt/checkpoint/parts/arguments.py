@@ -27,10 +27,10 @@ def path_text(directory: Any) -> str:
         text = os.fsdecode(directory)
     except TypeError:
         text = ""
-    reason = "" if text else "a path is a text that is not empty, or a pathlib.Path"
-    if "\0" in text:
-        reason = "a path has no null characters"
-    elif text and os.path.isfile(text):
+    reason = ""
+    if not text or "\0" in text:
+        reason = "a path is a text that is not empty and has no null characters, or a pathlib.Path"
+    elif os.path.isfile(text):
         reason = "it is a file"
     if reason:
         raise RecipeError(
@@ -111,12 +111,14 @@ def check_state(state: object, where: str = _SAVE) -> None:
 
 
 def _hint(name: str, value: object) -> str:
-    parts = value.values() if isinstance(value, Mapping) else value
-    if isinstance(parts, (list, tuple)) or isinstance(value, Mapping):
-        names = value if isinstance(value, Mapping) else range(len(value))  # type: ignore[arg-type]
-        stateful = [key for key, part in zip(names, parts, strict=True) if is_stateful(part)]  # type: ignore[call-overload]
-        if stateful:
-            return f"pass each object under a name, such as {f'{name}.{stateful[0]}'!r}"
+    parts: Mapping[Any, Any] = {}
+    if isinstance(value, (list, tuple)):
+        parts = dict(enumerate(value))
+    elif isinstance(value, Mapping):
+        parts = value
+    for key, part in parts.items():
+        if is_stateful(part):
+            return f"pass each object under a name, such as {f'{name}.{key}'!r}"
     if isinstance(value, Mapping):
         return f"pass the object itself, not its state_dict(): {_EXAMPLE}"
     return "leave it out, or give it these methods; progress= takes plain numbers"
@@ -129,11 +131,11 @@ def count(name: str, value: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_INTEGER:
-        hint = "pass a whole number from 0"
-        if number > 0:
-            hint = f"pass a whole number up to {MAX_INTEGER}"
         raise RecipeError(
-            f"{name} must be a count", where=_SAVE, value=f"{value!r:.100}", hint=hint
+            f"{name} must be a count",
+            where=_SAVE,
+            value=f"{value!r:.100}",
+            hint=f"pass a whole number from 0 to {MAX_INTEGER}",
         )
     return number
 

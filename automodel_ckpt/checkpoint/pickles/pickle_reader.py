@@ -57,7 +57,7 @@ def load(data: bytes, where: str) -> Any:
 class _Reader(RestrictedUnpickler):
     """Builds plain data from a pickle program, its tensors' storages from the archive's other records."""
 
-    extra_opcodes = ("LONG4", "SETITEM", "SETITEMS")
+    extra_opcodes = ("LONG4",)
     rejection = "its pickle has an instruction that torch.save never writes"
 
     def __init__(self, program: bytes, records: Mapping[str, memoryview]) -> None:
@@ -90,6 +90,10 @@ class _Reader(RestrictedUnpickler):
         if type(target) is not collections.OrderedDict or type(state) is not dict:
             self.reject()
         target.__dict__.update(state)
+
+    def fill(self, target: Any, items: list[Any]) -> None:
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[key] = value
 
     def persistent_load(self, saved_id: Any) -> Any:
         kind, storage_type, key, _, numel = saved_id

@@ -1,10 +1,11 @@
-"""A restricted unpickler: the core of the two readers of pickles. Imports no torch.
+"""A restricted unpickler: the core of all readers of pickles. Imports no torch.
 
 A pickle is a program for a stack machine, which can import any module and call any function. This machine has only the
 instructions that its caller lists, and it asks its caller what each name, call and state means. Nothing is imported.
 
-``pickle_reader.py`` builds the values that ``torch.save`` wrote (tensors, containers, NumPy arrays).
-``pickle_records.py`` builds a description of known objects (``.metadata`` of PyTorch DCP), without torch.
+``pickle_reader.py`` builds the values that ``torch.save`` wrote (tensors, containers, NumPy arrays),
+``convert/formats/torch/torch_objects.py`` a description of objects of other programs, and ``state/display.py`` plain
+values.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Runs a pickle program with a limited set of instructions.
 
     A subclass lists further opcodes in *extra_opcodes* and implements :meth:`find_class`, :meth:`persistent_load`,
-    :meth:`call` and :meth:`build`. Each raises :class:`Fault` for what it does not allow. :meth:`load` also raises
-    whatever a damaged program makes Python's reader raise (any Exception).
+    :meth:`call`, :meth:`build` and :meth:`fill`. Each raises :class:`Fault` for what it does not allow. :meth:`load`
+    also raises whatever a damaged program makes Python's reader raise (any Exception).
     """
 
     extra_opcodes: ClassVar[tuple[str, ...]] = ()
@@ -87,9 +88,9 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def build(self, target: Any, state: Any) -> None:
         """Apply the *state* that the program gives to the object *target* (BUILD)."""
 
+    @abstractmethod
     def fill(self, target: Any, items: list[Any]) -> None:
-        """Add *items*, alternating keys and values, to *target*. Called by :func:`set_item` and :func:`set_items`."""
-        self.reject()
+        """Add *items*, alternating keys and values, to *target* (SETITEM and SETITEMS)."""
 
     def reject(self) -> NoReturn:
         """Raise :class:`Fault` for an instruction that the program must not contain."""
@@ -97,7 +98,10 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
 
 def instruction_table(opcodes: Iterable[str]) -> dict[int, Any]:
-    """Return the table of instructions by the opcode's byte: all except *opcodes*, REDUCE and BUILD are rejected."""
+    """Return the table of instructions by the opcode's byte.
+
+    All are rejected, except *opcodes* and those that ask the reader: REDUCE, BUILD, SETITEM and SETITEMS.
+    """
     table: dict[int, Any] = dict.fromkeys(range(256), RestrictedUnpickler.reject)
     for name in opcodes:
         code = getattr(pickle, name)[0]
@@ -105,18 +109,18 @@ def instruction_table(opcodes: Iterable[str]) -> dict[int, Any]:
     # Python's own versions call anything on the stack, and __setstate__ of any object.
     table[pickle.REDUCE[0]] = _reduce
     table[pickle.BUILD[0]] = _build
+    table[pickle.SETITEM[0]] = _set_item
+    table[pickle.SETITEMS[0]] = _set_items
     return table
 
 
-def set_item(reader: RestrictedUnpickler) -> None:
-    """Execute SETITEM with the reader's :meth:`~RestrictedUnpickler.fill`."""
+def _set_item(reader: RestrictedUnpickler) -> None:
     value = reader.stack.pop()
     key = reader.stack.pop()
     reader.fill(reader.stack[-1], [key, value])
 
 
-def set_items(reader: RestrictedUnpickler) -> None:
-    """Execute SETITEMS with the reader's :meth:`~RestrictedUnpickler.fill`."""
+def _set_items(reader: RestrictedUnpickler) -> None:
     items = reader.pop_mark()
     reader.fill(reader.stack[-1], items)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.pickles.pickle_records import read_records
+from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_records
 
 _MAX_FILE_BYTES = 1 << 20
@@ -65,4 +65,26 @@ def _bytes_of(checkpoint: Path, blob: Blob) -> bytes:
 
 
 def _value(archive: bytes) -> Any:
-    return read_records(bytes(archive_records(archive)["data.pkl"]), {})
+    return _PlainReader(bytes(archive_records(archive)["data.pkl"])).load()
+
+
+class _PlainReader(RestrictedUnpickler):
+    """Reads numbers, text and containers. Whatever else a pickle has is rejected."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.reject()
+
+    def persistent_load(self, saved_id: Any) -> Any:
+        self.reject()
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        self.reject()
+
+    def build(self, target: Any, state: Any) -> None:
+        self.reject()
+
+    def fill(self, target: Any, items: list[Any]) -> None:
+        # The hash of a nested tuple would take stack for each of its levels.
+        if type(target) is not dict or not all(type(key) in (str, int) for key in items[::2]):
+            self.reject()
+        target.update(zip(items[::2], items[1::2], strict=True))

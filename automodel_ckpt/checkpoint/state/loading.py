@@ -23,13 +23,13 @@ from automodel_ckpt.checkpoint.formats.reading import (
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import have_same_digests
+from automodel_ckpt.checkpoint.state.fill_modules import set_module_state
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
     has_weights_only,
     unusable,
     weights_only,
 )
-from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.module_tensors import (
     adapter_keys,
     complete_state,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,9 +23,8 @@ import torch
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, intersection, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state.stored_rows import read_rows
 
 _ORDINARY_FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -226,3 +225,46 @@ def _mxfp4_rows(source: Tensors, quantized: QuantizedTensor, first: int, stop: i
     # In each group, the values of the 16 bytes follow each other.
     values = pairs.flatten(-2) * _as_factors(scales)[..., None]
     return values.flatten(-2).transpose(1, 2)
+
+
+def read_rows(source: Tensors, stored: Tensor, first: int, stop: int) -> torch.Tensor:
+    """Read rows ``first .. stop`` of a stored tensor, in its dtype, into host memory.
+
+    Raises :class:`CheckpointUnusable` naming the file.
+    """
+    rows = rows_of(stored, first, stop)
+    values = torch.empty(rows.shape, dtype=DTYPES[stored.dtype], device="cpu")
+    read_tree(source.root, Tree("", {stored.fqn: rows}, {}), {stored.fqn: values})
+    return values
+
+
+def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
+    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a separate tensor."""
+    row_shape = tensor.shape[1:]
+    no_offset = (0,) * len(row_shape)
+    wanted = Box((first, *no_offset), (stop - first, *row_shape))
+    slices: list[Slice] = []
+    for stored in tensor.slices:
+        rows = _rows_of_slice(stored, wanted)
+        if rows is not None:
+            slices.append(rows)
+    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(slices))
+
+
+def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:
+    """The rows of a slice in *wanted*, a range of complete rows, counted from its first row; they are contiguous."""
+    common = intersection(stored.box, wanted)
+    if common is None:
+        return None
+    row_bytes = nbytes_of(stored.dtype, stored.sizes[1:])
+    start = stored.start + (common.offsets[0] - stored.offsets[0]) * stored.row_bytes
+    offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
+    return replace(
+        stored,
+        offsets=offsets,
+        sizes=common.sizes,
+        start=start,
+        nbytes=common.sizes[0] * row_bytes,
+        # The slice's digest covers all of its rows.
+        digest=None,
+    )

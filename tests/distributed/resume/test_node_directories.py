@@ -17,13 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from automodel_ckpt.base.store_url import scratch_directory
-from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, node_directories
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import shared_storage
 from automodel_ckpt.checkpoint.run.fetched import DIRECTORY
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
@@ -201,7 +200,7 @@ def rejected(base: Path) -> list[str]:
     ]
     errors = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_storage, "_PATIENCE_SECONDS", 0.1)
+        patch.setattr(node_directories, "_PATIENCE_SECONDS", 0.1)
         for directory, options in runs:
             checkpointer = Checkpointer(directory, layout, dist.group.WORLD, options)
             with pytest.raises(RecipeError) as caught:

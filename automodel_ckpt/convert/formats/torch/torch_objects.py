@@ -15,11 +15,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files.dtypes import CODES, DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import counts
-from automodel_ckpt.checkpoint.pickles.restricted_unpickler import (
-    RestrictedUnpickler,
-    set_item,
-    set_items,
-)
+from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_ranges
 
 STORAGE_DTYPES = {
@@ -392,8 +388,6 @@ def _add_items(reader: _Reader) -> None:
     target.extend(items)
 
 
-_Reader.dispatch[pickle.SETITEM[0]] = set_item
-_Reader.dispatch[pickle.SETITEMS[0]] = set_items
 _Reader.dispatch[pickle.NEWOBJ[0]] = _new_object
 _Reader.dispatch[pickle.NEWOBJ_EX[0]] = _new_object_with_keywords
 # A set is only a list here: hashing an item could take any amount of stack.

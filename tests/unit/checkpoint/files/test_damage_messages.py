@@ -187,15 +187,15 @@ def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
 
 def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
     def separate() -> str:
-        from automodel_ckpt.checkpoint.run import shared_storage
+        from automodel_ckpt.checkpoint import node_directories
 
-        shared_storage._PATIENCE_SECONDS = 0.1
+        node_directories._PATIENCE_SECONDS = 0.1
         rank = torch.distributed.get_rank()
         own = tmp_path / str(rank)
         own.mkdir()
         group = torch.distributed.group.WORLD
-        without = shared_storage.ranks_without_storage(own, rank, group)
-        return str(shared_storage.no_shared_storage(own, without))
+        without = node_directories.ranks_without_storage(own, rank, group)
+        return str(node_directories.no_shared_storage(own, without))
 
     for said in ranks.run(separate, 2):
         assert "the ranks do not share storage" in said and "not seen by rank 1" in said

@@ -13,10 +13,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     Tensor,
     contiguous_slices,
     counts,
-    flat_index,
-    intersection,
     is_one_run,
-    overlap,
     row_major_boxes,
     runs_in_file,
     whole_tensor,
@@ -28,14 +25,6 @@ from automodel_ckpt.checkpoint.parts.tiling import (
     shape_fault,
     tiling_fault,
 )
-
-
-def test_boxes_that_touch_share_nothing() -> None:
-    assert intersection(Box((0,), (2,)), Box((2,), (3,))) is None
-    assert intersection(Box((0, 0), (2, 4)), Box((0, 4), (2, 1))) is None
-    assert intersection(Box((0,), (3,)), Box((2,), (3,))) == Box((2,), (1,))
-    assert intersection(Box((), ()), Box((), ())) == Box((), ())
-    assert list(overlap(Box((0,), (2,)), Box((2,), (3,)), 4)) == []
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (3, 1, 2)])
@@ -54,24 +43,6 @@ def test_any_range_of_elements_is_divided_into_boxes_that_hold_them_in_order(
         assert found == list(range(first, last))
         # At most a partial row before, one box of whole rows, and a partial row after, in each dimension.
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
-def test_an_index_counts_elements_in_row_major_order() -> None:
-    elements = np.arange(24).reshape(2, 3, 4)
-    for index in np.ndindex(2, 3, 4):
-        assert flat_index(index, (2, 3, 4)) == elements[index]
-
-
-def test_a_box_is_one_run_if_its_elements_are_consecutive() -> None:
-    shape = (3, 4)
-    elements = np.arange(12).reshape(shape)
-    whole = Box((0, 0), shape)
-    for row, column in np.ndindex(3, 4):
-        for height, width in itertools.product(range(4 - row), range(5 - column)):
-            box = Box((row, column), (height, width))
-            values = elements[box.within(whole)].reshape(-1)
-            is_consecutive = bool((np.diff(values) == 1).all())
-            assert is_one_run(box, shape) is is_consecutive, box
 
 
 def test_shapes_and_offsets_of_other_programs_are_non_negative_64_bit_integers() -> None:

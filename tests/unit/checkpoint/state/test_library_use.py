@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "add the optimizer to the state",
     ),
-    "step": (lambda run: save(run, step=10**30), "a whole number up to"),
+    "step": (lambda run: save(run, step=10**30), "a whole number from 0 to"),
     "losses": (lambda run: save(run, losses=0.5), "losses must be a mapping"),
     "a loss": (lambda run: save(run, losses={"a": object()}), "cannot be written as JSON"),
     "config": (lambda run: save(run, config_yaml={"a": 1}), "the text of a YAML file"),

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.state import module_loading, module_tensors, optimizer_names
-from automodel_ckpt.checkpoint.state.module_loading import set_module_state
+from automodel_ckpt.checkpoint.state import fill_modules, module_tensors, optimizer_names
+from automodel_ckpt.checkpoint.state.fill_modules import set_module_state
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.errors import CheckpointUnusable
@@ -95,13 +95,13 @@ def test_a_module_that_does_more_when_it_is_loaded_is_loaded_by_pytorch(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    load = module_loading.set_model_state_dict
+    load = fill_modules.set_model_state_dict
 
     def counted(*words: Any, **options: Any) -> Any:
         calls.append(words)
         return load(*words, **options)
 
-    monkeypatch.setattr(module_loading, "set_model_state_dict", counted)
+    monkeypatch.setattr(fill_modules, "set_model_state_dict", counted)
     model = make()
     read(model)
     assert len(calls) == 1
