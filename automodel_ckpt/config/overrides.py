@@ -148,15 +148,14 @@ class _Parser:
             # Optional: what follows can also be the recipe, or another option.
             is_topic = words and not words[0].startswith("-") and not words[0].endswith(_SUFFIXES)
             names = ["TOPIC"] if value is not None or is_topic else []
-        num_values = len(names)
-        if value is not None and num_values == 1:
-            words.insert(0, value)
-            value = None
-        given = words[:num_values]
+        given = words[: len(names)]
+        if value is not None:
+            given = [value] if len(names) == 1 else []
         if given and names[0] in _NEVER_FILES and given[0].endswith(_SUFFIXES):
             given = []
-        del words[: len(given)]
-        if value is not None or len(given) < num_values:
+        if value is None:
+            del words[: len(given)]
+        if len(given) < len(names) or (value is not None and not names):
             expected = " ".join(names) or "no value"
             self._note(flag, f"{flag} takes {expected}", "ckpt-train --help lists all options")
             return

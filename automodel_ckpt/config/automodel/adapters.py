@@ -115,13 +115,12 @@ def _adapted_layers(section: Section) -> None:
     is_all = names is not None and [str(each.value) for each in _items(names)] == ["*"]
     if names is not None and is_all:
         _experts(section, names)
-    selecting = match_all or names
     if match_all is not None or is_all or (names is None and excluded is not None):
+        selecting = match_all or names
         origin = AUTOMODEL_DEFAULT if selecting is None else selecting.origin
         section.put("target_modules", Node("all-linear", origin, quoted=True))
-        _output_layer(
-            section, "match_all_linear" if match_all else "target_modules", selecting, excluded
-        )
+        name = "match_all_linear" if match_all else "target_modules" if names else "exclude_modules"
+        _output_layer(section, name, selecting or excluded, excluded)
         if match_all is not None:
             section.translated("match_all_linear", match_all, "peft.target_modules")
     elif names is not None:
@@ -138,12 +137,10 @@ def _output_layer(
 ) -> None:
     """Warn if AutoModel would also adapt the output layer, which is no part of all-linear here."""
     patterns = [str(node.value) for node in _items(excluded)] if excluded is not None else []
-    if any(fnmatch.fnmatchcase("lm_head", pattern) for pattern in patterns):
-        return
-    node = selecting or excluded
-    if node is not None:
+    is_excluded = any(fnmatch.fnmatchcase("lm_head", pattern) for pattern in patterns)
+    if selecting is not None and not is_excluded:
         text = "the output layer gets no adapter; in AutoModel it gets one"
-        section.degraded(name if selecting else "exclude_modules", Node({}, node.origin), text)
+        section.degraded(name, Node({}, selecting.origin), text)
 
 
 def _experts(section: Section, names: Node) -> None:

@@ -34,18 +34,20 @@ def _columns(section: Section) -> None:
     """Translate the columns of a prompt and its completion. AutoModel writes a space after each part of the prompt."""
     mapping = section.inner("column_mapping", to=section.to)
     as_chat = section.take("use_hf_chat_template")
+    space = " "
     if as_chat is not None:
-        word = "auto" if is_true(as_chat) else str(as_chat.value)
+        word = str(as_chat.value)
+        if is_true(as_chat):
+            word, space = "auto", ""
+            mapping.rename("context", "system_field")
         section.put("as_chat", replace(as_chat, value=word), was="use_hf_chat_template")
-    if is_true(as_chat):
-        mapping.rename("context", "system_field")
-    given = [(name, mapping.take(name)) for name in ("context", "question")]
-    columns = [(name, node) for name, node in given if node is not None]
-    if columns:
-        space = "" if is_true(as_chat) else " "
-        template = "".join(f"{{{{ {column.value} }}}}{space}" for _, column in columns)
-        section.put("prompt_field", Node(template, columns[0][1].origin, quoted=True))
-        for name, column in columns:
+    columns = {name: mapping.take(name) for name in ("context", "question")}
+    given = {name: node for name, node in columns.items() if node is not None}
+    if given:
+        template = "".join(f"{{{{ {column.value} }}}}{space}" for column in given.values())
+        origin = next(iter(given.values())).origin
+        section.put("prompt_field", Node(template, origin, quoted=True))
+        for name, column in given.items():
             mapping.translated(name, column, join(section.to, "prompt_field"))
     mapping.rename("answer", "completion_field")
 

@@ -255,13 +255,6 @@ _IN_PACKAGES = {
 }
 """The same builders by the names that AutoModel's packages llm and vlm export, without the module."""
 
-_FEATURES = {
-    "audio.": "this data set of audio",
-    "vlm.": "this data set of images and text",
-    "llm.mock_prefix_tree": "the data set of trees of prefixes",
-}
-"""The features that data sets without a counterpart need, by the beginning of the name below datasets."""
-
 
 def dataset(section: Section) -> None:
     """Translate a data set of AutoModel. Other builders, such as the user's own code, stay as they are."""
@@ -272,9 +265,7 @@ def dataset(section: Section) -> None:
     name = str(node.value).removeprefix(_DATASETS)
     builder = DATASETS.get(name) or _IN_PACKAGES.get(name)
     if builder is None:
-        found = [feature for prefix, feature in _FEATURES.items() if name.startswith(prefix)]
-        what = f"{(found or ['this data set'])[0]} is not supported"
-        section.reject("_target_", node, what, OTHER_DATA)
+        section.reject("_target_", node, "this data set is not supported", OTHER_DATA)
         # Its arguments would all be reported as unknown keys.
         assert section.node is not None
         section.node.value = {}

@@ -36,11 +36,10 @@ from automodel_ckpt.config.callables.trust import (
     trust_hint,
 )
 from automodel_ckpt.config.keys.optimizer import OptionsGroup
-from automodel_ckpt.config.load import LoadedRecipe, distinct
+from automodel_ckpt.config.load import LoadedRecipe, canonical_tree, distinct
 from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
-from automodel_ckpt.config.tree.canonical_yaml import canonical_tree
 from automodel_ckpt.config.tree.convert import FALSE_WORDS
 from automodel_ckpt.config.tree.references import ReferenceFailed, is_reference
 from automodel_ckpt.config.tree.references import resolve as resolve_reference

@@ -722,7 +722,7 @@ REJECTED = [
     (
         f"dataset:\n  _target_: {DATA}.audio.datasets.make_music_dataset\n  split: train\n",
         2,
-        "this data set of audio is not supported",
+        "this data set is not supported",
     ),
     (
         f"dataloader:\n  collate_fn:\n    _target_: {DATA}.vlm.collate_fns.phi4_mm_collate_fn\n",
@@ -737,7 +737,7 @@ REJECTED = [
     (
         VLM + MEDPIX.replace("medpix", "tulu3_magicoder_text_mix"),
         3,
-        "this data set of images and text is not supported",
+        "this data set is not supported",
     ),
     (
         MEGATRON.replace("data/web_*", "['30', data/a, '70', data/b]"),

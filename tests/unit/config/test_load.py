@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import omegaconf
 import pytest
@@ -21,12 +20,11 @@ from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.optimizer import OptimizerTarget
 from automodel_ckpt.config.keys.step_scheduler import parse_duration
-from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.load import LoadedRecipe, canonical_tree, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import hints_of
-from automodel_ckpt.config.tree.canonical_yaml import canonical_tree
-from automodel_ckpt.config.tree.convert import members, section_type, typed
+from automodel_ckpt.config.tree.convert import members, section_type
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.config.tree.yaml_tree import node_of
@@ -113,30 +111,6 @@ TYPED = [
 ]
 
 
-class Compression(enum.Enum):
-    NONE = "none"
-    ZIP = "zip"
-
-
-UNIONS: list[tuple[Any, str, object]] = [
-    (int | float, "3", 3),
-    (float | int, "3", 3),
-    (float | int, "3.5", 3.5),
-    (bool | int, "1", 1),
-    (str | int, "3", 3),
-    (str | float, "3", 3.0),
-    (bool | str, "on", "on"),
-    (bool | str, "true", True),
-    (int | None, "null", None),
-    (str | None, "null", None),
-    (str | None, "none", None),
-    (Literal["auto", "none"] | list[str] | None, "none", "none"),
-    (Literal["auto", "none"] | None, "null", None),
-    (Compression | None, "none", Compression.NONE),
-    (Any, "None", None),
-]
-
-
 @pytest.mark.parametrize(("key", "text", "expected"), TYPED)
 def test_a_value_follows_the_type_of_its_field_in_the_file_and_on_the_command_line(
     tmp_path: Path, key: str, text: str, expected: object
@@ -153,14 +127,6 @@ def test_a_value_follows_the_type_of_its_field_in_the_file_and_on_the_command_li
         recipe.write_text(content)
         value = value_at(load_recipe(recipe, parse(words).overrides), key)
         assert (value, type(value)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize(("union", "text", "expected"), UNIONS)
-def test_of_several_types_the_one_that_yaml_sees_comes_first_and_text_last(
-    union: Any, text: str, expected: object
-) -> None:
-    value = typed(text, members(union))
-    assert (value, type(value)) == (expected, type(expected))
 
 
 def test_the_word_null_in_quotes_is_text(tmp_path: Path) -> None:

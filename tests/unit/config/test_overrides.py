@@ -166,15 +166,6 @@ def test_a_text_parameter_takes_brackets_as_characters(recipe: Path, text: str) 
     assert loaded.tree.at("dataset.chat_template").value == text  # type: ignore[union-attr]
 
 
-def test_text_with_brackets_that_is_no_yaml_is_rejected_where_a_list_is_needed(
-    recipe: Path,
-) -> None:
-    loaded = load(recipe, "--dataset.columns=[*.x]")
-    binder = Binder(RecipeConfig, [])
-    binder.value(list[str], loaded.tree.at("dataset.columns"), "dataset.columns")  # type: ignore[arg-type]
-    assert "quote words" in str(binder.problems[0])
-
-
 def test_overrides_reach_into_plug_ins(recipe: Path) -> None:
     loaded = load(recipe, "--optimizer.lr", "1e-3", "--optimizer._target_=torch.optim.SGD")
     assert loaded.config.optimizer == OptimizerTarget("torch.optim.SGD", {"lr": 1e-3})
