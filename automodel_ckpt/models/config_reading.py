@@ -68,27 +68,14 @@ def load_model_config(
     have, and for a model whose code is in its repository, unless *repository* allows to run it.
     """
     changes = overrides or {}
-    found = _load(
-        from_pretrained, from_config, tokenizer, processor, changes, repository, auto_class
-    )
-    return thinker_of(found)
-
-
-def _load(
-    from_pretrained: str | None,
-    from_config: Mapping[str, Any] | str | None,
-    tokenizer: Any,
-    processor: Any,
-    changes: Mapping[str, Any],
-    repository: RepositoryOptions,
-    auto_class: Any,
-) -> PreTrainedConfig:
     if from_pretrained is not None:
         where = "model.from_pretrained"
-        return _read_config(from_pretrained, where, changes, repository, auto_class)
+        return thinker_of(_read_config(from_pretrained, where, changes, repository, auto_class))
     if isinstance(from_config, str):
-        return _read_config(from_config, "model.from_config", changes, repository, auto_class)
-    return _config_from_mapping(dict(from_config or {}), tokenizer, processor, changes)
+        where = "model.from_config"
+        return thinker_of(_read_config(from_config, where, changes, repository, auto_class))
+    settings = dict(from_config or {})
+    return thinker_of(_config_from_mapping(settings, tokenizer, processor, changes))
 
 
 def _read_config(

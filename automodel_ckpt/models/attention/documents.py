@@ -7,15 +7,16 @@ the lengths of the documents instead, if the mask is causal attention within eac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from types import CellType
 from typing import Any
 
 import torch
 
 from automodel_ckpt.base.device_copies import to_device
-from automodel_ckpt.models.attention.mask_functions import widens
 
 
 class PreparedRow:
@@ -137,6 +138,33 @@ def documents_of(
     lengths = [end - start for start, end in pairwise([*borders, q_length])]
     runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
     return Documents(runs, local_size, target)
+
+
+def widens(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask lets tokens see more than causal attention does, such as the other tokens of an image.
+
+    transformers joins such patterns to the causal one by "or". Documents are joined by "and": before the other patterns
+    up to transformers 5.23, after them since 5.24. Both joints keep the functions that they join in their closures.
+    """
+    return any(each.__name__ == "or_mask" for each in _joined(mask_function))
+
+
+def _joined(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield *function*, and the functions in its closure and in theirs."""
+    if not inspect.isfunction(function):
+        return
+    yield function
+    for cell in function.__closure__ or ():
+        for value in _values(cell):
+            yield from _joined(value)
+
+
+def _values(cell: CellType) -> tuple[Any, ...]:
+    try:
+        value = cell.cell_contents
+    except ValueError:  # empty
+        return ()
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _is_causal_within(

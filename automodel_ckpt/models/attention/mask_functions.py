@@ -6,7 +6,7 @@ Read in the sources of transformers 5.17 to 5.24, ``masking_utils.py``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,33 +18,6 @@ def create_without_cache(create: Callable[..., Any], **arguments: Any) -> Any:
     """
     names = inspect.signature(create).parameters
     return create(**{"cache" if "cache" in names else "past_key_values": None}, **arguments)
-
-
-def widens(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask lets tokens see more than causal attention does, such as the other tokens of an image.
-
-    transformers joins such patterns to the causal one by "or". Documents are joined by "and": before the other patterns
-    up to transformers 5.23, after them since 5.24. Both joints keep the functions that they join in their closures.
-    """
-    return any(each.__name__ == "or_mask" for each in _joined(mask_function))
-
-
-def _joined(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield *function*, and the functions in its closure and in theirs."""
-    if not inspect.isfunction(function):
-        return
-    yield function
-    for cell in function.__closure__ or ():
-        for value in _values(cell):
-            yield from _joined(value)
-
-
-def _values(cell: CellType) -> tuple[Any, ...]:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # empty
-        return ()
-    return value if isinstance(value, tuple) else (value,)
 
 
 def with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,28 +47,19 @@ LinearLoss = Callable[[Labeled, torch.Tensor, torch.Tensor | None], torch.Tensor
 those of ``labeled.part``. Returns a 0-dim tensor, or a vector of one loss for each position."""
 
 
+@dataclass(eq=False)
 class LossPass(AbstractContextManager["LossPass"]):
     """A context in which a model's forward pass computes a loss. A generator would take three times as long."""
 
-    def __init__(
-        self,
-        head: LossHead,
-        positions: torch.Tensor | None,
-        targets: torch.Tensor,
-        sizes: Sequence[int] | None = None,
-        hits: TokenHits | None = None,
-        criterion: LinearLoss | None = None,
-        z_loss: ZLoss | None = None,
-    ) -> None:
-        self._head = head
-        self.positions = positions
-        self.targets = targets
-        self.hits = hits
-        self.criterion = criterion
-        self.z_loss = z_loss
-        self._sizes = sizes
-        self._loss: torch.Tensor | None = None
-        self._shape = torch.Size()
+    _head: LossHead
+    positions: torch.Tensor | None
+    targets: torch.Tensor
+    _sizes: Sequence[int] | None = None
+    hits: TokenHits | None = None
+    criterion: LinearLoss | None = None
+    z_loss: ZLoss | None = None
+    _loss: torch.Tensor | None = field(default=None, init=False)
+    _shape: torch.Size = field(default=torch.Size(), init=False)
 
     def __enter__(self) -> LossPass:
         _set_past_torch(self._head, "_loss_pass", self)

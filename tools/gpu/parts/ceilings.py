@@ -176,8 +176,8 @@ def attention(device: str, length: int) -> Figures:
     of_row = Documents(runs, None, torch.device(device))
     for label, kernel in installed_kernels(device).items():
         if not kernel.unsupported(request):
-            prepared: Any = kernel.prepare(of_row)
-            attend = partial(kernel.attend, q, k, v, prepared, request)
+            of_kernel: Any = kernel.prepare(of_row)
+            attend = partial(kernel.attend, q, k, v, of_kernel, request)
             yield f"documents, {label}", both_ways(attend)
 
 

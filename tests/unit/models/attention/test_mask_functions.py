@@ -13,7 +13,8 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from automodel_ckpt.models.attention.mask_functions import create_without_cache, widens
+from automodel_ckpt.models.attention.documents import widens
+from automodel_ckpt.models.attention.mask_functions import create_without_cache
 
 
 def test_the_cache_has_the_name_that_the_function_knows() -> None:

@@ -126,22 +126,6 @@ def test_a_second_backward_pass_fails_instead_of_scaling_twice() -> None:
         loss.backward()
 
 
-def test_a_graph_of_the_backward_pass_has_no_second_derivative() -> None:
-    hidden, weight, _ = leaves(12, 53, torch.float32)
-    targets = labels(12, 53)
-    inputs = [hidden, weight]
-    loss = linear_cross_entropy(hidden, weight, None, targets)
-    wanted = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, targets), inputs)
-    found = torch.autograd.grad(loss, inputs, create_graph=True)
-    for mine, other in zip(found, wanted, strict=True):
-        assert torch.equal(mine, other)
-    factor = torch.ones((), requires_grad=True)
-    scaled = linear_cross_entropy(hidden, weight, None, targets) * factor
-    (found_for_weight,) = torch.autograd.grad(scaled, weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        found_for_weight.sum().backward()
-
-
 def test_hidden_states_that_change_before_the_backward_pass_are_an_error() -> None:
     hidden, weight, _ = leaves(12, 53, torch.float32)
     states = hidden * 1.0
