@@ -299,17 +299,7 @@ class _Model:
         ]
         first = ranks[0]
         for rank in ranks:
-            facts = [
-                (
-                    each.stage,
-                    each.num_ranks,
-                    len(each.segments),
-                    each.segments[0].dtype,
-                    each.paddings,
-                )
-                for each in (first, rank)
-            ]
-            if facts[0] != facts[1]:
+            if rank.facts != first.facts:
                 raise unusable(
                     "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes",
                     rank.path,

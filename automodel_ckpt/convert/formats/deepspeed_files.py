@@ -217,6 +217,7 @@ class Partition:
     """
 
     path: Path
+    facts: tuple[object, ...]
     stage: int | None
     segments: Sequence[Segment]
     num_ranks: int
@@ -257,4 +258,6 @@ def read_partition(tag: Path, name: str) -> Partition:
             # Parameters of experts are divided among fewer ranks than the others.
             raise divided_error(file.path, "expert parallelism", f"partition_count {count!r:.100}")
     paddings, places = state.get("param_alignment_paddings"), state.get("param_slice_mappings")
-    return Partition(file.path, stage, segments, numbers[0], paddings, places)
+    # What all ranks have in common.
+    facts = (stage, numbers[0], len(segments), segments[0].dtype, paddings)
+    return Partition(file.path, facts, stage, segments, numbers[0], paddings, places)

@@ -1,7 +1,7 @@
 """Files of other programs that are recognized, and not read. Imports no torch.
 
 Single files are recognized by their first bytes, directories by names of files. Nothing is unpickled or unpacked. A
-.safetensors file is a separate format (``safetensors_file.py``).
+.safetensors file is a separate format (``hugging_face.py``).
 """
 
 from __future__ import annotations
