@@ -78,7 +78,7 @@ class _Plan:
         for path, number in self._tree.numbers.items():
             data = struct.pack("<f", number)
             box = Box((), ())
-            chunk = self._add_box(flat_name(path), "F32", (), box, partial(memoryview, data))
+            chunk = self._add_box(flat_name(path), "F32", (), box, partial(_view, data))
             self.metadata.add_tensor(path, "F32", (), [chunk])
         for path, tensor in self._tree.stored.items():
             parts: list[DcpChunk] = []
@@ -119,6 +119,10 @@ class _Plan:
     def _located(self, start: int, nbytes: int) -> DcpLocation:
         # Only the name: torch's reader looks for the file beside .metadata.
         return DcpLocation(PurePosixPath(self.file).name, start, nbytes)
+
+
+def _view(data: bytes) -> memoryview:
+    return memoryview(data)
 
 
 def _written_boxes(tensor: Tensor) -> Iterator[Box]:
