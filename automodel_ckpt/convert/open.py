@@ -107,7 +107,7 @@ def open_source(path: Path) -> Source:
     for place in (directory, directory / MODEL):
         if place.is_dir():
             check_links_of_weights(place)
-    source = _open_external(directory, follow_links=True)
+    source = _open_external(directory)
     if source.misplaced:
         what = "the index names a tensor that is not in its file"
         raise unusable(what, source.model_directory / layout.HF_INDEX, source.misplaced[0])
@@ -144,7 +144,7 @@ def _open_resolved(found: Path, config: Path | None = None) -> Weights:
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
-    return _weights_of(found, _open_external(found, config, follow_links=True))
+    return _weights_of(found, _open_external(found, config))
 
 
 def _weights_of(path: Path, source: Source) -> Weights:
@@ -163,15 +163,15 @@ def _weights_of(path: Path, source: Source) -> Weights:
 # ---------------------------------------------------------------- other programs
 
 
-def _open_external(directory: Path, config: Path | None = None, *, follow_links: bool) -> Source:
+def _open_external(directory: Path, config: Path | None = None) -> Source:
     check_finished(directory)
     # A checkpoint of NeMo AutoModel, or of this program without its manifest, has the model in model/.
     for place in (directory, directory / MODEL):
         if not place.is_dir():
             continue
-        known = detect(place, follow_links=follow_links)
+        known = detect(place, follow_links=True)
         if known is not None:
-            source = known.open(place, follow_links=follow_links)
+            source = known.open(place, follow_links=True)
             return _in_hugging_face_names(source, known, place, config)
         if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
             return DCP.open(place)  # raises an error: .metadata is missing

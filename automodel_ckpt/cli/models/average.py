@@ -42,13 +42,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="average the newest N checkpoints of the run directory SOURCE",
     )
-    _add_weights(command)
-    add_checkpoint_name(command, "that of the newest source")
-    command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
-
-
-def _add_weights(command: argparse.ArgumentParser) -> None:
-    """Add the options that determine the result: the weights, and the rule for integers."""
     command.add_argument(
         "--weights",
         type=_numbers,
@@ -67,6 +60,8 @@ def _add_weights(command: argparse.ArgumentParser) -> None:
         default="equal",
         help="tensors of integers, bool and 8-bit floats must be equal (default), or are copied from one source",
     )
+    add_checkpoint_name(command, "that of the newest source")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
 
 
 def _numbers(text: str) -> list[float]:

@@ -9,7 +9,7 @@ import shlex
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,21 +127,17 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
         yield _Files(path)
         return
     found = _model_directory(local)
-    with ExitStack() as stack:
-        if not _is_loadable(found):
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-"))
-            exported = Path(directory) / MODEL
-            print_error(
-                f"exporting {found} to a temporary directory; `ckpt export` keeps the files"
-            )
-            consolidate(found, exported, log=lambda line: None, opener=_open_with_config)
-            stack.enter_context(_naming_export(exported, found))
-            files = _files_of(exported, found, base)
-        else:
-            check_directory(found)
-            _verify(found)
-            files = _files_of(found, found, base)
-        yield files
+    if _is_loadable(found):
+        check_directory(found)
+        _verify(found)
+        yield _files_of(found, found, base)
+        return
+    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+        exported = Path(directory) / MODEL
+        print_error(f"exporting {found} to a temporary directory; `ckpt export` keeps the files")
+        consolidate(found, exported, log=lambda line: None, opener=_open_with_config)
+        with _naming_export(exported, found):
+            yield _files_of(exported, found, base)
 
 
 def _open_with_config(path: Path) -> Source:

@@ -139,6 +139,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         run=run,
         name=name,
         left_out=tuple(left_out),
+        lineage={"imported_from": str(source.path), "imported_kind": source.known.name},
         training=training,
         has_training_state=any(known.has_training_state(path) for path, known in states),
         training_left=next(filter(None, reasons), ""),

@@ -56,7 +56,7 @@ class NewCheckpoint:
 
     *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
     in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*; by default
-    it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
+    it is read from the source. *lineage* is recorded in the manifest.
     *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
     one, and *training_left* why it cannot be imported, in words. *position_from* states where step and epoch in the
     name come from, in words. *adapter* is the model of an adapter. *name_notes* state which names of tensors are not
@@ -73,8 +73,8 @@ class NewCheckpoint:
     run: Path
     name: layout.CheckpointName
     left_out: tuple[str, ...]
+    lineage: Mapping[str, Any]
     contents: Callable[[Tensor], Data] | None = None
-    lineage: Mapping[str, Any] | None = None
     training: TrainingImport | None = None
     has_training_state: bool = False
     training_left: str = ""
@@ -231,9 +231,7 @@ def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
     model = merge_tree(MODEL, _FORMAT, [written], {})
     trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
     state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
-    lineage = dict(planned.lineage or {})
-    if not lineage:
-        lineage = {"imported_from": str(planned.source), "imported_kind": planned.kind}
+    lineage = dict(planned.lineage)
     progress: dict[str, Any] = {}
     training = planned.training
     if training is not None:

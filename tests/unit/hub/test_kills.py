@@ -130,7 +130,14 @@ def listing(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*")}
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "while a run trains",
+        pytest.param("a new branch", marks=pytest.mark.further),
+        pytest.param("the main branch", marks=pytest.mark.further),
+    ],
+)
 def test_a_process_killed_at_any_request_leaves_complete_models_and_is_repeated(
     hub: HubServer, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

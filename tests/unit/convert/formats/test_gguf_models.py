@@ -51,7 +51,9 @@ def test_the_library_reads_the_file_with_all_tensors(tmp_path: Path, name: str) 
     assert report.details["kinds"] == {"F32": len(found)}
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.further) for kind in QUANTIZED[1:])]
+)
 def test_quantized_blocks_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
     reader, report = exported("Qwen 2, YaRN", tmp_path, tensor_type=kind.lower())
     gguf = pytest.importorskip("gguf")
