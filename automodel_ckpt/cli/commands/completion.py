@@ -61,7 +61,7 @@ def command_options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                words = command._option_string_actions
+                words = [word for option in command._actions for word in option.option_strings]
                 found[name] = sorted(word for word in words if word.startswith("--"))
     return found
 
