@@ -31,16 +31,12 @@ def measure_text(value: float) -> str:
 
 def values_text(number: int) -> str:
     """Format a number of values that are not tensors: ``1 value that is not a tensor``."""
-    if number == 1:
-        return "1 value that is not a tensor"
-    return f"{number} values that are not tensors"
+    return counted(number, "value that is not a tensor", "values that are not tensors")
 
 
 def others_text(number: int) -> str:
     """Format a number of tensors that are not part of the model: ``1 tensor that is not the model's``."""
-    if number == 1:
-        return "1 tensor that is not the model's"
-    return f"{number} tensors that are not the model's"
+    return counted(number, "tensor that is not the model's", "tensors that are not the model's")
 
 
 def left_out(text: str, number: int) -> str:

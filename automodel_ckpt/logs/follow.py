@@ -112,16 +112,15 @@ class Follower:
         # The sort is stable: the lines of one step keep their order.
         records.sort(key=lambda record: record["step"])
         for record in records:
-            if is_training_step(record) and record["step"] % self._every_steps:
+            step = record["step"]
+            if is_training_step(record) and step % self._every_steps:
                 continue
-            values = values_of(record)
-            if values:
-                for name in list(self._trackers):
-                    self._log(name, record["step"], values)
-            text = completions_text(record)
-            if text:
-                for name in list(self._trackers):
-                    self._log_text(name, record["step"], text)
+            values, text = values_of(record), completions_text(record)
+            for name, tracker in list(self._trackers.items()):
+                if values:
+                    self._send(name, step, _group(values), partial(tracker.log, step, values))
+                if text:
+                    self._send(name, step, _TEXT, partial(tracker.log_text, step, _TEXT, text))
         if records:
             for name in list(self._trackers):
                 self._try(name, self._trackers[name].flush)
@@ -161,23 +160,14 @@ class Follower:
         self._trackers[name] = TRACKERS[name](self.run, memory, **options)
         self._sent[name] = memory["sent"]
 
-    def _log(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of a step, unless the tracker has that step, or a later one, of the group."""
+    def _send(self, name: str, step: int, group: str, action: Callable[[], None]) -> None:
+        """Send the values of a step, unless the tracker has those of this step, or of a later one, of the group."""
         sent = self._sent[name]
-        group = _group(values)
         if step > sent.get(group, 0):
-            self._try(name, lambda: self._trackers[name].log(step, values))
+            self._try(name, action)
             if name in self._trackers:
                 # Only after success: a tracker that raised has been removed.
                 sent[group] = step
-
-    def _log_text(self, name: str, step: int, text: str) -> None:
-        """Log the completions of a step, unless the tracker has those of this step or of a later one."""
-        sent = self._sent[name]
-        if step > sent.get(_TEXT, 0):
-            self._try(name, lambda: self._trackers[name].log_text(step, _TEXT, text))
-            if name in self._trackers:
-                sent[_TEXT] = step
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         """Call *action*; if it raises, disable the tracker and warn."""
@@ -247,18 +237,16 @@ def is_training_step(record: Mapping[str, Any]) -> bool:
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a log line, by the names that trackers display. Values that are not numbers are omitted."""
     fields = {}
-    if "val_loss" in record:
+    event = record.get("event")
+    if "val_loss" in record or event == "evaluation":
+        # val_loss, val_accuracy_NAME and so on.
+        group = "eval" if event == "evaluation" else "val"
         for field in record:
-            # val_loss, val_accuracy_NAME and so on.
-            if field.startswith("val_"):
-                fields[field] = f"val/{field.removeprefix('val_')}"
-    elif record.get("event") == "evaluation":
-        for field in record:
-            if field.startswith("eval_"):
-                fields[field] = f"eval/{field.removeprefix('eval_')}"
-    elif record.get("event") is None:
+            if field.startswith(f"{group}_"):
+                fields[field] = field.replace("_", "/", 1)
+    elif event is None:
         fields = {field: f"train/{field}" for field in record if field not in _NOT_VALUES}
-    elif record["event"] == "save":
+    elif event == "save":
         fields = {field: f"save/{field}" for field in _SAVE}
     values = {}
     for field, name in fields.items():

@@ -623,20 +623,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
     assert (done.returncode, done.stderr) == (EXIT_DONE, "")
 
 
-def test_on_a_terminal_the_title_of_a_recipe_stands_below_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["--list"]) == EXIT_DONE
-    name, *lines = capsys.readouterr().out.splitlines()
-    first = max((path for path in EXAMPLES if path in name), key=len)
-    title = EXAMPLES[first].read_text().splitlines()[1].removeprefix("# ")
-    assert title.startswith(lines[0].strip())
-    assert lines[0].startswith("    ")
-    assert max(map(len, lines)) <= 60
-
-
 DRY_RUNS = (
     "classification/tiny_topics",
     "llm_finetune/tiny_llama_lora",

@@ -127,25 +127,12 @@ def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[s
     rows: list[tuple[str, ...]] = []
     if has_statistics:
         rows.append(("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values()))
-    for fqn, tensor in _by_parameter(tensors):
+    for fqn, tensor in tensors.items():
         cells = (
             _statistics_cells(tensor) if has_statistics else [counted(tensor["slices"], "slice")]
         )
         rows.append((printable(fqn), tensor["dtype"], str(list(tensor["shape"])), *cells))
     return table(rows, right=range(3, 12) if has_statistics else ())
-
-
-def _by_parameter(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
-    """Return the tensors in their order, except that all optimizer state of a parameter follows its first tensor."""
-    positions: dict[str, int] = {}
-    for fqn in tensors:
-        positions.setdefault(_parameter(fqn), len(positions))
-    return sorted(tensors.items(), key=lambda entry: positions[_parameter(entry[0])])
-
-
-def _parameter(fqn: str) -> str:
-    """Return ``optimizer.state.model.a.weight`` for ``optimizer.state.model.a.weight.exp_avg``; else the name."""
-    return fqn.rpartition(".")[0] if ".state." in fqn else fqn
 
 
 def _statistics_cells(tensor: TensorEntry) -> list[str]:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from shutil import get_terminal_size
 
 import automodel_ckpt
-from automodel_ckpt.cli.common.terminal import coloured, table
+from automodel_ckpt.cli.common.terminal import table
 from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import RecipeError
 
@@ -25,18 +21,9 @@ def examples() -> dict[str, Path]:
     return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
 
 
-def example_lines() -> Iterator[str]:
-    """Yield the names and titles of the example recipes: one line each, or on a terminal, titles below the names."""
-    titles = {name: _title(path) for name, path in examples().items()}
-    if not sys.stdout.isatty():
-        yield from table(list(titles.items()))
-        return
-    indent = "    "
-    for name, title in titles.items():
-        yield coloured(name, "bold", sys.stdout)
-        yield textwrap.fill(
-            title, get_terminal_size().columns, initial_indent=indent, subsequent_indent=indent
-        )
+def example_lines() -> list[str]:
+    """Return the names and titles of the example recipes, one line each."""
+    return table([(name, _title(path)) for name, path in examples().items()])
 
 
 def copy_example(name: str, directory: str) -> Path:

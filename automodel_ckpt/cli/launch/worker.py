@@ -99,8 +99,12 @@ def run_rank(
         if not is_training and _was_stopped(stop, error, record):
             record = early_stop_record(this_rank(), stop.requested)
             stop.finished = True
-        record = replace(record, follows_log=_progress_of(recipe) is not None)
-        _end_progress_line(recipe)
+        progress = getattr(getattr(recipe, "run_log", None), "progress", None)
+        if isinstance(progress, Progress):
+            # The error begins on a new line.
+            record = replace(record, follows_log=True)
+            with contextlib.suppress(Exception):
+                progress.break_off()
         on_failure(record)
         text = failure_text(record, several_ranks=world_size() > 1)
         _run_with_time_limit(lambda: _log_failure(recipe, text))
@@ -116,20 +120,6 @@ def _was_stopped(stop: StopRequest, error: BaseException, record: FailureRecord)
     if not stop.wanted:
         return False
     return stop.interrupted or isinstance(error, StoppedWaiting) or not record.primary
-
-
-def _end_progress_line(recipe: Recipe | None) -> None:
-    """End the progress line, so that the error begins on a new line."""
-    progress = _progress_of(recipe)
-    if progress is not None:
-        with contextlib.suppress(Exception):
-            progress.break_off()
-
-
-def _progress_of(recipe: Recipe | None) -> Progress | None:
-    """The progress line of a run; None if the run did not get so far."""
-    progress = getattr(getattr(recipe, "run_log", None), "progress", None)
-    return progress if isinstance(progress, Progress) else None
 
 
 def _log_failure(recipe: Recipe | None, text: str) -> None:
