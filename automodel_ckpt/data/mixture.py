@@ -178,7 +178,9 @@ class MixtureStream(IterableDataset[MixedRow]):
         self._num_read = {name: state["num_read"][name] for name in self.sources}
         self._passes = {name: state["passes"][name] for name in self.sources}
         self._read_in_epoch = state["read_in_epoch"]
-        self._begun = set(state["begun"])
+        # Earlier versions did not save it. There, every stream counts as begun within an epoch.
+        is_within = self._read_in_epoch > 0
+        self._begun = set(state.get("begun", self.sources if is_within else ()))
 
     def _open(self, name: str) -> Iterator[Any]:
         source = self.sources[name]

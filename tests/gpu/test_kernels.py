@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.models.attention.by_document import attention_by_pairs
-from automodel_ckpt.models.attention.document_kernels import Request, installed_kernels
+from automodel_ckpt.models.attention.by_document import attention_by_pairs, installed_kernels
+from automodel_ckpt.models.attention.document_kernels import Request
 from automodel_ckpt.models.attention.documents import Documents
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
+from automodel_ckpt.cli.targets.hf import run_hf
 from automodel_ckpt.cli.targets.table import OPTIONS, TARGETS, Target, attribute
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
@@ -96,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent)):
         _check_external(source, target.name)
-    report = target.run(arguments, _average_in(source) if arguments.ema else source)
+    chosen = _average_in(source) if arguments.ema else source
+    report = run_hf(arguments, chosen) if target.name == "hf" else target.run(arguments, chosen)
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE

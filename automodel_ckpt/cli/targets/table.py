@@ -137,10 +137,6 @@ class Target(NamedTuple):
 
     def run(self, arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         """Export the checkpoint in *source*, print the path, and return the document of ``--json``."""
-        if self.name == "hf":
-            from automodel_ckpt.cli.targets.hf import run_hf
-
-            return run_hf(arguments, source)
         from automodel_ckpt.convert.targets.flow import export_to
 
         keywords: dict[str, Any] = {}

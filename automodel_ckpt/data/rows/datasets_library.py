@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import UNREADABLE
@@ -18,9 +18,6 @@ from automodel_ckpt.data.rows.rows import (
     Rows,
 )
 from automodel_ckpt.errors import RecipeError
-
-if TYPE_CHECKING:
-    from automodel_ckpt.data.rows.source import Source
 
 
 def has_reading_options(config: Any, kinds: set[str]) -> bool:
@@ -94,7 +91,7 @@ def quiet(datasets: Any) -> Iterator[None]:
 class TableRows(Rows):
     """The rows of *table*, a data set of ``datasets``, and their location; *source* names them."""
 
-    def __init__(self, source: Source, table: Any) -> None:
+    def __init__(self, source: Any, table: Any) -> None:
         self.source = source
         self.path = source.path
         self.table = table
@@ -143,7 +140,7 @@ class TableStream:
 
     fields: Sequence[str] = ()
 
-    def __init__(self, source: Source, rows: Any, lane: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, source: Any, rows: Any, lane: tuple[int, int] = (0, 1)) -> None:
         self.source = source
         self.rows = rows
         self._lane = lane
@@ -175,8 +172,10 @@ class TableStream:
         return TableStream(self.source, copy.deepcopy(self.rows), (number, count))
 
     def state_dict(self) -> Any:
-        return {"rows": self.rows.state_dict(), "row": self._row}
+        state = self.rows.state_dict()
+        return state if self._lane == (0, 1) else {"rows": state, "row": self._row}
 
     def load_state_dict(self, state: Any) -> None:
-        self.rows.load_state_dict(state["rows"])
-        self._row = state["row"]
+        if self._lane != (0, 1):
+            state, self._row = state["rows"], state["row"]
+        self.rows.load_state_dict(state)

@@ -199,6 +199,14 @@ class RecordStream:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._state = dict(state)
 
+    def state_after(self, num_rows: int) -> dict[str, int]:
+        """Return the state after the first *num_rows* rows. Reads these rows."""
+        others = self.take(num_rows)
+        others.load_state_dict(_state_at(0, BEGINNING, 0))
+        for _ in others:
+            pass
+        return others.state_dict()
+
 
 def _state_at(file: int, mark: Mark, row: int) -> dict[str, int]:
     return {"file": file, "offset": mark.offset, "num_lines": mark.num_lines, "row": row}

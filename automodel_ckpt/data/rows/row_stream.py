@@ -20,11 +20,11 @@ from automodel_ckpt.data.collate import (
 )
 from automodel_ckpt.data.rows.arguments import at_most, require_range
 from automodel_ckpt.data.rows.preparation import Encode
+from automodel_ckpt.data.rows.row_files import RecordStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample, warn_of_notes
 from automodel_ckpt.data.samples.truncation import Truncation
-from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -158,18 +158,14 @@ class RowStream(IterableDataset[Row]):
         }
 
     def load_state_dict(self, state: State) -> None:
-        if state["rows"].keys() != self._start.keys():
-            raise RecipeError(
-                "the state of a stream is that of another kind of files",
-                where="dataset.path",
-                value=self.source.path,
-                hint="resume with the data of the checkpoint, or start another run with init_from",
-            )
         self._block_start = state["rows"]
         self._first = state["first"]
         self._given = state["given"]
         # The interrupted block keeps its size, also if the recipe's shuffle_block has changed.
         self._block_size = state["block"]
+        if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
+            # Saved by a version that read these files with the library datasets: its state has another format.
+            self._block_start = self.rows.state_after(self._first)
 
     def _rewind(self) -> None:
         self._block_start = self._start

@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,13 +27,23 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from automodel_ckpt.models.attention.document_kernels import Kernel, Request, installed_kernels
+from automodel_ckpt.models.attention.document_kernels import (
+    Request,
+    SdpaKernel,
+    preferred_kernels,
+)
 from automodel_ckpt.models.attention.documents import Documents, PreparedRow, documents_of
 from automodel_ckpt.models.attention.packing_probe import probe_rows
 from automodel_ckpt.models.inspect.forward import attention_of, logits_of, side_effect_free
 
+if TYPE_CHECKING:
+    from automodel_ckpt.models.attention.flex_kernel import FlexKernel
+    from automodel_ckpt.models.attention.length_kernels import VarlenKernel
+
 log = logging.getLogger(__name__)
 
+Kernel: TypeAlias = "SdpaKernel | FlexKernel | VarlenKernel"
+"""A way to compute attention within documents. Kernels are compared by value."""
 _BASES = ("sdpa", "eager")
 """The implementations that an enabled model can have had before, which compute everything else than documents."""
 _PREFIX = "automodel_ckpt_documents"
@@ -48,6 +58,21 @@ _COMPARES_HARMLESSLY = ("gemma4", "gemma4_unified")
 
 class UnsupportedByKernel(Exception):
     """The kernel cannot compute what a layer asks for, or computes something else."""
+
+
+def installed_kernels(device_type: str) -> dict[str, Kernel]:
+    """The kernels for a type of device that are installed, by name, the preferred one first."""
+    kernels: dict[str, Kernel] = {"sdpa": SdpaKernel()}
+    if device_type == "cuda":
+        from torch.nn.attention.varlen import varlen_attn
+
+        from automodel_ckpt.models.attention.flex_kernel import FlexKernel
+        from automodel_ckpt.models.attention.length_kernels import VarlenKernel
+
+        kernels["flex"] = FlexKernel()
+        kernels["varlen"] = VarlenKernel(varlen_attn)
+    names = preferred_kernels(device_type, kernels, is_compiled=False)
+    return {name: kernels[name] for name in names}
 
 
 def attend_by_document(

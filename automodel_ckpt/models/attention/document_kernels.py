@@ -10,22 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from automodel_ckpt.models.attention.documents import Documents
 
-if TYPE_CHECKING:
-    from automodel_ckpt.models.attention.flex_kernel import FlexKernel
-    from automodel_ckpt.models.attention.length_kernels import VarlenKernel
-
 KERNELS = ("varlen", "flex", "sdpa")
 """The names of all kernels, the best of a device first."""
 HALF = (torch.bfloat16, torch.float16)
-Kernel: TypeAlias = "SdpaKernel | FlexKernel | VarlenKernel"
-"""A way to compute attention within documents. Kernels are compared by value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +45,6 @@ class Request:
     def is_default_scale(self) -> bool:
         """Whether the scores are scaled as they are by default."""
         return self.scale is None or math.isclose(self.scale, self.head_dim**-0.5, rel_tol=1e-6)
-
-
-def installed_kernels(device_type: str) -> dict[str, Kernel]:
-    """The kernels for a type of device that are installed, by name, the preferred one first."""
-    kernels: dict[str, Kernel] = {"sdpa": SdpaKernel()}
-    if device_type == "cuda":
-        from torch.nn.attention.varlen import varlen_attn
-
-        from automodel_ckpt.models.attention.flex_kernel import FlexKernel
-        from automodel_ckpt.models.attention.length_kernels import VarlenKernel
-
-        kernels["flex"] = FlexKernel()
-        kernels["varlen"] = VarlenKernel(varlen_attn)
-    names = preferred_kernels(device_type, kernels, is_compiled=False)
-    return {name: kernels[name] for name in names}
 
 
 def preferred_kernels(

@@ -152,7 +152,8 @@ def attention(device: str, length: int) -> Figures:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from automodel_ckpt.models.attention.document_kernels import Request, installed_kernels
+    from automodel_ckpt.models.attention.by_document import installed_kernels
+    from automodel_ckpt.models.attention.document_kernels import Request
     from automodel_ckpt.models.attention.documents import Documents
 
     dtype = torch.bfloat16

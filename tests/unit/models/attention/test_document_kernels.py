@@ -16,6 +16,7 @@ from automodel_ckpt.models.attention.by_document import (
     attend_by_mask,
     attention_by_pairs,
     compares_name,
+    installed_kernels,
     validate_kernel,
 )
 from automodel_ckpt.models.attention.document_kernels import (
@@ -23,7 +24,6 @@ from automodel_ckpt.models.attention.document_kernels import (
     Kernel,
     Request,
     SdpaKernel,
-    installed_kernels,
     preferred_kernels,
 )
 from automodel_ckpt.models.attention.documents import Documents

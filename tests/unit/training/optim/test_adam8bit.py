@@ -14,12 +14,10 @@ from torch import nn
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.adam8bit import (
     AdamW8bit,
-    decoded,
     divided,
-    dynamic_table,
     joined,
-    nearest,
 )
+from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, nearest
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
