@@ -10,7 +10,7 @@ from automodel_ckpt.logs.charts import charts_of
 from automodel_ckpt.logs.follow import values_of
 from automodel_ckpt.logs.history import Series, read_history
 from automodel_ckpt.logs.page import summary
-from automodel_ckpt.logs.sparkline import BARS, curve_lines
+from automodel_ckpt.logs.sparkline import curve_lines
 from tests.support.history import write_run
 
 
@@ -81,8 +81,8 @@ def test_metrics_of_an_objective_have_charts_with_those_of_its_validation_sets(
     assert drawn["F1 micro"] == [(f"{name}, validation", (0.25,))]
     # All curves begin in one column, after the longest title.
     starts = [line[:18] for line in curve_lines(run, 20)]
-    assert starts[-1].startswith("  val f1 micro  ") and starts[-1][16] in BARS
-    assert all(line[14:16] == "  " and line[16] in BARS for line in starts)
+    assert starts[-1].startswith("  val f1 micro  ") and starts[-1][16] in "▁▂▃▄▅▆▇█"
+    assert all(line[14:16] == "  " and line[16] in "▁▂▃▄▅▆▇█" for line in starts)
     assert values_of(steps[0]) == {"train/loss": 1.0, "train/pairs": 8, "train/margin": 0.5}
 
 
