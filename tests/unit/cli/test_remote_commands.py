@@ -126,7 +126,7 @@ def test_diff_compares_a_store_by_digests(
     ]
     found = output(capsys, "diff", *names)
     expected = output(capsys, "diff", str(local / FIRST), str(local / SECOND))
-    for same in ("general", "recipe", "environment", "resume", "not_compared"):
+    for same in ("general", "recipe", "environment", "not_compared"):
         assert found[same] == expected[same]
     for name, tree in found["trees"].items():
         changed = {change["fqn"] for change in expected["trees"][name]["changed"]}

@@ -298,7 +298,7 @@ def test_a_previous_checkpoint_with_a_damaged_table_is_not_used(
     assert not shared(tmp_path, 1, 2)
 
 
-def test_commands_report_what_is_shared_and_count_it_once(
+def test_commands_count_what_is_shared_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
