@@ -1,4 +1,4 @@
-"""Reduce a model to some stages of a pipeline, without changing the names of its modules.
+"""Reduce a model to one stage of a pipeline, without changing the names of its modules.
 
 The modules of other stages are replaced by stand-ins. So the forward of the model still does everything around the
 layers (masks, positions, the kind of attention of a layer). A stage other than the first gets the hidden states of the
@@ -67,7 +67,7 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
             "there are more pipeline stages than layers",
             where=_WHERE,
             value=f"{num_stages} stages; layers of the model: {num_layers}",
-            hint="lower pp_size, or pp_stages_per_rank if it is set",
+            hint="lower pp_size",
         )
 
 
@@ -179,34 +179,44 @@ def take_place(stand_in: PassThrough, layer: nn.Module) -> None:
             setattr(stand_in, name, value)
 
 
-class LocalStages:
-    """The stages of a pipeline that one rank computes, as a model that has their modules only."""
+class LocalStage:
+    """The stage of a pipeline that one rank computes, as a model that has its modules only."""
 
-    def __init__(self, model: nn.Module, decoder: Decoder, stages: Sequence[int], num_stages: int):
-        """Reduce *model* in place to the *stages* of *num_stages*, before it is sharded.
+    def __init__(self, model: nn.Module, number: int, num_stages: int) -> None:
+        """Replace the modules of *model* that belong to other stages than *number* (from 0), in place, before sharding.
 
-        A rank with several stages computes one at a time: a forward pass sees the stand-ins of the others.
+        If the output layer is tied to the embedding, the first and the last stage have both. The model must have passed
+        :func:`check_stages`.
         """
-        self.stages = tuple(stages)
-        self._base = model_without_adapters(model)
-        self.num_stages = num_stages
-        self._last = num_stages - 1
-        self._current = 0
-        self._views = [_View(self._base, decoder, stage, num_stages) for stage in stages]
-        _remove_other_stages(self._base, decoder, stages, num_stages)
-        self._restore: dict[str, nn.Module] = {}
-        # After the hooks of fsdp2, which looks for the modules that it sharded before the first forward pass.
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        self.number, self.num_stages = number, num_stages
+        base = model_without_adapters(model)
+        decoder = find_decoder(base)
+        layers = list_of_layers(base, decoder)
+        mine = layers_of(len(layers), number, num_stages)
+        self._input = StageInput() if number > 0 else None
+        self._output = None if self.is_last or mine.stop == len(layers) else StageOutput()
+        # Before modules are replaced, which would hide the tie.
+        kept = _kept_outside(base, decoder, number, num_stages)
+        for index, layer in enumerate(layers):
+            if index in mine:
+                continue
+            stand_in = PassThrough()
+            if index == mine.start - 1 and self._input is not None:
+                stand_in = self._input
+            elif index == mine.stop and self._output is not None:
+                stand_in = self._output
+            take_place(stand_in, layer)
+            # Replaced, not removed: the other layers keep their numbers, and so their names in checkpoints.
+            layers[index] = stand_in
+        for name in (*decoder.before, *decoder.after):
+            if name not in kept:
+                base.set_submodule(name, stand_in_for(base.get_submodule(name)))
+        model.register_forward_hook(self._return_hidden)
 
     @property
     def is_last(self) -> bool:
-        """Whether the current stage computes the logits."""
-        return self.stages[self._current] == self._last
-
-    def select(self, number: int) -> None:
-        """Make the stage *number* of this rank (from 0) the one that forward passes compute."""
-        self._current = number
+        """Whether the stage computes the logits."""
+        return self.number == self.num_stages - 1
 
     def receive(self, hidden: torch.Tensor, length: int) -> torch.Tensor:
         """Pass *hidden* states [B, t, H] of the stage before to the next forward pass.
@@ -214,101 +224,24 @@ class LocalStages:
         Returns what the model gets as ``inputs_embeds`` [B, *length*, H], from which it makes masks and positions. The
         lengths differ if context parallel ranks divide the rows.
         """
-        stage_input = self._views[self._current].input
-        assert stage_input is not None
-        stage_input.received = hidden
+        assert self._input is not None
+        self._input.received = hidden
         return hidden.new_zeros(1, 1, 1).expand(len(hidden), length, hidden.shape[-1])
 
-    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        for name, module in self._views[self._current].modules.items():
-            self._restore[name] = self._base.get_submodule(name)
-            _replace(self._base, name, module)
-
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        for name, module in self._restore.items():
-            _replace(self._base, name, module)
-        self._restore.clear()
-        stage_output = self._views[self._current].output
-        # None: the forward pass failed.
-        if stage_output is None or output is None:
-            return output
-        return CausalLMOutput(logits=stage_output.take())
+    def _return_hidden(self, model: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._output is None else CausalLMOutput(logits=self._output.take())
 
 
-class _View:
-    """The modules that a forward pass of one stage sees in place of those of the rank."""
-
-    def __init__(self, base: nn.Module, decoder: Decoder, stage: int, num_stages: int) -> None:
-        layers = list_of_layers(base, decoder)
-        mine = layers_of(len(layers), stage, num_stages)
-        self.input = StageInput() if stage > 0 else None
-        self.output = StageOutput() if stage < num_stages - 1 and mine.stop < len(layers) else None
-        seen: list[nn.Module] = []
-        for number, layer in enumerate(layers):
-            if number in mine:
-                seen.append(layer)
-                continue
-            stand_in: PassThrough = PassThrough()
-            if number == mine.start - 1 and self.input is not None:
-                stand_in = self.input
-            elif number == mine.stop and self.output is not None:
-                stand_in = self.output
-            take_place(stand_in, layer)
-            seen.append(stand_in)
-        self.modules: dict[str, nn.Module] = {decoder.layers: nn.ModuleList(seen)}
-        others = [] if stage == 0 else list(decoder.before)
-        if stage < num_stages - 1:
-            others += decoder.after
-        for name in others:
-            self.modules[name] = stand_in_for(base.get_submodule(name))
-
-
-def keep_stages(model: nn.Module, stages: Sequence[int], num_stages: int) -> LocalStages:
-    """Replace the modules of *model* that belong to other stages than *stages* (from 0), in place, before sharding.
-
-    If the output layer is tied to the embedding, the first and the last stage have both. The model must have passed
-    :func:`~automodel_ckpt.models.pipeline_stage.check_stages`.
-    """
-    return LocalStages(model, find_decoder(model_without_adapters(model)), stages, num_stages)
-
-
-def _remove_other_stages(
-    base: nn.Module, decoder: Decoder, stages: Sequence[int], num_stages: int
-) -> None:
-    layers = list_of_layers(base, decoder)
-    mine: set[int] = set()
-    for stage in stages:
-        mine.update(layers_of(len(layers), stage, num_stages))
-    # Before modules are replaced, which would hide the tie.
-    kept = _kept_outside(base, decoder, stages, num_stages)
-    for number in range(len(layers)):
-        if number not in mine:
-            # Replaced, not removed: the other layers keep their numbers, and so their names in
-            # checkpoints.
-            layers[number] = PassThrough()
-    for name in (*decoder.before, *decoder.after):
-        if name not in kept:
-            _replace(base, name, PassThrough())
-
-
-def _kept_outside(
-    base: nn.Module, decoder: Decoder, stages: Sequence[int], num_stages: int
-) -> set[str]:
-    """The names of the modules outside of the layers that these stages have."""
+def _kept_outside(base: nn.Module, decoder: Decoder, stage: int, num_stages: int) -> set[str]:
+    """The names of the modules outside of the layers that a stage has."""
     kept: set[str] = set()
-    if 0 in stages:
+    if stage == 0:
         kept.update(decoder.before)
-    if num_stages - 1 in stages:
+    if stage == num_stages - 1:
         kept.update(decoder.after)
         if has_tied_ends(base):
             kept.add(decoder.before[0])
     return kept
-
-
-def _replace(base: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    # Not setattr: this runs before and after every forward pass.
-    base.get_submodule(parent)._modules[key] = module
 
 
 def has_tied_ends(model: nn.Module) -> bool:
@@ -318,28 +251,17 @@ def has_tied_ends(model: nn.Module) -> bool:
     return weight is not None and weight is getattr(base.get_input_embeddings(), "weight", None)
 
 
-def parameters_of_ranks(
-    model: nn.Module, num_ranks: int, stages_per_rank: int = 1
-) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each rank of a pipeline of a complete *model*, without duplicates."""
+def parameters_of_stages(model: nn.Module, num_stages: int) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each stage of a complete *model*, without duplicates."""
     base = model_without_adapters(model)
     decoder = find_decoder(base)
     layers = list_of_layers(base, decoder)
-    num_stages = num_ranks * stages_per_rank
-    for rank in range(num_ranks):
-        stages = stages_of(rank, num_ranks, stages_per_rank)
-        modules: list[nn.Module] = []
-        for stage in stages:
-            modules += [layers[number] for number in layers_of(len(layers), stage, num_stages)]
+    for stage in range(num_stages):
+        modules = [layers[index] for index in layers_of(len(layers), stage, num_stages)]
         for name in (*decoder.before, *decoder.after):
-            if name in _kept_outside(base, decoder, stages, num_stages):
+            if name in _kept_outside(base, decoder, stage, num_stages):
                 modules.append(base.get_submodule(name))
         found: dict[int, nn.Parameter] = {}
         for module in modules:
             found.update((id(parameter), parameter) for parameter in module.parameters())
         yield list(found.values())
-
-
-def stages_of(rank: int, num_ranks: int, stages_per_rank: int) -> range:
-    """The stages of a rank of the pipeline: every *num_ranks*-th one."""
-    return range(rank, num_ranks * stages_per_rank, num_ranks)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a rank's stages of the model in torch's schedules, for micro-batches of any shape.
+"""Pipeline parallelism: a rank's stage of the model in torch's schedules, for micro-batches of any shape.
 
 torch's stages exchange tensors of one shape, but micro-batches differ in rows and length. So hidden states are sent as
 [tokens, width], padded to the largest micro-batch seen so far. Every stage has the batch and removes the padding before
@@ -19,8 +19,6 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
 )
 from torch.distributed.tensor import DTensor
 
@@ -28,11 +26,10 @@ from automodel_ckpt.parallel.gradient_norm import complete_gradient
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
 
-Kind = Literal["1f1b", "gpipe", "interleaved1f1b"]
-Compute = Callable[[int, int, torch.Tensor | None], torch.Tensor]
-"""The forward pass of a stage: (number of the stage among those of this rank, number of the micro-batch, hidden states
-[B, T, H] of the previous stage; None on the first stage of the model) -> hidden states [B, T, H] for the next stage; on
-the last stage, the summed loss, 0-dim."""
+Kind = Literal["1f1b", "gpipe"]
+Compute = Callable[[int, torch.Tensor | None], torch.Tensor]
+"""The forward pass of a stage: (number of the micro-batch, hidden states [B, T, H] of the previous stage; None on the
+first stage) -> hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +40,38 @@ class StageTensorSpec:
     dtype: torch.dtype
 
 
-def idle_share(num_micro_batches: int, num_ranks: int, stages_per_rank: int = 1) -> float:
+def idle_share(num_micro_batches: int, num_ranks: int) -> float:
     """The fraction of a step, 0 to 1, in which a rank waits for others if all stages are equally slow.
 
-    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction. With several stages on
-    each rank, a rank waits for stages that take a fraction of the time (Narayanan et al., arXiv:2104.04473, 2.2).
+    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction.
     """
-    waiting = (num_ranks - 1) / stages_per_rank
-    return waiting / (num_micro_batches + waiting)
+    return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
 
 
 class Pipeline:
-    """This rank's stages of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
+    """This rank's stage of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
 
     def __init__(
         self,
         model: nn.Module,
-        stages: Sequence[int],
+        number: int,
         num_stages: int,
         group: dist.ProcessGroup,
         spec: StageTensorSpec,
         device: torch.device,
         kind: Kind = "1f1b",
     ) -> None:
-        """*model* has the *stages* (of *num_stages*, from 0) of this rank, and is already sharded.
+        """*model* is the stage *number* (from 0) of *num_stages*, and is already sharded.
 
-        *group* contains the ranks of this pipeline, ordered by their first stage.
+        *group* contains the ranks of this pipeline, ordered by their stage.
         """
-        self.stages, self.num_stages = tuple(stages), num_stages
+        self._number, self._num_stages = number, num_stages
         self._losses: list[torch.Tensor] = []
-        self._parts = []
-        for number in range(len(stages)):
-            self._parts.append(_Part(model, number, spec))
+        self._part = _Part(model, spec)
         self._group = group
         self._device = device
         self._spec = spec
         self._kind = kind
-        self._capacity = 0
         self._schedules: dict[tuple[bool, int], Any] = {}
         self._weight = 1.0
 
@@ -111,76 +103,47 @@ class Pipeline:
         schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
         # torch splits its arguments into micro-batches, so each forward pass gets its number.
         numbers = torch.arange(num)
-        args = (numbers,) if 0 in self.stages else ()
+        args = (numbers,) if self._number == 0 else ()
         options: dict[str, Any] = {
             "numbers": numbers,
-            "target": numbers if self.num_stages - 1 in self.stages else None,
+            "target": numbers if self._number == self._num_stages - 1 else None,
             "return_outputs": False,
         }
         run = schedule.step if training else schedule.eval
-        for part in self._parts:
-            part.work = (compute, shapes)
+        self._part.work = (compute, shapes)
         self._losses = []
         try:
             with torch.set_grad_enabled(training):
                 run(*args, **options)
             return self._losses
         finally:
-            for part in self._parts:
-                part.work = None
+            self._part.work = None
             self._losses = []
 
     def _ensure_capacity(self, num_tokens: int) -> None:
-        if num_tokens > self._capacity:
-            self._capacity = num_tokens
-            for part in self._parts:
-                part.capacity = num_tokens
+        if num_tokens > self._part.capacity:
+            self._part.capacity = num_tokens
             # Schedules contain the shape of the tensors that they exchange.
             self._schedules.clear()
 
     def _new_schedule(self, training: bool, num_micro_batches: int) -> Any:
-        stages = [self._new_stage(part) for part in self._parts]
+        # With too few micro-batches to fill the pipeline, the order of 1F1B is that of GPipe.
+        fills = training and self._kind == "1f1b" and num_micro_batches >= self._num_stages
+        make = Schedule1F1B if fills else ScheduleGPipe
         # By default, torch would divide the gradients by the number of micro-batches; the weight already contains the
         # divisor.
         options: dict[str, Any] = {"loss_fn": self._noted, "scale_grads": False}
-        if len(stages) > 1:
-            schedule = self._several_stages(stages, training, num_micro_batches, options)
-        else:
-            schedule = self._one_stage(stages[0], training, num_micro_batches, options)
+        # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
+        # the number is set after construction.
+        schedule = make(self._new_stage(), max(num_micro_batches, self._num_stages), **options)
+        schedule._n_microbatches = num_micro_batches
         self._schedules[training, num_micro_batches] = schedule
         return schedule
 
-    def _one_stage(
-        self, stage: PipelineStage, training: bool, num_micro_batches: int, options: dict[str, Any]
-    ) -> Any:
-        # With too few micro-batches to fill the pipeline, the order of 1F1B is that of GPipe.
-        fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
-        make = Schedule1F1B if fills else ScheduleGPipe
-        # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
-        # the number is set after construction.
-        schedule = make(stage, max(num_micro_batches, self.num_stages), **options)
-        schedule._n_microbatches = num_micro_batches
-        return schedule
-
-    def _several_stages(
-        self,
-        stages: list[Any],
-        training: bool,
-        num_micro_batches: int,
-        options: dict[str, Any],
-    ) -> Any:
-        # torch's interleaved schedule takes micro-batches in rounds of about as many as there are ranks, all of the
-        # same size. The other one runs all forward passes first.
-        num_rounds = max(1, num_micro_batches // self._group.size())
-        fits = training and num_micro_batches % num_rounds == 0
-        make = ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
-        return make(stages, num_micro_batches, **options)
-
-    def _new_stage(self, part: _Part) -> PipelineStage:
-        number = self.stages[part.number]
-        is_first, is_last = number == 0, number == self.num_stages - 1
+    def _new_stage(self) -> PipelineStage:
+        is_first, is_last = self._number == 0, self._number == self._num_stages - 1
         hidden = torch.empty(
-            self._capacity,
+            self._part.capacity,
             self._spec.width,
             dtype=self._spec.dtype,
             device="meta",
@@ -191,9 +154,9 @@ class Pipeline:
         # Shapes are given, because torch 2.13 otherwise infers them by running the first
         # micro-batch twice.
         return _Stage(
-            part,
-            number,
-            self.num_stages,
+            self._part,
+            self._number,
+            self._num_stages,
             self._device,
             input_args=given,
             output_args=result,
@@ -206,12 +169,11 @@ class Pipeline:
 
 
 class _Part(nn.Module):
-    """One of this rank's stages as torch's schedules call it. *capacity* is the number of tokens in exchanged
-    tensors."""
+    """This rank's stage as torch's schedules call it. *capacity* is the number of tokens in exchanged tensors."""
 
-    def __init__(self, model: nn.Module, number: int, spec: StageTensorSpec) -> None:
+    def __init__(self, model: nn.Module, spec: StageTensorSpec) -> None:
         super().__init__()
-        self.model, self.number, self.spec, self.capacity = model, number, spec, 0
+        self.model, self.spec, self.capacity = model, spec, 0
         self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None
 
     def forward(self, given: torch.Tensor, *, numbers: torch.Tensor) -> torch.Tensor:
@@ -225,7 +187,7 @@ class _Part(nn.Module):
         hidden = None
         if given.dim() == 2:
             hidden = given[: rows * length].reshape(rows, length, -1)
-        output = compute(self.number, number, hidden)
+        output = compute(number, hidden)
         if output.dim() == 0:
             return output
         return self._padded(output)

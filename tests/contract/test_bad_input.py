@@ -229,7 +229,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "distributed:\n  pp_size: 2\n  pp_stages_per_rank: 2\n",
         [],
-        ["only the schedule interleaved1f1b has several stages"],
+        ["remove it: each rank computes one stage"],
     ),
     (
         "distributed:\n  ep_size: 2\n  tp_size: 2\n",

@@ -264,7 +264,6 @@ PEAKS_OF_KINDS = {
     "row by row gpipe": 4.53e9,
     "row by row ddp": 3.31e9,
     "row by row fsdp2": 3.07e9,
-    "interleaved": 5.95e9,
 }
 
 
@@ -273,7 +272,6 @@ PEAKS_OF_KINDS = {
     [
         "dpo",
         "pipeline",
-        "interleaved",
         "deepseek_v3",
         # The embedding is frozen, and larger than the activations.
         "lora fsdp2 small",

@@ -642,14 +642,14 @@ def policy_of(group: Any) -> Any:
 
 
 def pipelined(it: Subject) -> Any:
-    """Torch's schedule of a stage, the stages of a rank, and the micro-batches whose activations are counted there."""
+    """Torch's schedule of a stage, and the micro-batches whose activations are counted there."""
     two, section = Sizes(pp=2), it.config.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
         pipeline = Pipeline(
             nn.Linear(2, 2),
-            (0,),
+            0,
             2,
             dist.group.WORLD,
             StageTensorSpec(2, torch.float32),
@@ -657,7 +657,7 @@ def pipelined(it: Subject) -> Any:
             section.pp_schedule,
         )
         schedule = type(pipeline._new_schedule(True, 4)).__name__
-        return schedule, section.stages_per_rank, num_in_progress(it.config, two)
+        return schedule, num_in_progress(it.config, two)
     finally:
         dist.destroy_process_group()
 
@@ -1046,11 +1046,6 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distributed.sequence_parallel": Observed(parts_of_rows, "true", ("--distributed.tp_size=2",)),
     "distributed.pp_size": Observed(sizes, "2"),
     "distributed.pp_schedule": Observed(pipelined, "gpipe", ("--distributed.pp_size=2",)),
-    "distributed.pp_stages_per_rank": Observed(
-        pipelined,
-        "3",
-        ("--distributed.pp_size=2", "--distributed.pp_schedule=interleaved1f1b"),
-    ),
     "distributed.cp_size": Observed(sizes, "2"),
     "distributed.ep_size": Proven(
         "tests/distributed/parallel/test_expert_parallel.py::"

@@ -48,11 +48,6 @@ CASES = {
     "context parallel": Case({"cp_size": 2}),
     "context parallel, fsdp2": Case({"cp_size": 2}, num_ranks=4),
     "pipeline": Case({"pp_size": 2}),
-    "pipeline, interleaved": Case(
-        {"pp_size": 2, "pp_schedule": "interleaved1f1b", "pp_stages_per_rank": 2},
-        changes={"step_scheduler": {"local_batch_size": 1}},
-        settings=FOUR_LAYERS,
-    ),
     "pipeline, fsdp2": Case({"pp_size": 2, "strategy": "fsdp2"}, num_ranks=4),
     "full checkpointing": Case(
         {"strategy": "fsdp2"}, changes={"model": {"activation_checkpointing": "full"}}

@@ -403,8 +403,7 @@ def _add_mesh(some: _Some, ranks: int) -> None:
     if mesh == "tp":
         some.maybe(0.3, "distributed.sequence_parallel", True)
     if mesh == "pp":
-        some.maybe(0.5, "distributed.pp_schedule", "gpipe", "interleaved1f1b")
-        some.maybe(0.1, "distributed.pp_stages_per_rank", 1)
+        some.maybe(0.5, "distributed.pp_schedule", "gpipe")
     some.maybe(0.2, "distributed.reshard_after_forward", False)
     some.maybe(0.2, "distributed.defer_gradient_sync", True)
     if mesh in ("ddp", "hsdp"):

@@ -20,7 +20,7 @@ _STRATEGIES = {
     "ddp": "ddp",
 }
 """AutoModel's strategies and ours."""
-_SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
+_SCHEDULES = ("1f1b", "gpipe")
 """Schedules of pipeline stages that both programs have."""
 _UNDIVIDED = (
     "fsdp2 shards the model instead: only language models have stages; the same mathematics"
@@ -163,8 +163,7 @@ def _compilation(section: Section) -> None:
 def _pipeline(section: Section) -> None:
     """Translate pipeline parallelism. Without it, AutoModel ignores the section pipeline.
 
-    With one stage per rank, AutoModel also divides the layers evenly: layers_per_stage can only confirm this. With
-    several, it sets their number, which depends on the model's number of layers.
+    Each rank has one stage, and the layers are divided evenly: layers_per_stage can only confirm this.
     """
     pipeline = section.inner("pipeline")
     size = section.peek("pp_size")
@@ -186,14 +185,8 @@ def _pipeline(section: Section) -> None:
             pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
             name = "1f1b"
         section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
-    layers = pipeline.peek("layers_per_stage")
-    is_ours_given = pipeline.work.source.at("distributed.pp_stages_per_rank") is not None
-    if layers is not None and name == "interleaved1f1b" and not is_ours_given:
-        pipeline.take("layers_per_stage")
-        text = (
-            "each rank computes 2 stages; for more, set distributed.pp_stages_per_rank to "
-            f"layers / (pp_size x {layers}); the same mathematics"
-        )
-        pipeline.note("layers_per_stage", layers, text)
-    pipeline.drop("layers_per_stage", "pp_schedule")
+    layers = pipeline.take("layers_per_stage")
+    if layers is not None:
+        pipeline.no_effect("layers_per_stage", layers)
+    pipeline.drop("pp_schedule")
     pipeline.apply(_PIPELINE)

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal, TypedDict
 
 from automodel_ckpt.config.tree.rules import (
     AT_LEAST_1,
-    AT_LEAST_2,
     WAIT,
     Condition,
     Relation,
@@ -47,11 +46,8 @@ class DistributedConfig:
     """With tp_size: shard activations between layers along the sequence (Llama and Qwen architectures)."""
     pp_size: int = setting(1, AT_LEAST_1)
     """Pipeline-parallel size: the number of ranks that compute different layers of the model."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
-    """With pp_size: 1f1b alternates forward and backward passes; gpipe runs all forward passes first; interleaved1f1b
-    is 1f1b with several stages on each rank, which wait less for each other."""
-    pp_stages_per_rank: int | None = setting(None, AT_LEAST_2)
-    """With interleaved1f1b: stages on each rank; null: 2."""
+    pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """With pp_size: 1f1b alternates forward and backward passes; gpipe runs all forward passes first."""
     cp_size: int = setting(1, AT_LEAST_1)
     """Context-parallel size: each row is sharded along the sequence, and attention by heads."""
     ep_size: int = setting(1, AT_LEAST_1)
@@ -83,11 +79,6 @@ class DistributedConfig:
             "ep_size": self.ep_size,
         }
 
-    @property
-    def stages_per_rank(self) -> int:
-        """The number of pipeline stages on each rank."""
-        return (self.pp_stages_per_rank or 2) if self.pp_schedule == "interleaved1f1b" else 1
-
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
             # Without a loss scaler, updates below 6e-8 of a weight would vanish.
@@ -107,14 +98,6 @@ class DistributedConfig:
             lambda ranks: ranks.pp_size == 1 or not ranks.sequence_parallel,
             "pp_size and sequence_parallel cannot be combined",
             "remove sequence_parallel; tp_size works with pipeline stages without it",
-        ),
-        Relation(
-            ("pp_stages_per_rank", "pp_schedule"),
-            lambda ranks: (
-                ranks.pp_stages_per_rank is None or ranks.pp_schedule == "interleaved1f1b"
-            ),
-            "only the schedule interleaved1f1b has several stages on each rank",
-            "set pp_schedule to interleaved1f1b, or remove pp_stages_per_rank",
         ),
         Relation(
             ("pp_schedule", "pp_size"),

@@ -133,23 +133,13 @@ def has_buckets(recipe: Any) -> bool:
     return strategy == "ddp"
 
 
-def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> float:
-    """The largest number of micro-batches whose activations a rank of a pipeline has at one time.
-
-    It is not whole where some stages of the rank have activations of a micro-batch, and others do not.
-    """
+def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
+    """The largest number of micro-batches whose activations a rank of a pipeline has at one time."""
     if sizes.pp == 1:
         return 1
-    section = config.distributed
     num_batches = num_micro_batches(config, sizes.dp)
-    num_later = sizes.pp - 1 - pipeline_rank
-    if section.pp_schedule == "1f1b":
-        return min(num_batches, num_later + 1)
-    if section.pp_schedule == "interleaved1f1b":
-        # A rank starts this many forward passes of a stage before its first backward pass ends.
-        per_rank = section.stages_per_rank
-        num_passes = (per_rank - 1) * sizes.pp + 2 * num_later + 1
-        return min(num_batches, num_passes / per_rank)
+    if config.distributed.pp_schedule == "1f1b":
+        return min(num_batches, sizes.pp - pipeline_rank)
     return num_batches
 
 

@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.logs.metrics import PeakMemory
-from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
+from automodel_ckpt.models.pipeline_stage import parameters_of_stages
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.model_layers import layers_after_input, separate_ends
 from automodel_ckpt.parallel.precision import compute_dtype
@@ -68,11 +68,10 @@ def estimate_memory(recipe: Any, *, with_activations: bool = True) -> Memory:
     """
     # First: what this process has allocated before the model is traced is about what a rank has before its model.
     process = _process_bytes(recipe.layout)
-    num_ranks, section = recipe.layout.sizes.pp, recipe.config.distributed
+    num_ranks = recipe.layout.sizes.pp
     parameters_by_rank: list[list[nn.Parameter]] = [list(recipe.model.parameters())]
     if num_ranks > 1:
-        parts = parameters_of_ranks(recipe.model, num_ranks, section.stages_per_rank)
-        parameters_by_rank = [list(each) for each in parts]
+        parameters_by_rank = list(parameters_of_stages(recipe.model, num_ranks))
     ranks = [
         _of_rank(
             recipe,

@@ -16,13 +16,10 @@ from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.state.module_tensors import record_complete_tensors
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.forward import last_layer_output
 from automodel_ckpt.models.pipeline_stage import (
-    LocalStages,
+    LocalStage,
     PassThrough,
     has_tied_ends,
-    keep_stages,
-    stages_of,
 )
 from automodel_ckpt.parallel.context_parallel import ContextParallel
 from automodel_ckpt.parallel.mesh import RankLayout, build_mesh
@@ -52,10 +49,10 @@ class Stages:
     """Facts about all stages of a model, of which one is left on this rank."""
 
     mesh: DeviceMesh
-    local: LocalStages
-    """The stages of this rank."""
+    local: LocalStage
+    """The stage of this rank."""
     tp_plan: Plan | None
-    """The part of the tensor parallel plan that concerns this rank's stages."""
+    """The part of the tensor parallel plan that concerns this rank's stage."""
     has_tied_ends: bool
     """Whether the first and the last stage share the embedding's weight."""
     hidden_states: StageTensorSpec
@@ -67,7 +64,6 @@ def split_stages(
     layout: RankLayout,
     tp_plan: Plan | None,
     compute_dtype: torch.dtype | None,
-    stages_per_rank: int = 1,
 ) -> Stages:
     """Remove all stages but this rank's from *model*, in place. A collective.
 
@@ -82,11 +78,9 @@ def split_stages(
         compute_dtype or embedding.weight.dtype,
     )
     tied = has_tied_ends(model)
-    # What needs the complete model comes before keep_stages(), which removes the other stages.
+    # What needs the complete model comes before LocalStage, which removes the other stages.
     record_complete_tensors(model)
-    num_ranks = layout.sizes.pp
-    stages = stages_of(layout.pp_rank, num_ranks, stages_per_rank)
-    local = keep_stages(model, stages, num_ranks * stages_per_rank)
+    local = LocalStage(model, layout.pp_rank, layout.sizes.pp)
     left = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
     if plan is not None:
         plan = {name: style for name, style in plan.items() if name in left}
@@ -94,15 +88,20 @@ def split_stages(
 
 
 class PipelineStage:
-    """This rank's stages of a pipeline, sharded, with their connections to the other stages."""
+    """This rank's stage of a pipeline, sharded, with its connections to the other stages."""
 
     def __init__(self, model: nn.Module, layout: RankLayout, stages: Stages, kind: Kind) -> None:
-        """Connect the stages; *kind* is the schedule. A collective."""
+        """Connect the stage; *kind* is the schedule. A collective."""
         group = stages.mesh["pp"].get_group()
         self.local = stages.local
-        local, num_stages = stages.local.stages, stages.local.num_stages
         self.pipeline = Pipeline(
-            model, local, num_stages, group, stages.hidden_states, layout.device, kind
+            model,
+            stages.local.number,
+            stages.local.num_stages,
+            group,
+            stages.hidden_states,
+            layout.device,
+            kind,
         )
         self.width = stages.hidden_states.width
         self._num_slices = layout.sizes.cp
@@ -110,7 +109,7 @@ class PipelineStage:
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage that this rank computes at the moment is the last one, which computes the loss."""
+        """Whether this rank's stage is the last one, which computes the loss."""
         return self.local.is_last
 
     def train(
@@ -134,11 +133,7 @@ class PipelineStage:
         return self.pipeline.evaluate(self._compute(rows, output), self._shapes(rows))
 
     def _compute(self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput) -> Compute:
-        def compute(stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            self.local.select(stage)
-            return output(rows[number], hidden)
-
-        return compute
+        return lambda number, hidden: output(rows[number], hidden)
 
     def _shapes(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
         """The rows and the length of the hidden states of each micro-batch on this rank."""
@@ -160,9 +155,9 @@ def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
 
 
 class FromTokens(nn.Module):
-    """This rank's stages, one after the other, as a model that takes token ids, for probes of a few tokens.
+    """This rank's stage as a model that takes token ids, for probes of a few tokens.
 
-    Where the first of them is not the first stage of the model, each of a few token ids has fixed random hidden states.
+    Where it is not the first stage of the model, each of a few token ids has fixed random hidden states.
     """
 
     context: ContextParallel | None = None
@@ -179,26 +174,19 @@ class FromTokens(nn.Module):
         )
 
     def get_output_embeddings(self) -> Any:
-        """The output layer of the stages; a stand-in on all but the last rank."""
+        """The output layer; a stand-in on all but the last stage."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Run the stages on token ids [B, T], which are below 8; returns what the last of them returns."""
-        length = input_ids.shape[1]
+        """Run the stage on token ids [B, T], which are below 8; returns what the model returns."""
         if position_ids is not None:
             options["position_ids"] = position_ids
-        output: Any = None
-        for number, stage in enumerate(self._local.stages):
-            self._local.select(number)
-            if stage == 0:
-                output = self.model(input_ids=input_ids, **options)
-                continue
-            hidden = self._hidden_of(input_ids) if output is None else last_layer_output(output)
-            embeddings = self._local.receive(hidden, length)
-            output = self.model(inputs_embeds=embeddings, **options)
-        return output
+        if self._local.number == 0:
+            return self.model(input_ids=input_ids, **options)
+        embeddings = self._local.receive(self._hidden_of(input_ids), input_ids.shape[1])
+        return self.model(inputs_embeds=embeddings, **options)
 
     def _hidden_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The hidden states [B, t, H] of token ids, on this rank's slice of the rows."""
@@ -208,16 +196,16 @@ class FromTokens(nn.Module):
         return hidden
 
 
-def log_idle_share(num_micro_batches: int, layout: RankLayout, stages_per_rank: int = 1) -> None:
+def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
     """Log the share of a step in which stages wait for each other; a warning if it is half of the step or more."""
-    num_ranks = layout.sizes.pp
-    idle = idle_share(num_micro_batches, num_ranks, stages_per_rank)
+    num_stages = layout.sizes.pp
+    idle = idle_share(num_micro_batches, num_stages)
     message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"
     level = logging.INFO
     if idle >= 0.5:
         level = logging.WARNING
         message += "; more micro-batches (a larger global_batch_size) make it less"
-    log.log(level, message, num_ranks * stages_per_rank, num_micro_batches, 100 * idle)
+    log.log(level, message, num_stages, num_micro_batches, 100 * idle)
 
 
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:

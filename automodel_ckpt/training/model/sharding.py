@@ -53,7 +53,7 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
             )
         from automodel_ckpt.models.pipeline_stage import check_stages
 
-        check_stages(model, layout.sizes.pp * request.config.distributed.stages_per_rank)
+        check_stages(model, layout.sizes.pp)
     if layout.sizes.cp > 1:
         from automodel_ckpt.parallel.context_parallel import check_context_parallel
 
@@ -98,7 +98,7 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
 
         # Under autocast, residual additions keep the hidden states in the weights' dtype.
         hidden_dtype = how.compute_dtype if strategy == "fsdp2" else None
-        stages = split_stages(model, layout, plan, hidden_dtype, section.stages_per_rank)
+        stages = split_stages(model, layout, plan, hidden_dtype)
         how = replace(how, tp_plan=stages.tp_plan)
     if config.compile.enabled:
         # Layer by layer and in place: torch.compile(model) would add `_orig_mod.` to all names.
@@ -110,7 +110,7 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     from automodel_ckpt.training.model.pipeline import PipelineStage, log_idle_share
 
     stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
-    log_idle_share(num_micro_batches(config, layout.dp_size), layout, section.stages_per_rank)
+    log_idle_share(num_micro_batches(config, layout.dp_size), layout)
     return Sharded(sharded, compute, stage)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
+from tests.distributed.kinds.test_training import failure, lines_of_steps, run
 from tests.support.runs.training import RECIPE, VALIDATION
 
 TEXT = (
@@ -61,7 +61,6 @@ def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ran
 
 
 FOUR_LAYERS = TEXT.replace("num_hidden_layers: 2", "num_hidden_layers: 4")
-INTERLEAVED = (STAGES, "--distributed.pp_schedule=interleaved1f1b")
 # SGD shows a wrong scale of a gradient, which AdamW would hide.
 SGD = (
     "--checkpoint.save_consolidated=false",
@@ -76,13 +75,11 @@ SGD = (
 @pytest.mark.parametrize(
     ("num_ranks", "options", "peft"),
     [
-        (2, INTERLEAVED, True),
-        pytest.param(
-            4, (*INTERLEAVED, "--distributed.cp_size=2"), False, marks=pytest.mark.further
-        ),
+        (2, (STAGES,), True),
+        pytest.param(4, (STAGES, "--distributed.cp_size=2"), False, marks=pytest.mark.further),
     ],
 )
-def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_does(
+def test_stages_with_divided_rows_and_adapters_log_what_one_rank_does(
     num_ranks: int, options: tuple[str, ...], peft: bool, tmp_path: Path
 ) -> None:
     common = SGD
@@ -92,12 +89,7 @@ def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_do
         common = (*common, "--model.from_config.tie_word_embeddings=false")
     run(tmp_path, *common, name="alone", text=FOUR_LAYERS)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
-    runs = {"whole": (*common, *options)}
-    # Stages that are not interleaved resume in the test above.
-    if set(INTERLEAVED) <= set(options):
-        runs["resumed"] = (*common, *options, back)
-    whole, *resumed = run_each(tmp_path, runs, num_ranks=num_ranks, text=FOUR_LAYERS)
-    assert all(each == whole for each in resumed)
+    run(tmp_path, *common, *options, name="whole", num_ranks=num_ranks, text=FOUR_LAYERS)
     run(tmp_path, *common, back, name="on one", text=FOUR_LAYERS)
     alone = lines_of_steps(tmp_path / "alone/training.jsonl")
     for name in ("whole", "on one"):
@@ -109,22 +101,6 @@ def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_do
     one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
     assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
     assert [r["val_accuracy"] for r in two] == [r["val_accuracy"] for r in one]
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 5])
-def test_interleaved_stages_compute_any_number_of_micro_batches(
-    num_micro_batches: int, tmp_path: Path
-) -> None:
-    """torch's schedule supports some numbers only, and another one takes its place."""
-    size = f"--step_scheduler.global_batch_size={2 * num_micro_batches}"
-    short = (*SGD, size, "--step_scheduler.max_steps=1")
-    run(tmp_path, *short, name="alone", text=FOUR_LAYERS)
-    run(tmp_path, *short, *INTERLEAVED, name="whole", text=FOUR_LAYERS, num_ranks=2)
-    (one,), (two,) = (
-        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole")
-    )
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
 class OwnObjective(LLMFinetune.objective_class):

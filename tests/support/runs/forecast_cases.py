@@ -142,16 +142,6 @@ class Case:
 
 CASES = {
     "pipeline": Case({"distributed": {"pp_size": 2}}, 2),
-    "interleaved": Case(
-        {
-            "distributed": {
-                "pp_size": 2,
-                "pp_schedule": "interleaved1f1b",
-                "pp_stages_per_rank": 2,
-            }
-        },
-        2,
-    ),
     "deepseek_v3": Case(
         _model(
             "deepseek_v3",

@@ -285,7 +285,7 @@ TRANSLATED: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n",
-        {"distributed.pp_schedule": "interleaved1f1b"},
+        {"distributed.pp_schedule": "1f1b"},
     ),
     (
         VLM + MEDPIX + "packed_sequence:\n  pack_size: 64\n  max_length: 32\n",
@@ -941,21 +941,6 @@ def test_a_null_override_of_a_limit_leaves_all_samples(tmp_path: Path) -> None:
 def test_a_null_override_of_an_unknown_key_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"unknown key checkpoint\.foo"):
         load(tmp_path, "", "--checkpoint.foo", "null")
-
-
-def test_layers_per_stage_gives_a_note_only_where_it_sets_the_number_of_stages(
-    tmp_path: Path,
-) -> None:
-    interleaved = reported(load(tmp_path, PIPELINE + "    layers_per_stage: 4\n"))
-    assert (
-        "theirs.yaml:5: distributed.pipeline.layers_per_stage: each rank computes 2" in interleaved
-    )
-    assert "pp_stages_per_rank to layers / (pp_size x 4)" in interleaved
-    # One stage on each rank: AutoModel rejects every other number of layers.
-    single = PIPELINE.replace("interleaved", "") + "    layers_per_stage: 4\n"
-    assert "no meaning here: distributed.pipeline.layers_per_stage" in reported(
-        load(tmp_path, single)
-    )
 
 
 WHOLE = f"""\

@@ -12,12 +12,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import (
-    LocalStages,
+    LocalStage,
     check_stages,
-    keep_stages,
     layers_of,
-    parameters_of_ranks,
-    stages_of,
+    parameters_of_stages,
 )
 from tests.support.runs.parallel import VOCABULARY, model_of
 
@@ -56,26 +54,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def cut(model: Any, num_ranks: int, stages_per_rank: int = 1) -> list[tuple[Any, LocalStages]]:
-    """Copies of *model* with the stages of each rank."""
+def cut(model: Any, num_stages: int) -> list[tuple[Any, LocalStage]]:
+    """Copies of *model* with one stage each."""
     parts = []
-    for rank in range(num_ranks):
+    for stage in range(num_stages):
         part = copy.deepcopy(model)
-        stages = stages_of(rank, num_ranks, stages_per_rank)
-        parts.append((part, keep_stages(part, stages, num_ranks * stages_per_rank)))
+        parts.append((part, LocalStage(part, stage, num_stages)))
     return parts
 
 
-def through_stages(parts: list[tuple[Any, LocalStages]], tokens: Any, **options: Any) -> Any:
-    """The logits of *tokens* after all stages of all ranks, in their order."""
+def through_stages(parts: list[tuple[Any, LocalStage]], tokens: Any, **options: Any) -> Any:
+    """The logits of *tokens* after all stages, in their order."""
     hidden = None
-    for number in range(len(parts[0][1].stages)):
-        for model, local in parts:
-            local.select(number)
-            given = {"input_ids": tokens}
-            if hidden is not None:
-                given = {"inputs_embeds": local.receive(hidden, tokens.shape[1])}
-            hidden = model(**given, use_cache=False, **options).logits
+    for model, local in parts:
+        given = {"input_ids": tokens}
+        if hidden is not None:
+            given = {"inputs_embeds": local.receive(hidden, tokens.shape[1])}
+        hidden = model(**given, use_cache=False, **options).logits
     return hidden
 
 
@@ -84,19 +79,19 @@ def test_layers_are_shared_out_in_order_as_evenly_as_can_be() -> None:
     assert [len(layers_of(4, stage, 4)) for stage in range(4)] == [1] * 4
 
 
-@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize(
     ("kind", "settings"), [("llama", {}), ("qwen3", SLIDING | {"tie_word_embeddings": True})]
 )
 def test_stages_compute_together_what_the_whole_model_does(
-    kind: str, settings: dict[str, Any], num_ranks: int, stages_per_rank: int
+    kind: str, settings: dict[str, Any], num_stages: int
 ) -> None:
     model: Any = model_of(kind, num_hidden_layers=4, **settings)
-    check_stages(model, num_ranks * stages_per_rank)
+    check_stages(model, num_stages)
     tokens = torch.randint(0, VOCABULARY, (2, 7))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
     whole = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    parts = cut(model, num_ranks, stages_per_rank)
+    parts = cut(model, num_stages)
     assert torch.equal(through_stages(parts, tokens, position_ids=positions), whole)
 
 
@@ -111,23 +106,7 @@ def test_a_stage_uses_the_hidden_states_that_it_received_once() -> None:
     with pytest.raises(AssertionError, match="without the hidden states"):
         last(inputs_embeds=given, use_cache=False)
     # The first stage keeps nothing of what it has returned.
-    output = before._views[0].output
-    assert output is not None and output.computed is None
-
-
-def test_a_module_that_is_replaced_between_stages_stays_replaced() -> None:
-    model: Any = model_of(num_hidden_layers=2)
-    tokens = torch.randint(0, VOCABULARY, (2, 7))
-    local = keep_stages(model, [0, 1], 2)
-    local.select(0)
-    hidden = model(input_ids=tokens, use_cache=False).logits
-    embedding = copy.deepcopy(model.model.embed_tokens)
-    head = copy.deepcopy(model.lm_head)
-    model.model.embed_tokens, model.lm_head = embedding, head
-    local.select(1)
-    model(inputs_embeds=local.receive(hidden, 7), use_cache=False)
-    assert model.lm_head is head
-    assert model.model.embed_tokens is embedding
+    assert before._output is not None and before._output.computed is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,13 +119,13 @@ def test_models_of_several_families_can_be_divided(family: str) -> None:
     whole = model(input_ids=tokens, use_cache=False).logits
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = []
-    for parameters in parameters_of_ranks(model, 2, 2):
+    for parameters in parameters_of_stages(model, 4):
         held.append({names[id(parameter)] for parameter in parameters})
-    parts = cut(model, 2, 2)
+    parts = cut(model, 4)
     assert torch.equal(through_stages(parts, tokens), whole)
     for (part, _), expected in zip(parts, held, strict=True):
         assert {name for name, _ in part.named_parameters()} == expected
-    assert held[0] | held[1] == set(names.values())
+    assert set().union(*held) == set(names.values())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -172,7 +151,7 @@ def test_a_stage_holds_its_own_parameters_under_their_names_in_the_whole_model(t
     stages = [stage for stage, _ in cut(model, 2)]
     held = [{name for name, _ in stage.named_parameters()} for stage in stages]
     assert held == [
-        {names[id(p)] for p in parameters} for parameters in parameters_of_ranks(model, 2)
+        {names[id(p)] for p in parameters} for parameters in parameters_of_stages(model, 2)
     ]
     assert held[0] | held[1] == set(names.values())
     assert held[0] & held[1] == ({"model.embed_tokens.weight"} if tied else set())
