@@ -13,6 +13,7 @@ _PACKAGE = "automodel_ckpt."
 FORMER = {
     "checkpoint.module_tensors": "checkpoint.state.module_tensors",
     "config.rules": "config.tree.rules",
+    "data.mock": "examples.data.mock",
     "distributed.agree": "parallel.ranks.agree",
     "recipes.base": "training.base",
     "recipes.loop": "training.loop",

@@ -47,7 +47,7 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
             "data.function_calls.xlam",
             "data.token_files.megatron",
             "data.token_files.nanogpt",
-            "data.mock.random_tokens",
+            "examples.data.mock.random_tokens",
             "data.squad.squad",
             "data.hellaswag.hellaswag",
             "examples.data.python_docs.language_modeling",

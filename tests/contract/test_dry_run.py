@@ -169,7 +169,8 @@ model:
     {model_type: llama, hidden_size: 1024, intermediate_size: 4096, num_hidden_layers: 1, num_attention_heads: 8,
      num_key_value_heads: 4, max_position_embeddings: 1024, vocab_size: 32000, tie_word_embeddings: false}
 tokenizer: null
-dataset: {_target_: automodel_ckpt.data.mock.random_tokens, seq_length: 1024, vocab_size: 32000, num_samples: 64}
+dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens,
+    seq_length: 1024, vocab_size: 32000, num_samples: 64}
 lr_scheduler: {name: cosine}
 step_scheduler: {global_batch_size: 16, local_batch_size: 4, max_steps: 2}
 checkpoint: {enabled: false}
@@ -215,7 +216,8 @@ model:
     {model_type: llama, hidden_size: 1024, intermediate_size: 4096, num_hidden_layers: 8, num_attention_heads: 16,
      num_key_value_heads: 8, max_position_embeddings: 8192, vocab_size: 128256, tie_word_embeddings: true}
 tokenizer: null
-dataset: {_target_: automodel_ckpt.data.mock.random_tokens, seq_length: 1024, vocab_size: 128256, num_samples: 8}
+dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens,
+    seq_length: 1024, vocab_size: 128256, num_samples: 8}
 step_scheduler: {global_batch_size: 8, local_batch_size: 8, max_steps: 2}
 checkpoint: {enabled: false}
 """

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 GATED = """
 model: {from_pretrained: org/gated}
 tokenizer: null
-dataset: {_target_: automodel_ckpt.data.mock.random_tokens}
+dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens}
 step_scheduler: {max_steps: 1}
 """
 
@@ -61,7 +61,8 @@ BASE = ROOT / "tests/fixtures/trainer/adapter/base"
 TRAINED = """
 model: {from_pretrained: org/base, revision: v1}
 tokenizer: null
-dataset: &data {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 32, seq_length: 8, num_samples: 8}
+dataset: &data {_target_: automodel_ckpt.examples.data.mock.random_tokens,
+    vocab_size: 32, seq_length: 8, num_samples: 8}
 validation_dataset: *data
 optimizer: {lr: 0.01}
 """

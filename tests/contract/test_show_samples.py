@@ -120,7 +120,7 @@ def test_tokens_without_a_tokenizer_are_numbers(capsys: Capture, directory: Path
         capsys,
         directory,
         "--tokenizer=null",
-        "--dataset={_target_: automodel_ckpt.data.mock.random_tokens, num_samples: 3, seq_length: 4}",
+        "--dataset={_target_: automodel_ckpt.examples.data.mock.random_tokens, num_samples: 3, seq_length: 4}",
     )
     assert text.count(">>>") == 3
     assert "3 samples" in text

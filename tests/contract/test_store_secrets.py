@@ -22,7 +22,7 @@ RECIPE = """\
 model:
   from_config: {model_type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
     intermediate_size: 16, vocab_size: 64}
-dataset: {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 16}
+dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 16}
 step_scheduler: {global_batch_size: 4, local_batch_size: 4, max_steps: 2, ckpt_every_steps: 1}
 logging: {trackers: {tensorboard: {}}}
 """
@@ -319,7 +319,7 @@ def test_local_paths_and_numbers_may_come_from_the_environment(
     lines = (
         "checkpoint: {checkpoint_dir: '${oc.env:SCRATCH}/runs/${oc.env:USER}'}\n"
         "optimizer: {lr: '${oc.env:RATE}'}\n"
-        "validation_dataset: {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 64, "
+        "validation_dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens, vocab_size: 64, "
         "seq_length: 8, num_samples: '${oc.env:NOT_SET,4}'}"
     )
     _recipe_with(recipe, lines)

@@ -25,7 +25,7 @@ def recipe_of(work: Work, base: Path, directory: Path) -> dict[str, Any]:
         "model": {"from_pretrained": str(base)},
         "tokenizer": None,
         "dataset": {
-            "_target_": "automodel_ckpt.data.mock.random_tokens",
+            "_target_": "automodel_ckpt.examples.data.mock.random_tokens",
             "num_samples": rows_per_step * num_steps,
             "seq_length": work.length,
             "vocab_size": work.config["vocab_size"],

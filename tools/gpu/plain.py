@@ -59,7 +59,7 @@ def write_small(model_type: str, settings: Mapping[str, Any], base: Path) -> Non
 
 def samples() -> Any:
     """The data set of :func:`recipe`."""
-    from automodel_ckpt.data.mock import random_tokens
+    from automodel_ckpt.examples.data.mock import random_tokens
 
     num_samples = NUM_STEPS * ROWS
     return random_tokens(num_samples, LENGTH, SMALL["vocab_size"], mean_length=30, std_length=8)

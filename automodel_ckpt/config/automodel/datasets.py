@@ -152,7 +152,7 @@ DATASETS: dict[str, Builder] = {
         "dataset_name -> path\n* split limit_of_split\n- fp8\n* length tokenizer",
     ),
     "llm.mock_iterable_dataset.MockIterableDataset": Builder(
-        "data.mock.random_tokens",
+        "examples.data.mock.random_tokens",
         """
         vocab_size
         seq_len -> seq_length
@@ -163,7 +163,7 @@ DATASETS: dict[str, Builder] = {
         """,
     ),
     "llm.mock.build_unpacked_dataset": Builder(
-        "data.mock.random_tokens",
+        "examples.data.mock.random_tokens",
         """
         num_sentences -> num_samples = 10
         mean_len -> mean_length = 20.0

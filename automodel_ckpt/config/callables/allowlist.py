@@ -196,7 +196,6 @@ _OWN_DATASETS = Group(
             "mixture.mixture",
             "token_files.megatron",
             "token_files.nanogpt",
-            "mock.random_tokens",
             "vlm.conversations",
             "vlm.image_answers",
             "vlm.transcripts",
@@ -211,6 +210,7 @@ _EXAMPLE_DATASETS = Group(
     tuple(
         Exact(f"automodel_ckpt.examples.data.{name}")
         for name in (
+            "mock.random_tokens",
             "mock_images.mock_images",
             "library_topics.library_topics",
             "python_docs.language_modeling",

@@ -21,7 +21,7 @@ RECIPE = """\
 model:
   from_config: {model_type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
     intermediate_size: 16, vocab_size: 64}
-dataset: {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 16}
+dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 16}
 dataloader: {num_workers: 1}
 distributed: {backend: gloo}
 step_scheduler: {global_batch_size: 4, local_batch_size: 2, max_steps: 2, ckpt_every_steps: 1}

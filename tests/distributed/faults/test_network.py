@@ -116,7 +116,7 @@ SMALL = """\
 model:
   from_config: {model_type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
     intermediate_size: 16, vocab_size: 64}
-dataset: {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 64}
+dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 64}
 distributed: {backend: gloo}
 step_scheduler: {global_batch_size: 8, local_batch_size: 2, max_steps: 20, ckpt_every_steps: 10}
 checkpoint: {checkpoint_dir: run, is_async: true, save_consolidated: false, memory: {every_steps: 1, directory: memory}}

@@ -19,7 +19,8 @@ MIXTURE = f"""dataset:
   sources:
     docs: {SOURCE}, max_samples: 20}}
     more: {SOURCE}, max_samples: 30, split: validation}}
-    noise: {{_target_: automodel_ckpt.data.mock.random_tokens, num_samples: 9, seq_length: 12, vocab_size: 300}}
+    noise: {{_target_: automodel_ckpt.examples.data.mock.random_tokens,
+        num_samples: 9, seq_length: 12, vocab_size: 300}}
     tokens: {{_target_: automodel_ckpt.data.token_files.megatron, path: {TOKENS}, seq_length: 8}}
   weights: {{docs: 2, more: 1, noise: 1, tokens: 1}}
 optimizer:"""
@@ -59,7 +60,7 @@ def test_a_killed_run_of_a_mixture_continues_exactly_and_ranks_do_not_matter(
 
 
 def test_only_data_sets_can_be_sources(tmp_path: Path) -> None:
-    text = TEXT.replace("automodel_ckpt.data.mock.random_tokens", "os.system")
+    text = TEXT.replace("automodel_ckpt.examples.data.mock.random_tokens", "os.system")
     with pytest.raises(RecipeError, match=r"dataset.sources.noise[\s\S]*os.system"):
         build(write_recipe(tmp_path, text))
     text = TEXT.replace("num_samples: 9", "num_sample: 9")

@@ -161,15 +161,18 @@ def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("section", "what"),
     [
-        ("{a.b: {_target_: automodel_ckpt.data.mock.random_tokens}}", "letters, digits, _ and -"),
+        (
+            "{a.b: {_target_: automodel_ckpt.examples.data.mock.random_tokens}}",
+            "letters, digits, _ and -",
+        ),
         ("{a: {_target_: torch.save}}", "torch.save"),
         ("{a: {path: x}}", "validation_datasets.a must be a section with _target_"),
         (
-            "{a: {_target_: automodel_ckpt.data.mock.random_tokens, sed: 1}}",
+            "{a: {_target_: automodel_ckpt.examples.data.mock.random_tokens, sed: 1}}",
             r"unknown key validation_datasets.a.sed[\s\S]*did you mean validation_datasets.a.seed",
         ),
         (
-            "{_target_: automodel_ckpt.data.mock.random_tokens}",
+            "{_target_: automodel_ckpt.examples.data.mock.random_tokens}",
             "validation_datasets._target_ must be a section with _target_",
         ),
         ("[1]", "validation_datasets must be"),

@@ -78,7 +78,7 @@ def test_null_a_list_and_another_target_replace_what_the_base_has(tmp_path: Path
     recipe = write(
         tmp_path / "recipe.yaml",
         "extends: base.yaml\npeft: null\nmodel: {freeze: ['*.a']}\n"
-        "dataset:\n  _target_: automodel_ckpt.data.mock.random_tokens\n  num_samples: 8\n",
+        "dataset:\n  _target_: automodel_ckpt.examples.data.mock.random_tokens\n  num_samples: 8\n",
     )
     config = load(recipe).config
     assert config.peft is None

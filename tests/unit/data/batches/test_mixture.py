@@ -11,8 +11,8 @@ from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import MixtureDataset, for_each_source, mixture
-from automodel_ckpt.data.mock import random_tokens
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.mock import random_tokens
 
 SIZES = {"chat": 30, "code": 8, "math": 50}
 WEIGHTS = {"chat": 2.0, "code": 1.0, "math": 1.0}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.data.hellaswag import hellaswag
-from automodel_ckpt.data.mock import random_tokens
 from automodel_ckpt.data.squad import squad
 from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.mock import random_tokens
 
 TEMPLATE = """{%- for m in messages %}<s>{{ m.role }}
 {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant

@@ -153,7 +153,8 @@ def test_a_commit_that_is_gone_is_an_error_for_what_the_start_reads(
     hub: HubServer, tmp_path: Path
 ) -> None:
     text = "model: {from_pretrained: org/base}\ninit_from: {path: org/start}\n"
-    text += "tokenizer: {from_pretrained: org/words}\ndataset: {_target_: automodel_ckpt.data.mock.random_tokens}\n"
+    text += "tokenizer: {from_pretrained: org/words}\n"
+    text += "dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens}\n"
     config, checkpointer = resumed(hub, text, tmp_path)
     with closing(checkpointer):
         for name in ("start", "words"):
