@@ -69,6 +69,7 @@ resume_from_checkpoint auto_resume_from_checkpoints -> checkpoint.restore_from |
   its newest checkpoint
 checkpointer -> model.from_pretrained checkpoint
 distributed.pp_stages_per_rank -> | remove it: each rank computes one stage of the pipeline
+throughput -> | remove it: training.jsonl has the seconds, tokens per second and MFU of each step
 checkpoint.files_per_node -> | remove it: each rank writes its own files, or with checkpoint.model_layout hf all
   ranks write the same
 z_loss_weight z_loss_coefficient softmax_auxiliary_loss -> pretrain.z_loss

@@ -180,16 +180,6 @@ RELATIONS: tuple[Relation, ...] = (
         "increase checkpoint.keep_last until (keep_last - 1) x ckpt_every_steps is at least rollback - 1, or decrease "
         "rollback",
     ),
-    Relation(
-        ("throughput.warmup_steps", "step_scheduler.max_steps"),
-        lambda recipe: (
-            recipe.throughput is None
-            or recipe.step_scheduler.max_steps is None
-            or recipe.throughput.warmup_steps < recipe.step_scheduler.max_steps
-        ),
-        "no step is measured: the run ends within throughput.warmup_steps",
-        "increase step_scheduler.max_steps, or decrease throughput.warmup_steps",
-    ),
     _not_both(
         "packed_sequence",
         "dataloader.collate_fn",

@@ -56,7 +56,6 @@ from automodel_ckpt.config.keys.monitoring import (
     HangsConfig,
     LoggingConfig,
     ProfileConfig,
-    ThroughputConfig,
 )
 from automodel_ckpt.config.keys.optimizer import (
     EmaConfig,
@@ -155,7 +154,6 @@ __all__ = [
     "StepSchedulerConfig",
     "Target",
     "TargetGroup",
-    "ThroughputConfig",
     "TokenizerConfig",
     "setting",
 ]
@@ -230,7 +228,6 @@ class RecipeConfig:
     hub: HubConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig | None = None
-    throughput: ThroughputConfig | None = None
     hangs: HangsConfig | None = field(default_factory=HangsConfig)
 
     relations: ClassVar[tuple[Relation, ...]] = RELATIONS

@@ -62,7 +62,6 @@ from automodel_ckpt.training.watch.batch_errors import BatchErrors, Situation, c
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.measure.weight_average import WeightAverage
-    from automodel_ckpt.training.values.throughput import Throughput
     from automodel_ckpt.training.watch.hang_watch import HangWatch
 
 log = logging.getLogger("automodel_ckpt")
@@ -106,11 +105,6 @@ class TrainingLoop:
         # The numbers of a step, which are known later.
         self.errors = BatchErrors(Situation(self.config, self.layout, self.model, self.optimizer))
         self.divergence = Divergence(self.step_scheduler, self.saves, self.run_log)
-        self.throughput: Throughput | None = None
-        if self.config.throughput is not None and self.layout.is_rank0:
-            from automodel_ckpt.training.values.throughput import Throughput
-
-            self.throughput = Throughput(self.config, self.layout, self.run_log)
         self._numbers = StepNumbers(self)
         # What is measured beside the training loss, and the end of the run.
         sets: dict[str | None, Batches] = {}
@@ -200,8 +194,6 @@ class TrainingLoop:
         with ExitStack() as stack:
             if self.profiler is not None:
                 stack.enter_context(self.profiler)
-            if self.throughput is not None:
-                stack.enter_context(self.throughput.reporting())
             stack.enter_context(self._watching())
             while not scheduler.is_finished():
                 with self.run_log.timeline.phase(timeline.OTHER):

@@ -76,10 +76,8 @@ from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.checkpointing import check_export
 from automodel_ckpt.training.values.records import Control, StepResult
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
-from automodel_ckpt.training.values.throughput import Throughput
 from tests.support import ranks
 from tests.support.models import tiny
-from tests.support.runs.steps import launched_step
 from tests.unit.checkpoint.jobs.test_background import AdapterFiles
 
 ROOT = Path(__file__).parents[2]
@@ -434,25 +432,6 @@ def profiled(it: Subject) -> Any:
     """Which steps this rank traces, how, and where to."""
     profiler = build_profiler(it.config, it.recipe.layout)
     return None if profiler is None else (profiler._settings, profiler._directory)
-
-
-def speed_report(it: Subject) -> Any:
-    """How many of eleven steps the report on speed has, and the files of the run's directory."""
-    run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
-    try:
-        run_log.open(it.directory, lambda: None)
-        if it.recipe.config.throughput is not None:
-            throughput = Throughput(it.recipe.config, it.recipe.layout, run_log)
-            with throughput.reporting():
-                for number in range(1, 12):
-                    throughput.note(launched_step(number))
-        run_log.flush()
-    finally:
-        run_log.close_files(lease_is_lost=False)
-        run_log.close()
-    log = it.directory / "training.jsonl"
-    records = map(json.loads, log.read_text().splitlines() if log.exists() else ())
-    return [record["num_steps"] for record in records], sorted(os.listdir(it.directory))
 
 
 def followed(it: Subject) -> bool:
@@ -1289,9 +1268,6 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "profile.with_stack": Observed(profiled, "true", (PROFILE,)),
     "profile.memory": Observed(profiled, "true", (PROFILE,)),
     "profile.directory": Observed(profiled, "traces", (PROFILE,)),
-    "throughput": Observed(speed_report, "{}"),
-    "throughput.warmup_steps": Observed(speed_report, "3", ("--throughput={}",)),
-    "throughput.file": Observed(speed_report, "speed.json", ("--throughput={}",)),
     "hangs": Proven(f"{HANGS}_the_section_can_be_disabled", "null"),
     "hangs.min_seconds": Proven(
         f"{HANGS}_only_a_step_far_beyond_the_median_and_the_limit_hangs", "60"

@@ -46,7 +46,6 @@ _ALWAYS = (
     "--hub=null",
     "--logging.trackers={}",
     # Their files would replace those of the user's runs.
-    "--throughput=null",
     "--profile=null",
 )
 

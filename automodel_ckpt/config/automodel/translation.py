@@ -63,7 +63,7 @@ _NOT_TRAINED = (
     (
         "BenchmarkingRecipeForNextTokenPrediction",
         "the recipe that measures the speed is not translated",
-        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and a section throughput in the place of benchmark",
+        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and remove benchmark: training.jsonl has the speed",
     ),
     (
         r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",

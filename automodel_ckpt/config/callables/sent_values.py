@@ -38,7 +38,6 @@ _ONLY_LOCAL = frozenset(
         "profile.directory",
         "recipe",
         "step_scheduler.max_time",
-        "throughput.file",
     }
 )
 """Keys whose text stays on this machine, unless it is a URL."""
@@ -262,15 +261,12 @@ def _tracker_paths(values: dict[str, Value], trackers: set[str]) -> Iterator[Pro
 def _other_paths(values: dict[str, Value]) -> Iterator[Problem]:
     """Yield a problem for each other file outside of the run directory that a recipe file would have written."""
     run = values[_RUN].text
-    for key in (f"{_TRACKERS}.mlflow.tracking_uri", "profile.directory", "throughput.file"):
+    for key in (f"{_TRACKERS}.mlflow.tracking_uri", "profile.directory"):
         value = values.get(key)
         if value is None or value.is_from_user or _ADDRESS.fullmatch(value.text):
             continue
         found = _LOCAL_STORE.fullmatch(value.text)
-        # AutoModel's recipes have the report in the working directory.
-        is_report = key == "throughput.file" and value.text.endswith(".json")
-        bases = (run, ".") if is_report else (run,)
-        if found is None or not _is_within(found["path"], *bases):
+        if found is None or not _is_within(found["path"], run):
             yield value.problem(_OUTSIDE, f"remove it, or give --{key} on the command line")
 
 

@@ -1,4 +1,4 @@
-"""The sections ``logging``, ``hangs``, ``profile``, ``throughput``, ``generation``, ``evaluation``: what is logged."""
+"""The sections ``logging``, ``hangs``, ``profile``, ``generation``, ``evaluation``: what is logged."""
 
 from __future__ import annotations
 
@@ -148,18 +148,6 @@ class ProfileConfig:
             "increase profile.start_step, or decrease profile.warmup_steps",
         ),
     )
-
-
-@dataclass
-class ThroughputConfig:
-    """Measure the speed of training, and report it when the run ends: seconds per step, tokens/s per device, MFU and
-    peak memory. Validations and saves between steps do not count. Without this section, only the progress line and
-    training.jsonl have the speed."""
-
-    warmup_steps: int = setting(10, AT_LEAST_0)
-    """Steps at the start of this process that are not measured: they compile and allocate."""
-    file: str | None = None
-    """JSON file of the report; null: the report is only logged."""
 
 
 @dataclass

@@ -242,7 +242,6 @@ class StepNumbers:
         self._has_router_loss = loop.trainable.router_loss is not None
         self._divergence: Divergence = loop.divergence
         self._errors: BatchErrors = loop.errors
-        self._throughput = loop.throughput
         # The device may still compute the newest step.
         self._num_in_progress = 1 if loop.runs_ahead else 0
         self.pending = self._errors.pending
@@ -343,8 +342,6 @@ class StepNumbers:
         self._run_log.log_step(
             step.position, step.batch.sample_ids, step.control, self.newest, seconds
         )
-        if self._throughput is not None:
-            self._throughput.note(step)
         # The sum, not the mean: without labels, the mean of a batch is NaN.
         is_finite = math.isfinite(total) and math.isfinite(grad_norm)
         self._divergence.judge(

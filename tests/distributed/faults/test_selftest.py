@@ -51,12 +51,12 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
     tmp_path: Path, run: Run
 ) -> None:
     # Files outside of the run directory are those of the user's runs, and a run without checkpoints cannot go back.
-    report, traces = tmp_path / "speed.json", tmp_path / "traces"
-    others = ["--step_scheduler.on_spike={}", f"--throughput.file={report}"]
+    traces = tmp_path / "traces"
+    others = ["--step_scheduler.on_spike={}"]
     others += [f"--profile.directory={traces}", "--profile.num_steps=1", "--profile.start_step=2"]
     code, out, err = run("--selftest-steps=4", MIXED, "--dataloader.num_workers=1", *others)
     assert code == 0, err
-    assert not report.exists() and not traces.exists()
+    assert not traces.exists()
     *steps, verdict = out.splitlines()
     assert verdict == "bit-identical: 4 steps, stopped after step 2, 1 rank"
     pattern = (
