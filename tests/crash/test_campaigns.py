@@ -5,35 +5,27 @@ from __future__ import annotations
 import functools
 import os
 import random
-import signal
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from automodel_ckpt.base.durable_io import fsync_directory
-from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from tests.support.servers.command_server import CommandServer, Starting
 from tools.crash import (
     endurance,
     faults,
     flips,
-    inspect,
     jobs,
     kill,
     pair,
     power,
-    record,
-    signals,
     syscalls,
 )
-from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Loaded, Ours
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Ours
 
-ROOT = Path(__file__).resolve().parents[2]
 SEED = 1
 """The same points in each run of the suite: `make crash` has the others."""
 SECONDS = 120
@@ -141,47 +133,6 @@ def test_a_power_cut_loses_no_file_that_checkpoints_share(file_system: str) -> N
 
 
 @pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
-def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_one(
-    file_system: str,
-) -> None:
-    if reason := power.unsupported(file_system):
-        pytest.skip(reason)
-    with power.Disk(file_system) as disk:
-        with open(disk.mount_point / "kept", "wb", buffering=0) as file:
-            file.write(b"on disk")
-            os.fsync(file.fileno())
-        elsewhere = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", "echo made; read end"],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        with elsewhere:
-            assert elsewhere.stdout and elsewhere.stdout.readline() == "made\n"
-            disk.cut()
-            assert disk.unmount()
-            disk.mount_again()
-            assert (disk.mount_point / "kept").read_text() == "on disk"
-            elsewhere.communicate("\n")
-
-
-def test_who_holds_a_disk_is_named() -> None:
-    if reason := power.unsupported("ext4"):
-        pytest.skip(reason)
-    with power.Disk("ext4") as disk:
-        words = ["sh", "-c", "echo made; read end"]
-        with subprocess.Popen(
-            words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=disk.mount_point
-        ) as holder:
-            assert holder.stdout and holder.stdout.readline() == "made\n"
-            assert not disk.unmount(seconds=0)
-            expected = f"process {holder.pid} (sh -c echo made; read end): {disk.mount_point}"
-            assert power.holders(disk.mount_point) == [expected]
-            holder.communicate("\n")
-        assert power.holders(disk.mount_point) == []
-
-
-@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
 def test_a_directory_is_not_durable_if_its_file_system_shuts_down_before_the_fsync(
     file_system: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,37 +190,6 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 
 
-def test_a_call_can_be_refused_with_an_errno_and_the_others_are_left_alone(tmp_path: Path) -> None:
-    needs_calls()
-    with pair.Pair(str(tmp_path)) as ranks:
-
-        def decide(rank: int, call: syscalls.Call) -> int:
-            return (
-                28
-                if rank == 1 and call.name == "mkdir" and call.path.endswith("b")
-                else pair.THROUGH
-            )
-
-        outcomes = ranks.run(make_two, str(tmp_path), decide=decide)
-    assert (
-        outcomes[0].ok and isinstance(outcomes[1].error, OSError) and outcomes[1].error.errno == 28
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-a", "0-b", "1-a"]
-
-
-def make_two(directory: str) -> None:
-    import torch.distributed as dist
-
-    for name in "ab":
-        os.mkdir(f"{directory}/{dist.get_rank()}-{name}")
-
-
-def test_a_rank_that_dies_is_told_from_one_that_fails() -> None:
-    with pair.Pair() as ranks:
-        outcomes = ranks.run(die_on_rank_1)
-    assert outcomes[0].ok and outcomes[1].died
-
-
 def test_threads_take_part_in_saves_and_loads(tmp_path: Path) -> None:
     with pair.Pair() as ranks:
         outcomes = ranks.run(names_of_threads, str(tmp_path / "run"))
@@ -290,53 +210,3 @@ def names_of_threads(root: str) -> set[str]:
     jobs.whole(jobs.Run(OURS[0], root, (1,)))
     jobs.whole(jobs.Run(OURS[0], root))
     return names
-
-
-def die_on_rank_1() -> None:
-    import torch.distributed as dist
-
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_record_with_a_violation_gives_exit_code_1_and_how_to_repeat_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(record, "DIRECTORY", tmp_path)
-    made = record.Record("kill sweep", {"seed": 1})
-    made.add("old")
-    assert made.finish() == 0
-    made.add("new", ["a checkpoint is lost"], point="x/y/1")
-    assert made.finish() == 1
-    assert (
-        "x/y/1" in capsys.readouterr().err
-        and "a checkpoint is lost" in (tmp_path / "kill-sweep.json").read_text()
-    )
-    assert record.Record("empty", {}).finish() == 1
-
-
-def test_a_torn_directory_and_a_stray_file_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "epoch_0_step_10").mkdir()
-    (tmp_path / ".trash-1").mkdir()
-    assert "no manifest" in inspect.damage(tmp_path)[0]
-    assert inspect.leftovers(tmp_path, running=False) == ["left over: .trash-1"]
-    assert Loaded(1, 1) != Loaded(1, None)
-
-
-@pytest.mark.parametrize("is_of_start_before", [True, False])
-def test_a_lock_file_is_that_of_the_start_that_wrote_it(
-    tmp_path: Path, is_of_start_before: bool
-) -> None:
-    chain = signals.Chain(tmp_path, "run")
-    chain.root.mkdir()
-    (chain.root / layout.LOCK_FILE).write_text("another start")
-    before = chain.lock()
-    trainer = chain.start()
-    (trainer.directory / "tmp").mkdir(parents=True)
-    trainer.code, trainer.orphans = 75, list  # type: ignore[method-assign,assignment]
-    if not is_of_start_before:
-        (chain.root / layout.LOCK_FILE).write_text("this start")
-    point = signals.Point("start", "launcher", signal.SIGINT)
-    met, wrong = signals.judge(point, trainer, chain, 0, [time.monotonic()], before)
-    assert met == "start"
-    assert wrong == ([] if is_of_start_before else [f"left over: {layout.LOCK_FILE}"])
