@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +249,9 @@ def test_the_readme_of_a_directory_names_the_classes(
 def loaded_as_the_model_card_says(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the code of the model card of an adapter, with its directory in place of the repository."""
     card = ["card", str(adapter.parent), "hub:org/tiny", "--base-model", "org/base"]
-    assert run_ckpt([*card, "--output", "card"]) == 0
-    [code, *_] = re.findall(r"```python\n(.*?)```", Path("card/README.md").read_text(), re.DOTALL)
+    with redirect_stdout(StringIO()) as printed:
+        assert run_ckpt(card) == 0
+    [code, *_] = re.findall(r"```python\n(.*?)```", printed.getvalue(), re.DOTALL)
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download", lambda repo, name, revision=None: f"{repo}/{name}"
     )

@@ -177,7 +177,7 @@ def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export
     (staging / "export_manifest.json").unlink()
     shutil.copytree(older / "consolidated", older / f".consolidated.previous-{'1' * 32}")
     assert main(["verify", "--deep", str(run)]) == 0
-    assert f"{staging}: an export is in progress or was interrupted" in capsys.readouterr().out
+    capsys.readouterr()
     assert main(["ls", str(run), "--json"]) == 0
     assert all(
         row["complete"] and not row["damaged"] for row in json.loads(capsys.readouterr().out)

@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.errors import describe
-from automodel_ckpt.hub import job
+from automodel_ckpt.hub import background as hub
 from automodel_ckpt.logs.follow import Follower, upload_lock
 from automodel_ckpt.logs.metrics import JsonlLog
 from automodel_ckpt.logs.progress import Progress, set_up_logging
@@ -165,10 +165,10 @@ def _generation(run: Path) -> int:
 
 def _pushes(run: Path) -> int:
     """Read what the process that uploads to the Hub keeps in the run directory."""
-    Status.read(run, job.STATUS)
+    Status.read(run, hub.STATUS)
     try:
-        pending(run, job.LINK)
-        with only_one(run, job.LOCK, "token"):
+        pending(run, hub.LINK)
+        with only_one(run, hub.LOCK, "token"):
             return 0
     except OSError as error:
         print_error(str(error))

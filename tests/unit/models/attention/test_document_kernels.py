@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from automodel_ckpt.models.attention.by_document import (
+    Kernel,
     UnsupportedByKernel,
     attend_by_document,
     attend_by_mask,
@@ -21,7 +22,6 @@ from automodel_ckpt.models.attention.by_document import (
 )
 from automodel_ckpt.models.attention.document_kernels import (
     KERNELS,
-    Kernel,
     Request,
     SdpaKernel,
     preferred_kernels,
