@@ -631,6 +631,7 @@ DRY_RUNS = (
 )
 
 
+@pytest.mark.slow
 def test_every_shipped_recipe_can_be_listed_and_copied_and_is_sound(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

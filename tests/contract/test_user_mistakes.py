@@ -411,6 +411,7 @@ def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
     return 0, "nothing was said"
 
 
+@pytest.mark.slow
 def test_each_mistake_ends_the_run_with_a_message_of_ours(tmp_path: Path) -> None:
     def all_of_them() -> dict[str, tuple[int, str]]:
         return {

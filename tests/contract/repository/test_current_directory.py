@@ -82,6 +82,7 @@ def run(directory: Path, environment: dict[str, str], *words: str | Path) -> str
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_in_the_current_directory_is_executed(hostile: Path) -> None:
     dropped = {"PYTHONPATH", "PYTHONSAFEPATH", "HF_HUB_OFFLINE"}
     base = {name: value for name, value in os.environ.items() if name not in dropped}
