@@ -157,6 +157,7 @@ def hostile_names(count: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
     # The stub is a shell script here: hundreds of starts of an interpreter would take half a minute.
     tool, log = tmp_path / "python", tmp_path / "log"

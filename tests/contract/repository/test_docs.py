@@ -46,6 +46,10 @@ SIZES = re.compile(rf"\b({'|'.join(LARGEST)}): (\d+)")
 FEWER_EPOCHS = re.compile(r"^(  num_epochs:) \d+$", re.MULTILINE)
 """A guide's own recipe trains for one epoch: how many there are is nothing that its commands show."""
 SHOWN_ONLY = {"text", "yaml", "json", "toml"}
+MARKS = {
+    **dict.fromkeys(LONGER, pytest.mark.further),
+    **dict.fromkeys(("write-a-recipe", "library"), pytest.mark.slow),
+}
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,7 @@ def _smaller(size: re.Match[str]) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.further] if page.stem in LONGER else [])
-        for page in GUIDES
-    ],
+    [pytest.param(page, marks=MARKS.get(page.stem, ())) for page in GUIDES],
     ids=lambda page: page.stem,
 )
 def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandServer) -> None:
