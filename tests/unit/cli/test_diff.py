@@ -1,4 +1,4 @@
-"""`ckpt diff` tells what changed, and reads only what it has to."""
+"""`ckpt diff` shows what changed, and reads only what it has to."""
 
 from __future__ import annotations
 

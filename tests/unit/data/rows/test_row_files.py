@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from automodel_ckpt.data.rows.row_files import RecordStream
@@ -233,6 +234,9 @@ def test_a_state_of_the_library_that_earlier_versions_used_is_continued_at_its_r
     state = {"rows": {"examples_iterable": {}, "epoch": 0}, "first": 2, "given": 0, "block": 2}
     own.load_state_dict(state)
     assert own.state_dict()["rows"] == other.rows.state_dict()
+    datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "b.parquet")
+    table = Source(str(tmp_path / "b.parquet")).stream()
+    assert "examples_iterable" in table.state_dict(), "read by the library, in its own format"
 
 
 def test_a_table_with_only_a_header_has_its_fields(tmp_path: Path) -> None:
