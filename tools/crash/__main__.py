@@ -7,9 +7,12 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.servers.command_server import CommandServer
 from tools.crash import endurance, faults, flips, kill, power, signals
 from tools.crash.record import Record
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
@@ -63,7 +66,19 @@ def _endurance(options: argparse.Namespace) -> list[Record]:
 
 
 def _signals(options: argparse.Namespace) -> list[Record]:
-    return [signals.run(points_wanted=options.points, seed=options.seed, seconds=options.seconds)]
+    with tempfile.TemporaryDirectory() as directory:
+        commands = CommandServer(Path(directory)).begin()
+        try:
+            return [
+                signals.run(
+                    commands,
+                    points_wanted=options.points,
+                    seed=options.seed,
+                    seconds=options.seconds,
+                )
+            ]
+        finally:
+            commands.end()
 
 
 def _baseline(options: argparse.Namespace) -> Iterator[Record]:

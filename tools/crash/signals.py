@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from tests.support.servers.command_server import CommandServer
 from tools.crash import endurance, inspect
 from tools.crash.record import Record
 from tools.crash.trainer import Mark, Trainer
@@ -106,8 +107,8 @@ def points(seed: int, met: Mapping[str, int]) -> Iterator[Point]:
 class Chain:
     """A run in its *directory*, from start to start."""
 
-    def __init__(self, base: Path, name: str) -> None:
-        self.base, self.root = base, base / name
+    def __init__(self, base: Path, name: str, commands: CommandServer) -> None:
+        self.base, self.root, self.commands = base, base / name, commands
         self.recipe = base / "recipe.yaml"
         self.recipe.write_text(RECIPE)
         self.starts = 0
@@ -132,7 +133,9 @@ class Chain:
         words = [*flags, str(self.recipe), *(f"--{k}={v}" for k, v in keys.items())]
         hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}
         directory = self.base / f"{self.root.name}-start-{self.starts}"
-        return Trainer(words, directory, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **hang})
+        return Trainer(
+            self.commands, words, directory, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **hang}
+        )
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 without one."""
@@ -175,8 +178,8 @@ def _end_of(later: list[Mark], name: str | None) -> Mark | None:
 class Campaign:
     """Runs points along chains; *compares* their ends with an undisturbed run, whose phases it measures."""
 
-    def __init__(self, base: Path, *, compares: bool = True) -> None:
-        self.base = base
+    def __init__(self, base: Path, commands: CommandServer, *, compares: bool = True) -> None:
+        self.base, self.commands = base, commands
         self.number = 0
         self.chain: Chain | None = None
         self.lengths: dict[str, float] = {"start": 1.5}
@@ -184,7 +187,7 @@ class Campaign:
 
     def _undisturbed(self) -> dict[str, Any]:
         for is_async in ("true", "false"):
-            chain = Chain(self.base, f"undisturbed-{is_async}")
+            chain = Chain(self.base, f"undisturbed-{is_async}", self.commands)
             with chain.start(is_async=is_async, save_consolidated="every") as trainer:
                 if not trainer.wait(180) or trainer.code != 0:
                     raise RuntimeError(
@@ -223,7 +226,7 @@ class Campaign:
 
     def _next_chain(self) -> Chain:
         self.number += 1
-        return Chain(self.base, f"run-{self.number}")
+        return Chain(self.base, f"run-{self.number}", self.commands)
 
     def _signal(self, point: Point, trainer: Trainer) -> list[float]:
         """Wait for the instant and send; the instants, of both where there are two. Empty when there is none to get
@@ -387,25 +390,15 @@ def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: 
     )
 
 
-def import_what_ranks_need() -> None:
-    """Before anything is forked."""
-    import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
-
-    import automodel_ckpt.cli.train  # noqa: F401
-    import tools.crash.signal_parts  # noqa: F401
-
-    torch.set_num_threads(1)
-
-
-def run(*, points_wanted: int, seed: int, seconds: float, compares: bool = True) -> Record:
+def run(
+    commands: CommandServer, *, points_wanted: int, seed: int, seconds: float, compares: bool = True
+) -> Record:
     """The campaign; the outcomes of its record are the phases that signals met. Each gets its share."""
-    import_what_ranks_need()
     record = Record("signals", {"points": points_wanted, "seed": seed, "seconds": seconds})
     base = Path(tempfile.mkdtemp(prefix="signals-"))
     end = time.monotonic() + seconds
     try:
-        campaign = Campaign(base, compares=compares)
+        campaign = Campaign(base, commands, compares=compares)
         for point in points(seed, record.outcomes):
             campaign.run(point, record)
             if record.points >= points_wanted or time.monotonic() > end:

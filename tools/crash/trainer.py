@@ -1,22 +1,20 @@
-"""`ckpt-train` on two ranks, forked from this process, which has imported torch: a start costs a second, not ten."""
+"""`ckpt-train` on two ranks, started by a server of commands, which has imported torch: a start costs a second."""
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import signal
-import sys
-import tempfile
+import subprocess
 import time
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
+from tests.support.servers.command_server import CommandServer
 from tools.crash.endurance import kill_session, members
+
+ROOT = Path(__file__).parents[2]
 
 
 class Mark(NamedTuple):
@@ -31,6 +29,7 @@ class Mark(NamedTuple):
 class Trainer:
     """A started command. *directory* gets its output, its marks and its temporary files."""
 
+    commands: CommandServer
     words: Sequence[str]
     directory: Path
     environment: Mapping[str, str]
@@ -40,63 +39,30 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         (self.directory / "tmp").mkdir(parents=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # a test runner's threads, which it never touches
-            self.pid = os.fork()
-        if self.pid == 0:
-            self._be_the_command()
+        variables = {"TMPDIR": str(self.directory / "tmp"), "CRASH_MARKS": str(self.directory)}
+        with (self.directory / "log").open("a") as log:
+            self._process = self.commands.popen(
+                "ckpt-train",
+                *self.words,
+                cwd=ROOT,
+                env={**os.environ, **self.environment, **variables},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
         return self
 
     def __exit__(self, *error: object) -> None:
         kill_session(self.pid)
         self.wait(5)
 
-    def _be_the_command(self) -> NoReturn:
-        code = 1
-        # What other tests left in cycles is not this process's to destroy: that may abort it.
-        gc.freeze()
-        try:
-            os.setsid()
-            output = os.open(self.directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            for number in (1, 2):
-                os.dup2(output, number)
-            os.environ.update(self.environment)
-            os.environ |= {
-                "TMPDIR": str(self.directory / "tmp"),
-                "CRASH_MARKS": str(self.directory),
-            }
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-            tempfile.tempdir = None  # it was asked for before
-            code = self.command()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def command(self) -> int:
-        """Run ``ckpt-train`` in this process; the exit code."""
-        from automodel_ckpt.cli.train import main
-
-        logging.getLogger("automodel_ckpt").setLevel(logging.NOTSET)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return main(list(self.words))
-
     def wait(self, seconds: float) -> bool:
         """Whether the command ends within so many seconds; then *code* is its exit code, negative for a signal."""
-        end = time.monotonic() + seconds
-        while self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                return False
-            else:
-                time.sleep(0.002)
+        try:
+            self.code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
         return True
 
     def marks(self, rank: int) -> list[Mark]:

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.servers.command_server import CommandServer
 from tools.crash import endurance, signals
 from tools.crash.trainer import Trainer
 
 STEPS = 8
 PATIENCE = 120
 """Seconds that a run on a busy machine may take for anything. Without a timeout it would take twenty minutes."""
-
-
-@pytest.fixture(autouse=True)
-def _imports() -> None:
-    signals.import_what_ranks_need()
 
 
 def wait_for(
@@ -32,16 +28,18 @@ def wait_for(
 
 
 @pytest.mark.slow
-def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
+def test_signals_at_random_instants_stop_all_ranks_in_order(commands: CommandServer) -> None:
     # `python -m tools.crash signals` has hundreds of points.
-    done = signals.run(points_wanted=2, seed=1, seconds=150, compares=False)
+    done = signals.run(commands, points_wanted=2, seed=1, seconds=150, compares=False)
     assert done.failures == []
     assert done.points == 2
 
 
 @pytest.mark.parametrize(("is_async", "target"), [("true", "launcher")])
-def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, target: str) -> None:
-    chain = signals.Chain(tmp_path, "run")
+def test_a_stop_exports_nothing_and_says_how_to(
+    tmp_path: Path, is_async: str, target: str, commands: CommandServer
+) -> None:
+    chain = signals.Chain(tmp_path, "run", commands)
     with chain.start(is_async=is_async, save_consolidated="every") as trainer:
         wait_for(trainer, 0, "accumulation")
         trainer.send(target, signal.SIGUSR1)
@@ -63,9 +61,12 @@ def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, t
 
 
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(
-    tmp_path: Path,
+    tmp_path: Path, commands: CommandServer
 ) -> None:
-    whole, killed = signals.Chain(tmp_path, "whole"), signals.Chain(tmp_path, "killed")
+    whole, killed = (
+        signals.Chain(tmp_path, "whole", commands),
+        signals.Chain(tmp_path, "killed", commands),
+    )
     with whole.start(steps=STEPS) as trainer:
         assert trainer.wait(PATIENCE) and trainer.code == 0, trainer.log
     with killed.start(steps=STEPS, max_restarts=1) as trainer:
@@ -80,8 +81,10 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
     assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
 
 
-def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_path: Path) -> None:
-    chain = signals.Chain(tmp_path, "run")
+def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(
+    tmp_path: Path, commands: CommandServer
+) -> None:
+    chain = signals.Chain(tmp_path, "run", commands)
     with chain.start(keys={"distributed.timeout_minutes": 0.1}) as trainer:
         wait_for(trainer, 1, "save")
         trainer.send("rank1", signal.SIGSTOP)
@@ -95,9 +98,9 @@ def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_pat
 
 
 def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain(
-    tmp_path: Path,
+    tmp_path: Path, commands: CommandServer
 ) -> None:
-    chain = signals.Chain(tmp_path, "run")
+    chain = signals.Chain(tmp_path, "run", commands)
     with chain.start(hang="data 1 1", keys={"distributed.timeout_minutes": 0.1}) as trainer:
         wait_for(trainer, 1, "hang")
         assert trainer.wait(PATIENCE) and trainer.code == 1, trainer.log
@@ -110,9 +113,9 @@ def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_
 
 
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(
-    tmp_path: Path,
+    tmp_path: Path, commands: CommandServer
 ) -> None:
-    chain = signals.Chain(tmp_path, "run")
+    chain = signals.Chain(tmp_path, "run", commands)
     with chain.start(hang="step 3 1") as trainer:
         wait_for(trainer, 1, "hang")
         time.sleep(0.3)  # rank 0 waits for it in the forward pass

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.faults.test_signals import STEPS, wait_for
+from tests.support.servers.command_server import CommandServer
 from tools.crash import endurance, signals
 
 
 def test_a_killed_rank_continues_from_memory_and_a_failed_run_from_its_copy_on_disk(
-    tmp_path: Path,
+    tmp_path: Path, commands: CommandServer
 ) -> None:
-    signals.import_what_ranks_need()
     memory = tmp_path / "memory"
     memory.mkdir()
-    whole, killed = signals.Chain(tmp_path, "whole"), signals.Chain(tmp_path, "killed")
+    whole, killed = (
+        signals.Chain(tmp_path, "whole", commands),
+        signals.Chain(tmp_path, "killed", commands),
+    )
     # No save on disk is due before the end.
     keys: dict[str, Any] = {"step_scheduler.ckpt_every_steps": "null"}
     with whole.start(steps=STEPS, keys=keys) as trainer:

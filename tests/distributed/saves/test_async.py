@@ -19,6 +19,7 @@ from tests.distributed.faults.test_signals import wait_for
 from tests.support import ranks
 from tests.support.checkpoints import is_intact
 from tests.support.runs import training
+from tests.support.servers.command_server import CommandServer
 from tools.crash import signals
 from tools.crash.endurance import members
 from tools.crash.trainer import Trainer
@@ -68,9 +69,8 @@ def saves(directory: Path) -> list[int]:
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> signals.Chain:
-    signals.import_what_ranks_need()
-    return signals.Chain(tmp_path, "run")
+def chain(tmp_path: Path, commands: CommandServer) -> signals.Chain:
+    return signals.Chain(tmp_path, "run", commands)
 
 
 def writers(trainer: Trainer) -> list[int]:

@@ -319,6 +319,8 @@ def end_with(connection: socket.socket, child: int) -> None:
 def run(request: dict[str, Any], descriptors: list[int]) -> int:
     if request.get("new_session"):
         os.setsid()
+    # A shell that starts tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     os.closerange(3, 64)
