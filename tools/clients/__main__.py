@@ -1,9 +1,9 @@
-"""``make clients``: every client loads what this program exports; what it says goes into a log and docs/clients.md.
+"""``make clients``: every client loads what this program exports; what it says goes into docs/clients.md.
 
 python -m tools.clients [NAME ...]
 
-Environments, models and the log lie in .clients, which git ignores. A client that cannot be installed or started fails
-the run, as one does whose answer differs. docs/clients.md is written once the log has an answer of each client.
+Environments, models and outputs lie in .clients, which git ignores. A client that cannot be installed or started fails
+the run, and so does a client with another answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.convert.open import open_source
 from tools.clients.environments import TORCH, Environment, own_variables, python_of
-from tools.interop.page import section_of
+from tools.interop.page import CLIENTS as CLIENTS_TABLE
+from tools.interop.page import replace_row
+from tools.interop.program import Check
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".clients"
-LOG = HOME / "log.json"
-PAGE = ROOT / "docs" / "clients.md"
 _TIMEOUT_SECONDS = 1200
 
 
@@ -82,22 +82,20 @@ def main() -> int:
     answers = {}
     for name in names:
         answers[name] = _ask(name, CLIENTS[name], job, work)
-        _note(name, answers[name])
+        _note(answers[name])
     failed = [check for answer in answers.values() for check in answer["checks"] if not check[3]]
     print(f"{len(failed)} checks failed" if failed else "every client loads what was exported")
     return 1 if failed else 0
 
 
-def _note(name: str, answer: dict[str, Any]) -> None:
-    """Add the answer of a client to the log; write docs/clients.md if the log has all clients."""
-    log: dict[str, Any] = {}
-    if LOG.is_file():
-        log = json.loads(LOG.read_text())
-    log[name] = {"date": time.strftime("%Y-%m-%d"), **answer}
-    LOG.write_text(json.dumps(log, indent=1) + "\n")
-    if set(CLIENTS) <= log.keys():
-        answers = {client: log[client] for client in CLIENTS}
-        PAGE.write_text(page(answers))
+def _note(answer: dict[str, Any]) -> None:
+    """Write the rows of a client's answer in docs/clients.md."""
+    programs: dict[str, list[Check]] = {}
+    for program, *check in answer["checks"]:
+        programs.setdefault(program, []).append(Check(*check))
+    for program, checks in programs.items():
+        version = answer["versions"].get(program, "")
+        replace_row(CLIENTS_TABLE, program, version, time.strftime("%Y-%m-%d"), checks)
 
 
 def _job(work: Path) -> Path:
@@ -184,33 +182,6 @@ def _read_theirs(python: Path, directory: Path, output: Any) -> list[list[Any]]:
             ]
         )
     return checks
-
-
-def page(log: dict[str, Any]) -> str:
-    """docs/clients.md."""
-    lines = [
-        "# Clients",
-        "",
-        "How other programs read the checkpoints and exports of this program. Written by `make clients`",
-        "(tools/clients), each client in a separate environment. Greedy tokens are compared with those of the",
-        "model that was saved, in single precision, 24 tokens to a prompt; weights are random with an",
-        "initializer range of 0.3. SGLang needs a GPU to start: its sources are read, not run.",
-        "",
-        "| client | version | date | check | result | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for answer in log.values():
-        for program, what, found, good in answer["checks"]:
-            version, verdict = answer["versions"].get(program, ""), "yes" if good else "**no**"
-            lines.append(
-                f"| {program} | {version} | {answer['date']} | {what} | {found} | {verdict} |"
-            )
-    text = "\n".join(lines) + "\n"
-    # The second table is written by `make interop`.
-    others = section_of(PAGE.read_text())
-    if others:
-        text += f"\n{others}"
-    return text
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """``python -m tools.interop [NAME ...]``: run the checks of the named programs, or of all.
 
-The rows of these programs in docs/clients.md are replaced; those of others stay. The exit code is 1 if a check fails.
+The rows of these programs in docs/clients.md are replaced; other rows stay. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tools.interop
 from tools.clients.environments import python_of
-from tools.interop.page import PAGE, replace_rows
+from tools.interop.page import PROGRAMS, replace_row
 from tools.interop.program import Check, Program, Workplace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def main() -> int:
         program: Program = importlib.import_module(f"tools.interop.{name}").PROGRAM
         print(f"{program.name}:", flush=True)
         version, checks = _run(name, program)
-        replace_rows(PAGE, program.name, version, time.strftime("%Y-%m-%d"), checks)
+        replace_row(PROGRAMS, program.name, version, time.strftime("%Y-%m-%d"), checks)
         num_failed += sum(not check.good for check in checks)
     print(f"{num_failed} checks failed" if num_failed else "all checks passed")
     return 1 if num_failed else 0
