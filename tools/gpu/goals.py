@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.report import write_block
-from tools.gpu.results import NOT_RUN, read_all
+from tools.gpu.results import read_all
 
 DATASHEET_TFLOPS = 989.0
 """Dense bfloat16 rate of H100 and H200 in their datasheets, which torchtitan's MFU refers to."""
@@ -190,10 +190,6 @@ def as_markdown(parts: Parts) -> str:
     lines += ["", "| | reference | goal | measured | met |", "|---|---|---|---:|---|"]
     for row in rows_of(parts):
         lines.append(f"| {' | '.join(row)} |")
-    for name, part in parts.items():
-        if name == "tests":
-            continue
-        lines += ["", f"### GPU: {name}", "", *_part_table(part)]
     lines += ["", *_tests_lines(parts)]
     return "\n".join(lines).rstrip()
 
@@ -216,37 +212,6 @@ def _machines(parts: Parts) -> list[str]:
         of_parts = f" ({', '.join(names)})" if len(found) > 1 else ""
         lines.append(f"{text}{of_parts}.")
     return lines
-
-
-def _part_table(part: Mapping[str, Any]) -> list[str]:
-    """A table of the numbers of a part, with what failed below it."""
-    lines = ["| | figures |", "|---|---|"]
-    for name, figures in part["figures"].items():
-        words = [f"`{figures['name']}`"] if "name" in figures else []
-        for key, value in figures.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                words.append(f"{key.replace('_', ' ')} {_number(value)}")
-        if words:
-            lines.append(f"| {name} | {', '.join(words)} |")
-    not_run = []
-    for name, reason in part["failed"].items():
-        if reason.startswith(NOT_RUN):
-            not_run.append(name)
-        else:
-            lines.append(f"| {name} | failed: {reason.splitlines()[0][:120]} |")
-    if not_run:
-        lines += ["", f"Not run, because the time was over: {'; '.join(not_run)}."]
-    if part["ended"] != "done":
-        lines += ["", f"The part did not end: {part['ended']}."]
-    return lines
-
-
-def _number(value: float) -> str:
-    if abs(value) >= 1e9:
-        return f"{value / 1e9:,.1f}e9"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def _tests_lines(parts: Parts) -> list[str]:
