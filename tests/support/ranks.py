@@ -39,6 +39,8 @@ LONGEST_TIMEOUT_SECONDS = 150.0
 AFTER_FAILURE_SECONDS = 45.0
 """How long the other ranks have after one has failed: they often wait for it until the timeout of their group."""
 _ATTEMPTS_TO_FORM = 3
+_SECONDS_TO_FORM = 25.0
+"""A rank that was forked while a thread of another test held a lock never joins. Two such waits fit into a test's limit."""
 _JOINED = b"joined"
 _PORTS_PER_WORKER = 2_500
 _given_ports: deque[int] = deque(maxlen=_PORTS_PER_WORKER // 2)
@@ -89,7 +91,7 @@ def outcomes(
             store = os.path.join(directory, f"store-{attempt}") if init else ""
             started = _start(function, arguments, num_ranks, store, timeout)
             last = not init or attempt == _ATTEMPTS_TO_FORM - 1
-            if last or _formed(started, timeout):
+            if last or _formed(started, _SECONDS_TO_FORM):
                 break
             _end(started)
         return _collect(started, timeout)
