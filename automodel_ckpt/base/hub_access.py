@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 from automodel_ckpt.errors import RecipeError
 
@@ -237,16 +237,15 @@ def _requested_commit(name: str, revision: str, kind: Kind) -> str | None:
     url = hf_hub_url(
         name, _PROBES[kind], repo_type=kind, revision=revision, endpoint=constants.ENDPOINT
     )
-    _check_address(constants.ENDPOINT)
-    pauses = list(_PAUSES)
-    while True:
+    for pause in _PAUSES:
         try:
             return _commit_at(url)
         except Exception as error:
-            pause = _pause_before_retry(error, pauses)
-            if pause is None:
+            seconds = _seconds_to_retry(error, pause)
+            if seconds is None:
                 raise
-            time.sleep(pause)
+        time.sleep(seconds)
+    return _commit_at(url)
 
 
 def _commit_at(url: str) -> str | None:
@@ -272,34 +271,16 @@ def _commit_at(url: str) -> str | None:
     return None
 
 
-def _check_address(endpoint: str) -> None:
-    """Raise OSError if the host has no address, so that it fails without the retries of any library."""
-    if any(
-        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    ):
-        # The proxy looks up the address.
-        return
-    host = urlsplit(endpoint).hostname
-    if host is not None:
-        socket.getaddrinfo(host, None)
-
-
-def _pause_before_retry(error: Exception, pauses: list[float]) -> float | None:
-    """Return the seconds until another attempt; None if it cannot help. Takes a pause from *pauses*."""
+def _seconds_to_retry(error: Exception, pause: float) -> float | None:
+    """Return the seconds until another attempt, usually *pause*; None if it cannot help."""
     status = _status_of(error)
-    is_refused = any(
-        isinstance(each, ConnectionRefusedError | socket.gaierror) for each in chain_of(error)
-    )
-    is_connection = _is_connection_error(error) and not is_refused
-    if not pauses or not (is_connection or status == 429 or (status or 0) >= 500):
-        return None
     if status == 429:
         seconds = _retry_after(error)
-        if seconds is None or seconds > _LONGEST_WAIT_SECONDS:
-            return None
-        pauses.pop(0)
-        return seconds
-    return pauses.pop(0)
+        return None if seconds is None or seconds > _LONGEST_WAIT_SECONDS else seconds
+    refused = ConnectionRefusedError | socket.gaierror
+    is_refused = any(isinstance(each, refused) for each in chain_of(error))
+    is_connection = _is_connection_error(error) and not is_refused
+    return pause if is_connection or (status or 0) >= 500 else None
 
 
 # ---------------------------------------------------------------- what to do about an error
@@ -314,34 +295,38 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
 
     chain = list(chain_of(error))
     if any(getattr(each, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for each in chain):
-        return _disk_full()
+        return HubProblem(
+            "the disk of the Hub's cache is full",
+            f"free space in {constants.HF_HUB_CACHE} (`hf cache ls`), or set HF_HOME to another disk",
+        )
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     has_token = get_token() is not None
-    login = "" if has_token else ", then `hf auth login`"
-    kinds = (errors.GatedRepoError, errors.RepositoryNotFoundError)
-    if any(_withheld) and any(isinstance(each, kinds) or _status_of(each) == 401 for each in chain):
+    missing = (errors.GatedRepoError, errors.RepositoryNotFoundError)
+    if any(_withheld) and any(
+        isinstance(each, missing) or _status_of(each) == 401 for each in chain
+    ):
         return _not_cached(name, kind, "the Hub refuses this, and a dry run sends it no token")
-    for each in chain:
-        if isinstance(each, errors.GatedRepoError):
-            return HubProblem(
-                f"access to this {_NAMES[kind]} is restricted (gated)",
-                f"request access at {page}{login}",
-            )
+    if any(isinstance(each, errors.GatedRepoError) for each in chain):
+        login = "" if has_token else ", then `hf auth login`"
+        return HubProblem(
+            f"access to this {_NAMES[kind]} is restricted (gated)",
+            f"request access at {page}{login}",
+        )
     for each in chain:
         if isinstance(each, errors.RevisionNotFoundError):
             return HubProblem("there is no such branch, tag or commit", f"see {page}/tree/main")
         is_hidden = _status_of(each) == 401 and not has_token
         if isinstance(each, errors.RepositoryNotFoundError) or is_hidden:
-            hint = "check the name; for a private one, `hf auth login`"
-            if has_token:
-                hint = (
-                    "check the name; if it is private, the token of `hf auth whoami` has no access"
-                )
+            private = "if it is private, the token of `hf auth whoami` has no access"
+            hint = (
+                f"check the name; {private if has_token else 'for a private one, `hf auth login`'}"
+            )
             return HubProblem(f"there is no such {_NAMES[kind]}, or it is private", hint)
         problem = _of_status(each, has_token)
         if problem is not None:
             return problem
-    if constants.HF_HUB_OFFLINE and any(_is_absence(each) for each in chain):
+    absent = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, FileNotFoundError)
+    if constants.HF_HUB_OFFLINE and any(isinstance(each, absent) for each in chain):
         return _not_cached(name, kind)
     if any(_is_connection_error(each) for each in chain):
         return _not_cached(name, kind, "the Hub cannot be reached")
@@ -352,56 +337,39 @@ def _of_status(error: BaseException, has_token: bool) -> HubProblem | None:
     status = _status_of(error)
     if status is None or status < 400:
         return None
+    what, hint = f"the Hub rejects the request ({status}): {_message(error)}", "correct it"
     if status == 401:
+        what = "the Hub rejects the token" if has_token else "the Hub needs a login"
         hint = "`hf auth login` with a valid token, or correct HF_TOKEN"
-        return HubProblem(
-            "the Hub rejects the token" if has_token else "the Hub needs a login", hint
-        )
-    if status == 403:
-        return HubProblem(
-            "the token does not have this right",
-            "use a token with access (write access to upload) from https://huggingface.co/settings/tokens",
-        )
-    if status == 429:
+    elif status == 403:
+        what = "the token does not have this right"
+        hint = "use a token with access (write access to upload) from https://huggingface.co/settings/tokens"
+    elif status == 429:
         seconds = _retry_after(error)
         when = "later" if seconds is None else f"in {seconds:.0f} s"
+        what = "the Hub limits the rate of requests (429)"
         hint = f"try again {when}; requests with a token (`hf auth login`) have higher limits"
-        return HubProblem("the Hub limits the rate of requests (429)", hint, is_temporary=True)
-    if status >= 500:
+    elif status >= 500:
+        what = f"the Hub has a failure ({status})"
         hint = "try again later; https://status.huggingface.co shows its state"
-        return HubProblem(f"the Hub has a failure ({status})", hint, is_temporary=True)
-    return HubProblem(f"the Hub rejects the request ({status}): {_message(error)}", "correct it")
+    return HubProblem(what, hint, is_temporary=status == 429 or status >= 500)
 
 
 def _not_cached(name: str, kind: Kind, cause: str = "") -> HubProblem:
     """Describe a repository that is not in the cache, and cannot be read because of *cause*; empty: it is offline."""
     option = "" if kind == "model" else "--repo-type dataset "
     command = f"`hf download {option}{shlex.quote(name)}`"
-    if any(_withheld) and cause and not _lost:
-        hint = f"check the name; download it with {command}, or start without --dry-run"
-        what = f"{cause}, and this {_NAMES[kind]} is not in the cache"
-        return HubProblem(what, hint, is_temporary=True, cause=cause)
+    absent = f"this {_NAMES[kind]} is not in the cache"
     if not cause and not _lost:
         return HubProblem(
-            f"this {_NAMES[kind]} is not in the cache, and HF_HUB_OFFLINE is set",
+            f"{absent}, and HF_HUB_OFFLINE is set",
             f"download it with {command} where there is a network, or give a local path",
         )
+    hint = f"check the network, download it with {command} elsewhere (HF_HOME is the cache), or give a local path"
+    if any(_withheld) and cause and not _lost:
+        hint = f"check the name; download it with {command}, or start without --dry-run"
     cause = _lost[0] if _lost else cause
-    return HubProblem(
-        f"{cause}, and this {_NAMES[kind]} is not in the cache",
-        f"check the network, download it with {command} elsewhere (HF_HOME is the cache), or give a local path",
-        is_temporary=True,
-        cause=cause,
-    )
-
-
-def _disk_full() -> HubProblem:
-    from huggingface_hub import constants
-
-    return HubProblem(
-        "the disk of the Hub's cache is full",
-        f"free space in {constants.HF_HUB_CACHE} (`hf cache ls`), or set HF_HOME to another disk",
-    )
+    return HubProblem(f"{cause}, and {absent}", hint, is_temporary=True, cause=cause)
 
 
 def _error(problem: HubProblem, name: str, revision: str | None, where: str) -> RecipeError:
@@ -452,11 +420,3 @@ def _is_connection_error(error: BaseException) -> bool:
     # httpx, or its successor in later versions of the library: neither is a dependency of this package.
     bases = {each.__name__ for each in type(error).__mro__ if each.__module__.startswith("httpx")}
     return bool(bases & {"NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"})
-
-
-def _is_absence(error: BaseException) -> bool:
-    from huggingface_hub import errors
-
-    return isinstance(
-        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | FileNotFoundError
-    )

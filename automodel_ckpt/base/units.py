@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 _LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint|remedy):\s+|\s*)")
 """What a line of a message begins with; its continuation lines are indented as far."""
 _COMMAND = re.compile(r"(\d\d:\d\d:\d\d )?(  to [^:]+|try it): ")
 """The beginning of a line that contains only a command: its time, and what the command is for."""
-_WORD = re.compile(r"((?:`[^`]*`|[^\s`])+|`)(\s*)")
-"""A word, or a command in backquotes with its spaces; then the space after it."""
+_QUOTED = re.compile(r"`[^`]*`")
+_NO_BREAK = "\x00"
 
 
 def size_text(nbytes: float) -> str:
@@ -79,23 +80,20 @@ def folded(text: str, width: int) -> str:
     """
     lines = []
     for line in text.split("\n"):
-        if len(line) <= width or _COMMAND.match(line):
+        label = _LABEL.match(line)
+        if len(line) <= width or _COMMAND.match(line) or label is None:
             lines.append(line)
-        else:
-            lines += _folded_line(line, width)
+            continue
+        start = label.group()
+        words = _QUOTED.sub(lambda command: command[0].replace(" ", _NO_BREAK), line[len(start) :])
+        wrapped = textwrap.fill(
+            words,
+            width,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        lines.append(wrapped.replace(_NO_BREAK, " "))
     return "\n".join(lines)
-
-
-def _folded_line(line: str, width: int) -> list[str]:
-    label = _LABEL.match(line)
-    start = label.group() if label else ""
-    lines = []
-    current = start
-    is_empty = True
-    for word, gap in _WORD.findall(line[len(start) :]):
-        if not is_empty and len(current) + len(word) > width:
-            lines.append(current.rstrip())
-            current = " " * len(start)
-        current += word + gap
-        is_empty = False
-    return [*lines, current.rstrip()]

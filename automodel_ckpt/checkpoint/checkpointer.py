@@ -58,8 +58,7 @@ from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, json_values
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.saving.settings import Assets, SaveSettings
 from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from automodel_ckpt.base.hub_access import chain_of, explain
-from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.hub.address import HubAddress
 
@@ -25,7 +24,6 @@ def client() -> Any:
     """Return the library's client."""
     from huggingface_hub import HfApi
 
-    quiet_retries()
     return HfApi()
 
 

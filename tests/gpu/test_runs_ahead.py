@@ -11,7 +11,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, gathered
-from automodel_ckpt.checkpoint.saving.page_lock import PageLock
+from automodel_ckpt.checkpoint.saving.host_memory import PageLock
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.values.readback import Number

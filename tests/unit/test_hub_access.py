@@ -15,7 +15,6 @@ from huggingface_hub import constants, hf_hub_download
 
 from automodel_ckpt.base import hub_access
 from automodel_ckpt.base.hub_access import cached_commit, check_access, explained, resolve_commit
-from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.errors import RecipeError
 from tests.support.servers.hub_server import (
     TOKEN,
@@ -238,17 +237,3 @@ def test_what_follows_from_an_error_of_the_hub_is_explained(home: Path) -> None:
     assert str(home) in str(found)
     assert explained(caught, str(home), "model.from_pretrained") is None
     assert explained(ValueError("bad config"), "a/model", "x") is None
-
-
-def test_retries_of_the_library_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("huggingface_hub.utils._http")
-    quiet_retries()
-    quiet_retries()
-    assert len(logger.filters) == 1
-    for number in range(5):
-        logger.warning("'reset' thrown while requesting GET https://hub/x")
-        logger.warning(f"Retrying in {number}s [Retry {number}/5].")
-    logger.warning("something else")
-    messages = [record.getMessage() for record in caplog.records]
-    assert [text for text in messages if "Retrying in" in text] == []
-    assert len([text for text in messages if "is repeated" in text]) == 1

@@ -87,7 +87,6 @@ LIGHT = [
     "base.store_url",
     "base.durable_io",
     "base.hub_access",
-    "base.hub_retries",
     "checkpoint",
     "checkpoint.options",
     "checkpoint.export",

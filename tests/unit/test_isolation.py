@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.config.callables import trust
 from automodel_ckpt.logs import start_time
 from automodel_ckpt.parallel.ranks.stop import stop_request
@@ -29,7 +28,6 @@ def _run_a_command() -> None:
     request.note(signal.SIGTERM)
     request.finished = True
     request.on_request = print
-    quiet_retries()
 
 
 def _assert_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +43,6 @@ def _assert_new(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not request.finished
     assert request.on_request is None
     assert "stop" not in getattr(signal.getsignal(signal.SIGTERM), "__module__", "")
-    assert not logging.getLogger("huggingface_hub.utils._http").filters
     numbers = (random.random(), float(np.random.rand()), torch.rand(()).item())
     random.seed(0)
     np.random.seed(0)

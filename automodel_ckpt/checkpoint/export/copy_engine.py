@@ -319,7 +319,7 @@ class _Copier:
         if stored.strides is None:
             self._inputs.read(stored.file, stored.start + part.num_read, memory)
         else:
-            from automodel_ckpt.checkpoint.tensors.strided import read_row_major
+            from automodel_ckpt.checkpoint.tensors.stored import read_row_major
 
             first = part.num_read * 8 // DTYPE_BITS[stored.dtype]
             read_row_major(self._root, stored, first, memory)

@@ -250,11 +250,11 @@ def state_file(attribute: str) -> str:
     return f"{attribute}.pt"
 
 
-def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
-    """Return this rank's file of an object whose state differs between ranks."""
-    if scope == "dp_rank" or (scope == "rank_rng" and ranks.dp_size == ranks.world_size):
-        return f"{attribute}/{attribute}_dp_rank_{ranks.dp_rank}.pt"
-    return f"{attribute}/{attribute}_global_rank_{ranks.rank}.pt"
+def rank_file(attribute: str, scope: Scope, rank: int, dp_rank: int, *, only_dp: bool) -> str:
+    """Return a rank's file of an object whose state differs between ranks. *only_dp*: all ranks are data-parallel."""
+    if scope == "dp_rank" or (scope == "rank_rng" and only_dp):
+        return f"{attribute}/{attribute}_dp_rank_{dp_rank}.pt"
+    return f"{attribute}/{attribute}_global_rank_{rank}.pt"
 
 
 def shard_file(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -165,4 +165,6 @@ def _slice_of(tensor: Tensor, rank: int) -> Slice | None:
 def located(tensor: Tensor, file: str, start: int) -> Tensor:
     """*tensor*, which has one slice, with this slice from byte *start* of *file*."""
     (stored,) = tensor.slices
-    return Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored.moved(file, start),))
+    return Tensor(
+        tensor.fqn, tensor.dtype, tensor.shape, (replace(stored, file=file, start=start),)
+    )

@@ -385,4 +385,4 @@ def _tensor_of(chunk: Chunk) -> Tensor:
 def _digested(entry: Tensor, digest: str) -> Tensor:
     """*entry*, a tensor with one slice, with the digest of this slice."""
     (stored,) = entry.slices
-    return Tensor(entry.fqn, entry.dtype, entry.shape, (stored.digested(digest),))
+    return Tensor(entry.fqn, entry.dtype, entry.shape, (replace(stored, digest=digest),))

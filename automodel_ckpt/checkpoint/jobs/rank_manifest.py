@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.parts.merkle import merkle_digest, slices_by_file
+from automodel_ckpt.checkpoint.parts.merkle import FileContents, merkle_digest
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import (
     MIN_TABLE_ROWS,
@@ -28,11 +28,7 @@ from automodel_ckpt.checkpoint.parts.slice_table import (
     segments_of,
 )
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.parts.tree import (
-    blob_of,
-    in_rank_files,
-    tensor_of,
-)
+from automodel_ckpt.checkpoint.parts.tree import blob_of, tensor_of
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
@@ -164,13 +160,11 @@ def merge_shared_files(
     rank_manifests: Iterable[RankManifest], trees: Collection[Tree]
 ) -> dict[str, FileRecord]:
     """The records of the files in which several ranks wrote slices, from the digests of their headers and slices."""
-    # Regular slices without a position are in files of one rank each.
-    stored = [tensor for tree in trees for tensor in tree.stored if not in_rank_files(tensor)]
-    by_file = slices_by_file(stored)
+    contents = FileContents(trees)
     files: dict[str, FileRecord] = {}
     for written in rank_manifests:
         for path, header in written.placed.items():
-            digest = merkle_digest(header.digest, by_file.get(path, ()))
+            digest = merkle_digest(header.digest, contents.listed(path))
             files[path] = FileRecord(header.size, digest)
     return files
 

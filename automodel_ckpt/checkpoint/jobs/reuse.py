@@ -25,11 +25,7 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.merkle import (
-    FileSlice,
-    slices_by_file,
-    slices_in,
-)
+from automodel_ckpt.checkpoint.parts.merkle import FileContents, FileSlice
 from automodel_ckpt.checkpoint.parts.slices import Slice
 from automodel_ckpt.checkpoint.parts.verify import size_problem
 from automodel_ckpt.errors import CheckpointUnusable
@@ -67,7 +63,7 @@ class ReusableFiles:
         self._root = Path(previous.root)
         self._avoid = None if previous.avoid is None else Path(previous.avoid)
         self._manifest = manifest
-        self._slices: dict[str, list[FileSlice]] | None = None
+        self._contents: FileContents | None = None
 
     @classmethod
     def open(cls, previous: Previous | None) -> ReusableFiles | None:
@@ -148,10 +144,9 @@ class ReusableFiles:
 
     def slices_of(self, file: str) -> Sequence[FileSlice]:
         """The slices of a file of the previous checkpoint that are not empty; none where their table is damaged."""
-        trees = self._manifest.trees.values()
         # A damaged table of an earlier checkpoint must not prevent saves: nothing of it is shared.
         with contextlib.suppress(CheckpointUnusable):
-            if self._slices is None:
-                self._slices = slices_by_file(tensor for tree in trees for tensor in tree.stored)
-            return self._slices.get(file) or slices_in(trees, file)
+            if self._contents is None:
+                self._contents = FileContents(self._manifest.trees.values())
+            return self._contents.slices(file)
         return ()

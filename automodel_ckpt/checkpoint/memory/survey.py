@@ -34,8 +34,7 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     set_aside,
 )
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summary
 from automodel_ckpt.checkpoint.parts.merkle import has_merkle_digest
 from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.run import links

@@ -15,7 +15,8 @@ from automodel_ckpt.errors import RecipeError
 
 _CLASS = "Checkpointer"
 _SAVE = "Checkpointer.save"
-_EXAMPLE = '{"model": model, "optimizer": optimizer}'
+_EXAMPLE = 'pass {"model": model, "optimizer": optimizer}'
+_ITSELF = 'pass the object itself, not its state_dict(): {"model": model}'
 
 
 def path_text(directory: Any) -> str:
@@ -27,11 +28,9 @@ def path_text(directory: Any) -> str:
         text = os.fsdecode(directory)
     except TypeError:
         text = ""
-    reason = ""
+    reason = "it is a file" if text and "\0" not in text and os.path.isfile(text) else ""
     if not text or "\0" in text:
         reason = "a path is a text that is not empty and has no null characters, or a pathlib.Path"
-    elif os.path.isfile(text):
-        reason = "it is a file"
     if reason:
         raise RecipeError(
             "this is not the path of a directory",
@@ -45,30 +44,21 @@ def path_text(directory: Any) -> str:
 def check_call(ranks: Any, options: Any, assets: Any) -> None:
     """Raise :class:`RecipeError` for arguments of other kinds, as they are if the names are left out."""
     if isinstance(options, type) or not hasattr(options, "model_save_format"):
-        raise RecipeError(
-            "the options are not CheckpointOptions",
-            where=f"{_CLASS}, options",
-            value=f"{options!r:.200}",
-            hint="pass options=CheckpointOptions(keep_last=3), for example",
-        )
-    if ranks is not None and not hasattr(ranks, "world_size"):
-        raise RecipeError(
-            "the second argument is the position of this process among the ranks",
-            where=f"{_CLASS}, ranks",
-            value=f"{ranks!r:.200}",
-            hint="pass options by name: Checkpointer(directory, options=CheckpointOptions(...))",
-        )
-    if assets is None:
+        what, name, value = "the options are not CheckpointOptions", "options", options
+        hint = "pass options=CheckpointOptions(keep_last=3), for example"
+    elif ranks is not None and not hasattr(ranks, "world_size"):
+        what = "the second argument is the position of this process among the ranks"
+        name, value = "ranks", ranks
+        hint = "pass options by name: Checkpointer(directory, options=CheckpointOptions(...))"
+    elif assets is None or (
+        isinstance(assets, Mapping) and all(hasattr(each, "nbytes") for each in assets.values())
+    ):
         return
-    values = assets.values() if isinstance(assets, Mapping) else [assets]
-    for value in values:
-        if not isinstance(assets, Mapping) or not hasattr(value, "nbytes"):
-            raise RecipeError(
-                "the assets must be a mapping from names in the state to HFAssets",
-                where=f"{_CLASS}, assets",
-                value=f"{value!r:.200}",
-                hint='pass assets={"model": HFAssets.from_model(model, ...)}',
-            )
+    else:
+        what = "the assets must be a mapping from names in the state to HFAssets"
+        name, value = "assets", assets
+        hint = 'pass assets={"model": HFAssets.from_model(model, ...)}'
+    raise RecipeError(what, where=f"{_CLASS}, {name}", value=f"{value!r:.200}", hint=hint)
 
 
 def check_state(state: object, where: str = _SAVE) -> None:
@@ -82,14 +72,12 @@ def check_state(state: object, where: str = _SAVE) -> None:
             "the state must be a mapping from names to objects",
             where=where,
             value=f"an empty {type(state).__name__}" if not state else type(state).__name__,
-            hint=f"pass {_EXAMPLE}",
+            hint=_EXAMPLE,
         )
     if all(hasattr(value, "nbytes") for value in state.values()):
+        names = ", ".join(map(str, state))
         raise RecipeError(
-            "the state consists of tensors",
-            where=where,
-            value=f"{', '.join(map(str, state)):.200}",
-            hint=f"pass the object itself, not its state_dict(): {_EXAMPLE}",
+            "the state consists of tensors", where=where, value=f"{names:.200}", hint=_ITSELF
         )
     for name, value in state.items():
         if not isinstance(name, str):
@@ -97,30 +85,26 @@ def check_state(state: object, where: str = _SAVE) -> None:
                 "a name in the state is not text",
                 where=where,
                 value=f"{name!r:.200}",
-                hint=f"pass {_EXAMPLE}",
+                hint=_EXAMPLE,
             )
-        if is_stateful(value):
-            register_object(value)
-            continue
-        raise RecipeError(
-            "an object of the state has no state_dict() and load_state_dict()",
-            where=f"{where}, {name!r}",
-            value=type(value).__name__,
-            hint=_hint(name, value),
-        )
+        if not is_stateful(value):
+            raise RecipeError(
+                "an object of the state has no state_dict() and load_state_dict()",
+                where=f"{where}, {name!r}",
+                value=type(value).__name__,
+                hint=_hint(name, value),
+            )
+        register_object(value)
 
 
 def _hint(name: str, value: object) -> str:
-    parts: Mapping[Any, Any] = {}
-    if isinstance(value, (list, tuple)):
-        parts = dict(enumerate(value))
-    elif isinstance(value, Mapping):
-        parts = value
-    for key, part in parts.items():
-        if is_stateful(part):
-            return f"pass each object under a name, such as {f'{name}.{key}'!r}"
+    parts = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    if isinstance(parts, Mapping):
+        for key, part in parts.items():
+            if is_stateful(part):
+                return f"pass each object under a name, such as {f'{name}.{key}'!r}"
     if isinstance(value, Mapping):
-        return f"pass the object itself, not its state_dict(): {_EXAMPLE}"
+        return _ITSELF
     return "leave it out, or give it these methods; progress= takes plain numbers"
 
 
@@ -166,24 +150,17 @@ def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
         )
     plain: dict[str, Any] = {}
     for name, value in numbers.items():
-        plain[name] = value
-        if callable(item := getattr(value, "item", None)):
-            try:
-                plain[name] = item()
-            except (RuntimeError, ValueError) as error:
-                raise RecipeError(
-                    "a number has several elements",
-                    where=f"{_SAVE}, {argument}[{name!r}]",
-                    value=f"{type(value).__name__} of shape {list(value.shape)}",
-                    hint="pass its mean or sum",
-                ) from error
         try:
+            item = getattr(value, "item", None)
+            plain[name] = item() if callable(item) else value
             json.dumps(plain[name])
-        except (TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
+            shape = getattr(value, "shape", None)
+            text = f"{value!r:.200}" if shape is None else f"an array of shape {list(shape)}"
             raise RecipeError(
                 "this cannot be written as JSON",
                 where=f"{_SAVE}, {argument}[{name!r}]",
-                value=f"{value!r:.200}",
-                hint="pass a number",
+                value=text,
+                hint="pass a number, such as the mean of a tensor",
             ) from error
     return plain

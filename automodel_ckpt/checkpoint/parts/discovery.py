@@ -152,8 +152,7 @@ def classify(state: Mapping[str, Any]) -> list[Item]:
     for number, item in enumerate(items):
         if item.kind == "lr_scheduler":
             items[number] = _with_owner(item, owners)
-    _check_names(items)
-    _check_clashes(items)
+    _check_places(items)
     return items
 
 
@@ -186,7 +185,8 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
     return replace(item, owner=owner)
 
 
-def _check_names(items: Iterable[Item]) -> None:
+def _check_places(items: Iterable[Item]) -> None:
+    by_path: dict[str, Item] = {}
     problems = []
     for item in items:
         path = item.path.rstrip("/")
@@ -198,34 +198,15 @@ def _check_names(items: Iterable[Item]) -> None:
         elif path in layout.RESERVED:
             reason = "the name is reserved for a file of the checkpoint"
         if reason:
+            what = "a name in the state cannot be used as a file name"
             hint = f"rename it, or add {item.name!r} to `untracked` of the recipe"
-            problems.append(
-                Problem(
-                    "a name in the state cannot be used as a file name",
-                    "recipe",
-                    f"{item.name!r}: {reason}",
-                    hint,
-                )
-            )
-    if problems:
-        raise RecipeError.all_of(problems)
-
-
-def _check_clashes(items: Iterable[Item]) -> None:
-    by_path: dict[str, Item] = {}
-    problems = []
-    for item in items:
+            problems.append(Problem(what, "recipe", f"{item.name!r}: {reason}", hint))
         other = by_path.setdefault(item.path, item)
         # A LR scheduler is stored in the directory of its optimizer.
         if other is item or item.kind == "lr_scheduler" or other.owner == item.name:
             continue
-        problems.append(
-            Problem(
-                f"two objects would be stored in the same place, {item.path}",
-                f"attributes {other.name!r} and {item.name!r}",
-                f"{other.kind} and {item.kind}",
-                "rename one of them",
-            )
-        )
+        what = f"two objects would be stored in the same place, {item.path}"
+        where = f"attributes {other.name!r} and {item.name!r}"
+        problems.append(Problem(what, where, f"{other.kind} and {item.kind}", "rename one of them"))
     if problems:
         raise RecipeError.all_of(problems)

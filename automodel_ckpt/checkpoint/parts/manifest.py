@@ -2,46 +2,47 @@
 
 It lists every file (size, digest), every tensor (dtype, shape, its slices and the position of their bytes), every
 pickled value, the recipe attributes they belong to, the environment, and its own digest. docs/format.md describes the
-format, and ``manifest_file`` reads its bytes. Slices must make up their tensors, lie in files, and share no bytes.
-Nothing here imports torch or trusts its input: a manifest that does not match the format exactly raises
-:class:`CheckpointUnusable`.
+format. Slices must make up their tensors, lie in files, and share no bytes. Nothing here imports torch or trusts its
+input: a manifest that does not match the format exactly raises :class:`CheckpointUnusable`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.json_values import flag, integer, mapping, seconds, text
-from automodel_ckpt.checkpoint.parts.manifest_file import (
-    FORMAT,
-    decode,
-    encode,
-    read_bounded,
-    read_range,
-    reporting_malformed,
-    unusable,
-)
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import interleaving_fault, shape_fault, tiling_fault
 from automodel_ckpt.checkpoint.parts.tree import Blob as Blob
 from automodel_ckpt.checkpoint.parts.tree import Tree as Tree
 from automodel_ckpt.checkpoint.parts.tree import tree_of, tree_to_json, uses_table
+from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.parts.slice_table import Read
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.parts.slice_table import SliceTable
+    from automodel_ckpt.checkpoint.parts.slice_table import Read, SliceTable
 
-
+FORMAT = "automodel_ckpt"
+FORMAT_VERSION = 2
+"""The newest version. A manifest has the lowest version that describes it, so that older programs read it: 2 with slice
+tables, else 1. Version 3 was that of ``checkpoint.files_per_node``: a later one is 4."""
+# The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
+MAX_BYTES = 1 << 29
+# The digest is on the last line, so that a reader can compare it before it parses anything.
+_TAIL = b'"digest": "%s"\n}\n'
+_TAIL_BYTES = len(_TAIL % digest_of(b"").encode())
 # The bytes of a row, and of a segment in the head, of a slice table.
 ROW_BYTES, SEGMENT_BYTES = 20, 48
 
@@ -52,18 +53,19 @@ Trees = Mapping[str, Tree]
 
 # The scope of an attribute whose state is not in the checkpoint.
 NOT_SAVED = "not saved"
-_PLAIN_FIELDS = (
-    "step",
-    "epoch",
-    "created",
-    "world_size",
-    "dp_size",
-    "progress",
-    "losses",
-    "validated",
-    "environment",
-    "lineage",
-)
+_PLAIN_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "step": integer,
+    "epoch": integer,
+    "created": seconds,
+    "world_size": integer,
+    "dp_size": integer,
+    "progress": mapping,
+    "losses": mapping,
+    "validated": flag,
+    "environment": mapping,
+    "lineage": mapping,
+}
+"""The conversion of each field that has the same form in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,52 +80,8 @@ class StateRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The fields of a manifest that are needed to choose and list checkpoints. Tensors are not parsed."""
-
-    step: int
-    epoch: int
-    created: float
-    nbytes: int
-    losses: Mapping[str, Any]
-    validated: bool
-    environment: Mapping[str, Any]
-    lineage: Mapping[str, Any]
-    has_optimizer: bool
-    digest: str
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> Summary:
-        """Read the summary of the manifest in *checkpoint*, a few times faster than :meth:`Manifest.read`.
-
-        The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
-        """
-        path = checkpoint / layout.MANIFEST
-        return cls.parse(read_bounded(path), path)
-
-    @classmethod
-    def parse(cls, data: bytes, path: Path | str) -> Summary:
-        """Parse the summary of a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
-        with reporting_malformed(path):
-            raw = decode(data, path)
-            sizes = [integer(record["size"]) for record in raw["files"].values()]
-            return cls(
-                step=integer(raw["step"]),
-                epoch=integer(raw["epoch"]),
-                created=seconds(raw["created"]),
-                nbytes=sum(sizes),
-                losses=mapping(raw["losses"]),
-                validated=flag(raw["validated"]),
-                environment=mapping(raw["environment"]),
-                lineage=mapping(raw["lineage"]),
-                has_optimizer=any(_is_saved_optimizer(record) for record in raw["state"].values()),
-                digest=text(raw["digest"]),
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """All metadata of a checkpoint."""
+class _Plain:
+    """The fields of a manifest that are needed to choose and list checkpoints."""
 
     step: int
     epoch: int
@@ -135,6 +93,44 @@ class Manifest:
     validated: bool
     environment: Mapping[str, Any]
     lineage: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary(_Plain):
+    """The fields of a manifest that are needed to choose and list checkpoints. Tensors are not parsed."""
+
+    nbytes: int
+    has_optimizer: bool
+    digest: str
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Summary:
+        """Read the summary of the manifest in *checkpoint*, a few times faster than :meth:`Manifest.read`.
+
+        The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
+        """
+        path = checkpoint / layout.MANIFEST
+        return cls.parse(_read_bounded(path), path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str) -> Summary:
+        """Parse the summary of a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
+        with _reporting_malformed(path):
+            raw = _decode(data, path)
+            sizes = [integer(record["size"]) for record in raw["files"].values()]
+            saved = [record for record in raw["state"].values() if record["scope"] != NOT_SAVED]
+            return cls(
+                **_plain_fields(raw),
+                nbytes=sum(sizes),
+                has_optimizer=any(record["kind"] == "optimizer" for record in saved),
+                digest=text(raw["digest"]),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest(_Plain):
+    """All metadata of a checkpoint."""
+
     state: Mapping[str, StateRecord]
     trees: Mapping[str, Tree]
     files: Mapping[str, FileRecord]
@@ -148,10 +144,10 @@ class Manifest:
         Only the heads of slice tables are read.
         """
         path = checkpoint / layout.MANIFEST
-        manifest = cls.parse(read_bounded(path), path)
+        manifest = cls.parse(_read_bounded(path), path)
         has_tables = any(tree.table is not None for tree in manifest.trees.values())
         if has_tables and (fault := manifest.overlap_fault(with_tables=True)):
-            raise unusable("the manifest is inconsistent", path, fault)
+            raise _unusable("the manifest is inconsistent", path, fault)
         return manifest
 
     @classmethod
@@ -160,40 +156,86 @@ class Manifest:
 
         Slice tables are not read until slices are. *read* reads them; by default from the directory of *path*.
         """
-        with reporting_malformed(path):
-            reader = read or partial(read_range, Path(path).parent)
-            manifest = _from_json(decode(data, path), reader, os.path.dirname(path))
+        reader, checkpoint = read or partial(_read_range, Path(path).parent), os.path.dirname(path)
+        with _reporting_malformed(path):
+            raw = _decode(data, path)
+            manifest = cls(
+                **_plain_fields(raw),
+                state={text(name): _state_record(record) for name, record in raw["state"].items()},
+                trees={
+                    text(name): tree_of(tree, reader, checkpoint)
+                    for name, tree in raw["trees"].items()
+                },
+                files={
+                    path: FileRecord(integer(record["size"]), text(record["digest"]))
+                    for path, record in raw["files"].items()
+                },
+                digest=text(raw["digest"]),
+                format_version=integer(raw["format_version"]),
+            )
         fault = manifest.fault()
         if fault is not None:
-            raise unusable("the manifest is inconsistent", path, fault)
+            raise _unusable("the manifest is inconsistent", path, fault)
         return manifest
 
     def to_bytes(self) -> bytes:
         """Return the content of the file. The last line has the digest of everything before it."""
-        return encode(_to_json(self))
+        has_tables = any(uses_table(tree) for tree in self.trees.values())
+        raw: dict[str, Any] = {"format": FORMAT, "format_version": 2 if has_tables else 1}
+        raw |= {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        raw["state"] = {name: asdict(record) for name, record in self.state.items()}
+        raw["trees"] = {name: tree_to_json(tree) for name, tree in self.trees.items()}
+        raw["files"] = {
+            path: {"size": r.size, "digest": r.digest} for path, r in self.files.items()
+        }
+        body = json.dumps(raw, ensure_ascii=True, separators=(",", ":"), allow_nan=True)
+        head = body[:-1].encode() + b",\n"
+        return head + _TAIL % digest_of(head).encode()
 
     def fault(self) -> str | None:
         """The first inconsistency in the manifest, or None."""
         for path, record in self.files.items():
-            if reason := file_fault(path, record):
-                return reason
+            if reason := layout.unsafe_path(path):
+                return f"the file name {path!r}: {reason}"
+            if record.size < 0:
+                return f"the size of {path!r} is {record.size}"
         for name, tree in self.trees.items():
-            if reason := tree_fault(name, tree, self.files):
-                return reason
-        if reason := self.overlap_fault() or gap_fault(self.trees, self.files):
-            return reason
+            if reason := _tree_fault(tree, self.files):
+                return f"{name}: {reason}"
         for state_record in self.state.values():
             for file in state_record.files:
                 if file not in self.files:
                     return f"{file!r} is not among the files"
-        return None
+        return self.overlap_fault()
 
     def overlap_fault(self, *, with_tables: bool = False) -> str | None:
         """Describe the first two slices or values that share bytes of a file; None if there are none.
 
-        *with_tables*: the slices in tables are compared, too. Raises :class:`CheckpointUnusable` for a damaged table.
+        *with_tables*: the slices in tables are compared, too. Otherwise, also describe a gap in a file with a Merkle
+        digest, which does not cover bytes in gaps. Raises :class:`CheckpointUnusable` for a damaged table.
         """
-        return overlap_fault(self.trees, self.files, with_tables=with_tables)
+        parts: dict[str, list[Slice | Blob]] = {}
+        for name, tree in self.trees.items():
+            found: list[Slice | Blob] = [*tree.objects.values()]
+            for tensor in tree.stored:
+                found += _byte_ranges(tensor)
+            if with_tables and tree.table is not None:
+                # Slices in a segment do not overlap: each begins after the one before.
+                for file, start, stop in tree.table.byte_ranges():
+                    if stop > self.files[file].size:
+                        return f"the slices of {name!r} exceed {file!r}"
+                    found.append(Blob(f"slices of {name}", file, start, stop - start, ""))
+            for part in found:
+                # Empty ones can begin where another slice does.
+                if part.nbytes:
+                    parts.setdefault(part.file, []).append(part)
+        for path, of_file in parts.items():
+            of_file.sort(key=lambda part: part.start)
+            may_have_gaps = with_tables or not self.files[path].digest.startswith(OF_SLICES)
+            end = None if may_have_gaps else self.files[path].size
+            if fault := _parts_fault(path, of_file, end):
+                return fault
+        return None
 
     @property
     def saved(self) -> frozenset[str]:
@@ -220,51 +262,8 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
 
-def _is_saved_optimizer(record: Mapping[str, Any]) -> bool:
-    is_optimizer = record["kind"] == "optimizer"
-    return bool(is_optimizer and record["scope"] != NOT_SAVED)
-
-
-def _to_json(manifest: Manifest) -> dict[str, Any]:
-    raw = {"format": FORMAT, "format_version": _version_of(manifest)}
-    raw |= {name: getattr(manifest, name) for name in _PLAIN_FIELDS}
-    raw["state"] = {name: asdict(record) for name, record in manifest.state.items()}
-    raw["trees"] = {name: tree_to_json(tree) for name, tree in manifest.trees.items()}
-    raw["files"] = {
-        path: {"size": record.size, "digest": record.digest}
-        for path, record in manifest.files.items()
-    }
-    return raw
-
-
-def _version_of(manifest: Manifest) -> int:
-    return 2 if any(uses_table(tree) for tree in manifest.trees.values()) else 1
-
-
-def _from_json(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Manifest:
-    trees: dict[str, Tree] = {}
-    for name, tree in raw["trees"].items():
-        trees[text(name)] = tree_of(tree, read, checkpoint)
-    return Manifest(
-        step=integer(raw["step"]),
-        epoch=integer(raw["epoch"]),
-        created=seconds(raw["created"]),
-        world_size=integer(raw["world_size"]),
-        dp_size=integer(raw["dp_size"]),
-        progress=mapping(raw["progress"]),
-        losses=mapping(raw["losses"]),
-        validated=flag(raw["validated"]),
-        environment=mapping(raw["environment"]),
-        lineage=mapping(raw["lineage"]),
-        state={text(name): _state_record(record) for name, record in raw["state"].items()},
-        trees=trees,
-        files={
-            path: FileRecord(integer(record["size"]), text(record["digest"]))
-            for path, record in raw["files"].items()
-        },
-        digest=text(raw["digest"]),
-        format_version=integer(raw["format_version"]),
-    )
+def _plain_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: convert(raw[name]) for name, convert in _PLAIN_FIELDS.items()}
 
 
 def _state_record(raw: Mapping[str, Any]) -> StateRecord:
@@ -274,45 +273,33 @@ def _state_record(raw: Mapping[str, Any]) -> StateRecord:
     )
 
 
-def file_fault(path: str, record: FileRecord) -> str | None:
-    """Return what is wrong with the record of a file; None if nothing is."""
-    if reason := layout.unsafe_path(path):
-        return f"the file name {path!r}: {reason}"
-    if record.size < 0:
-        return f"the size of {path!r} is {record.size}"
-    return None
-
-
-def tree_fault(name: str, tree: Tree, files: Files) -> str | None:
+def _tree_fault(tree: Tree, files: Files) -> str | None:
     """Return the first tensor or value of *tree* that its slices or *files* do not make up; None if there is none."""
     for tensor in tree.stored:
         if tensor.dtype not in DTYPE_BITS:
-            return f"{name}: the tensor {tensor.fqn!r} has the unknown dtype {tensor.dtype!r}"
+            return f"the tensor {tensor.fqn!r} has the unknown dtype {tensor.dtype!r}"
         if reason := _slices_fault(tensor):
-            return f"{name}: the tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {reason}"
+            return f"the tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {reason}"
         if misplaced := _misplaced(tensor, files):
             where = list(misplaced.offsets)
-            return f"{name}: the slice at {where} of {tensor.fqn!r} is not in {misplaced.file!r}"
+            return f"the slice at {where} of {tensor.fqn!r} is not in {misplaced.file!r}"
     for blob in tree.objects.values():
         if not is_in_file(blob, files):
-            return f"{name}: the value {blob.fqn!r} is not in {blob.file!r}"
+            return f"the value {blob.fqn!r} is not in {blob.file!r}"
     for alias, stored in tree.tied.items():
         if stored not in tree.tensors:
-            return f"{name}: {alias!r} is tied to {stored!r}, which is not stored"
-    return None if tree.table is None else _table_fault(name, tree.table, files)
+            return f"{alias!r} is tied to {stored!r}, which is not stored"
+    return None if tree.table is None else _table_fault(tree.table, files)
 
 
-def _table_fault(name: str, table: SliceTable, files: Files) -> str | None:
+def _table_fault(table: SliceTable, files: Files) -> str | None:
     """Return why the file of a table cannot have the rows of its tensors; None if it can."""
-    record = files.get(table.location.file)
-    head_bytes = table.location.head_bytes
+    file, head_bytes, _ = table.location
     file_bytes = head_bytes + table.num_rows * ROW_BYTES
-    if record is None or record.size != file_bytes or head_bytes % SEGMENT_BYTES:
-        return f"{name}: {table.location.file!r} is not the table of its {table.num_rows} slices"
-    for file in table.files:
-        if file not in files:
-            return f"{name}: {file!r} is not among the files"
-    return None
+    if file not in files or files[file].size != file_bytes or head_bytes % SEGMENT_BYTES:
+        return f"{file!r} is not the table of its {table.num_rows} slices"
+    missing = next((each for each in table.files if each not in files), None)
+    return None if missing is None else f"{missing!r} is not among the files"
 
 
 def _misplaced(tensor: Tensor, files: Files) -> Slice | None:
@@ -329,72 +316,19 @@ def _misplaced(tensor: Tensor, files: Files) -> Slice | None:
     return None
 
 
-def overlap_fault(trees: Trees, files: Files, *, with_tables: bool = False) -> str | None:
-    """Describe the first two slices or values that share bytes of a file; None if there are none.
-
-    *with_tables*: the slices in tables are compared, too. Raises :class:`CheckpointUnusable` for a damaged table.
-    """
-    parts: list[Slice | Blob] = []
-    for name, tree in trees.items():
-        parts += [blob for blob in tree.objects.values() if blob.nbytes]
-        for tensor in tree.stored:
-            parts += [stored for stored in _byte_ranges(tensor) if stored.nbytes]
-        if with_tables and tree.table is not None:
-            segments = _segments(name, tree.table)
-            for segment in segments:
-                if segment.start + segment.nbytes > files[segment.file].size:
-                    return f"the slices of {name!r} exceed {segment.file!r}"
-            # A segment of empty slices can begin where another slice does.
-            parts += [segment for segment in segments if segment.nbytes]
-    parts.sort(key=lambda part: (part.file, part.start))
+def _parts_fault(path: str, parts: Sequence[Slice | Blob], end: int | None) -> str | None:
+    """Return why sorted *parts* of a file share bytes, or do not fill it up to its *end*, unless that is None."""
     for one, other in itertools.pairwise(parts):
-        if one.file == other.file and one.start + one.nbytes > other.start:
-            return f"{one.fqn!r} and {other.fqn!r} share bytes of {one.file!r}"
-    return None
-
-
-def _segments(name: str, table: SliceTable) -> list[Blob]:
-    """The byte ranges of the segments of a table. Slices in one do not overlap: each begins after the one before."""
-    ranges = table.byte_ranges()
-    return [
-        Blob(f"slices of {name}", file, start, stop - start, "") for file, start, stop in ranges
-    ]
-
-
-def gap_fault(trees: Trees, files: Files) -> str | None:
-    """Describe the first gap between slices of a file with a Merkle digest; None if there is none.
-
-    A Merkle digest does not cover bytes in gaps, so damage there would not be detected.
-    """
-    slices_of: dict[str, list[Slice]] = {}
-    for path, record in files.items():
-        if record.digest.startswith(OF_SLICES):
-            slices_of[path] = []
-    for stored in _stored_slices(trees):
-        if stored.nbytes and stored.file in slices_of:
-            slices_of[stored.file].append(stored)
-    for path, slices in slices_of.items():
-        if slices and not _fill(slices, files[path].size):
-            return f"the slices of {path!r} do not fill it"
-    for tree in trees.values():
-        for blob in tree.objects.values():
-            if blob.file in slices_of:
-                return f"{blob.fqn!r} is located in {blob.file!r}, among slices"
-    return None
-
-
-def _stored_slices(trees: Trees) -> Iterator[Slice]:
-    for tree in trees.values():
-        for tensor in tree.stored:
-            yield from _byte_ranges(tensor)
-
-
-def _fill(slices: list[Slice], size: int) -> bool:
-    """Whether each of *slices* ends where the next one starts, and the last one where a file of *size* bytes ends."""
-    slices.sort(key=lambda stored: stored.start)
-    stops = [stored.start + stored.nbytes for stored in slices]
-    next_starts = [stored.start for stored in slices[1:]]
-    return stops == [*next_starts, size]
+        if one.start + one.nbytes > other.start:
+            return f"{one.fqn!r} and {other.fqn!r} share bytes of {path!r}"
+    if end is None:
+        return None
+    for part in parts:
+        if isinstance(part, Blob):
+            return f"{part.fqn!r} is located in {path!r}, among slices"
+    stops = [part.start + part.nbytes for part in parts]
+    is_full = stops == [*(part.start for part in parts[1:]), end]
+    return None if is_full else f"the slices of {path!r} do not fill it"
 
 
 def is_in_file(stored: Slice | Blob, files: Files) -> bool:
@@ -419,3 +353,98 @@ def _byte_ranges(tensor: Tensor) -> Sequence[Slice]:
         return contiguous_slices(tensor)
     whole = tensor.slices.whole
     return () if whole is None else (whole,)
+
+
+def _decode(data: bytes, path: Path | str) -> dict[str, Any]:
+    """Parse the bytes of a manifest after its digest is verified; *path* is for error messages.
+
+    Raises :class:`CheckpointUnusable`.
+    """
+    _check_size(len(data), path)
+    head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+    # Before the digest: a later version may end in another way, which is not damage.
+    version = _claimed_version(data)
+    if version == 3:
+        raise CheckpointUnusable(
+            "the checkpoint was saved with checkpoint.files_per_node: revision e40da6e4 reads it",
+            where=str(path),
+            value="version 3",
+            hint="resume with that revision and without the key, and save again",
+        )
+    if version is not None and version > FORMAT_VERSION:
+        raise _unusable(
+            "the checkpoint has a newer format than this version supports",
+            path,
+            f"version {version}",
+        )
+    if tail != _TAIL % digest_of(head).encode():
+        raise _unusable(
+            "the manifest is damaged: its digest does not match", path, f"{len(data)} bytes"
+        )
+    try:
+        raw = parse_json(data)
+    except ValueError as error:
+        raise _unusable("the manifest cannot be parsed", path, str(error)[:300]) from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise _unusable("the file is not a manifest of this format", path, "not " + FORMAT)
+    return raw
+
+
+def _claimed_version(data: bytes) -> int | None:
+    """The format version, which every version writes first and in the same format; None for other content."""
+    prefix = b'{"format":"%s","format_version":' % FORMAT.encode()
+    if not data.startswith(prefix):
+        return None
+    digits = data[len(prefix) : len(prefix) + 10].split(b",")[0]
+    return int(digits) if digits.isdigit() else None
+
+
+def _read_bounded(path: Path) -> bytes:
+    """Read a regular file of at most MAX_BYTES. Raises :class:`CheckpointUnusable`."""
+    try:
+        descriptor = open_regular(path)
+        with os.fdopen(descriptor, "rb") as file:
+            _check_size(os.fstat(descriptor).st_size, path)
+            return file.read()
+    except FileNotFoundError as error:
+        if path.parent.is_symlink() and not path.parent.exists():
+            target = os.readlink(path.parent)
+            raise _unusable(
+                "the checkpoint is a link to a directory that is not there", path.parent, target
+            ) from error
+        raise _unusable(
+            "there is no manifest: the checkpoint is incomplete", path, "no such file"
+        ) from error
+    except OSError as error:
+        # read() can fail, too (EIO): a bare OSError on one rank would leave the others waiting.
+        raise _unusable("the manifest cannot be read", path, error.strerror) from error
+
+
+def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:
+    """Read bytes of a regular file below *root*. Raises OSError."""
+    with os.fdopen(open_safely(root, file), "rb") as opened:
+        opened.seek(start)
+        return opened.read(nbytes)
+
+
+def _check_size(num_bytes: int, path: Path | str) -> None:
+    if num_bytes > MAX_BYTES:
+        raise _unusable(
+            "the manifest is too large", path, f"{num_bytes} bytes; at most {MAX_BYTES} are read"
+        )
+
+
+@contextlib.contextmanager
+def _reporting_malformed(path: Path | str) -> Iterator[None]:
+    """Raise :class:`CheckpointUnusable` for the errors that parsing malformed content raises."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _unusable("the manifest is malformed", path, repr(error)) from error
+
+
+def _unusable(what: str, path: Path | str, value: object) -> CheckpointUnusable:
+    """The error about a manifest: *what* is wrong with it, and the *value* that shows it."""
+    return CheckpointUnusable(
+        what, where=str(path), value=value, hint="use another checkpoint of this run"
+    )

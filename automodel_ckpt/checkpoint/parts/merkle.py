@@ -1,9 +1,9 @@
-"""The Merkle digest of a file in which several ranks wrote slices, computed from the digests of its slices.
+"""The slices of each file of a checkpoint, the comparison with their digests, and Merkle digests. Imports no torch.
 
-It is the XXH3-128 of a text: a line with the digest of the bytes before the first slice, then a line ``START OFFSETS
-NBYTES DIGEST`` for each slice that is not empty, in the order of start and offsets (decimal; offsets joined by commas;
-DIGEST with the name of its algorithm). The slices' digests are those of the manifest.
- Imports no torch.
+The digest of a file in which several ranks wrote slices is computed from theirs. It is the XXH3-128 of a text: a line
+with the digest of the bytes before the first slice, then a line ``START OFFSETS NBYTES DIGEST`` for each slice that is
+not empty, in the order of start and offsets (decimal; offsets joined by commas; DIGEST with the name of its algorithm).
+The slices' digests are those of the manifest.
 """
 
 from __future__ import annotations
@@ -19,58 +19,72 @@ import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_from
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, runs_in_file
+from automodel_ckpt.checkpoint.parts.slices import Slice, runs_in_file
 from automodel_ckpt.checkpoint.parts.tree import Tree, in_rank_files, slices_in_rank_file
 
 _BLOCK_BYTES = 4 << 20
+_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """A slice in a file, and the shape of its tensor."""
+    """A slice in a file, and the shape of its tensor. A value that is no tensor (*is_value*) is a slice of bytes."""
 
     stored: Slice
     shape: tuple[int, ...]
+    is_value: bool = False
+
+    def __str__(self) -> str:
+        if self.is_value:
+            return f"value {self.stored.fqn}"
+        return f"tensor {self.stored.fqn} (slice at {list(self.stored.offsets)})"
+
+
+class FileContents:
+    """The slices and values of *trees* that are not empty, by file.
+
+    Of a slice table, only the rows of the ranks that wrote a file are read, when that file is asked for.
+    """
+
+    def __init__(self, trees: Iterable[Tree]) -> None:
+        self._trees = tuple(trees)
+        self._listed: dict[str, list[FileSlice]] = {}
+        for tree in self._trees:
+            for tensor in tree.stored:
+                for stored in () if in_rank_files(tensor) else tensor.slices:
+                    self._add(FileSlice(stored, tensor.shape))
+            for blob in tree.objects.values():
+                size = (blob.nbytes,)
+                value = Slice(
+                    blob.fqn, "U8", (0,), size, blob.file, blob.start, blob.nbytes, blob.digest
+                )
+                self._add(FileSlice(value, size, is_value=True))
+
+    def _add(self, one: FileSlice) -> None:
+        if one.stored.nbytes:
+            self._listed.setdefault(one.stored.file, []).append(one)
+
+    def listed(self, file: str) -> list[FileSlice]:
+        """Return those in a file that no table describes, in the order of its Merkle digest."""
+        # Interleaved slices of a tensor have the same start; their offsets order them.
+        return sorted(
+            self._listed.get(file, ()), key=lambda one: (one.stored.start, one.stored.offsets)
+        )
+
+    def slices(self, file: str) -> list[FileSlice]:
+        """Return those in a file in their order. Raises :class:`CheckpointUnusable` for a damaged table."""
+        found = self.listed(file)
+        for tree in self._trees:
+            for tensor, stored in slices_in_rank_file(tree, file):
+                if stored.nbytes:
+                    found.append(FileSlice(stored, tensor.shape))
+        found.sort(key=lambda one: (one.stored.start, one.stored.offsets))
+        return found
 
 
 def has_merkle_digest(record: FileRecord) -> bool:
     """Whether the digest of a file is a Merkle digest."""
     return record.digest.startswith(OF_SLICES)
-
-
-def slices_by_file(
-    tensors: Iterable[Tensor], *, with_tables: bool = False
-) -> dict[str, list[FileSlice]]:
-    """Map each file to its slices that are not empty, in the order of its Merkle digest.
-
-    Files of one rank whose slices a table describes are left out, unless *with_tables*: :func:`slices_in` finds theirs.
-    """
-    found: dict[str, list[FileSlice]] = {}
-    for tensor in tensors:
-        if in_rank_files(tensor) and not with_tables:
-            continue
-        for stored in tensor.slices:
-            if stored.nbytes:
-                found.setdefault(stored.file, []).append(FileSlice(stored, tensor.shape))
-    for slices in found.values():
-        _sort(slices)
-    return found
-
-
-def slices_in(trees: Iterable[Tree], file: str) -> list[FileSlice]:
-    """Return the slices of a file that tables describe and that are not empty, in the same order."""
-    found: list[FileSlice] = []
-    for tree in trees:
-        for tensor, stored in slices_in_rank_file(tree, file):
-            if stored.nbytes:
-                found.append(FileSlice(stored, tensor.shape))
-    _sort(found)
-    return found
-
-
-def _sort(slices: list[FileSlice]) -> None:
-    # Interleaved slices of a tensor have the same start; their offsets order them.
-    slices.sort(key=lambda one: (one.stored.start, one.stored.offsets))
 
 
 def merkle_digest(head: str, slices: Iterable[FileSlice]) -> str:
@@ -95,14 +109,19 @@ def head_fits(root: Path, path: str, record: FileRecord, slices: Sequence[FileSl
     return merkle_digest(head, slices) == record.digest
 
 
-def damaged(root: Path, path: str, slices: Iterable[FileSlice]) -> list[Slice]:
+def damaged(root: Path, path: str, slices: Iterable[FileSlice]) -> list[FileSlice]:
     """Return the slices of a file whose bytes do not match their digests. Raises OSError."""
-    found = []
     with _opened(root, path) as descriptor:
-        for one in slices:
-            if _digest(_content(descriptor, one)) != one.stored.digest:
-                found.append(one.stored)
-    return found
+        return [one for one in slices if _digest(_content(descriptor, one)) != one.stored.digest]
+
+
+def damage_text(slices: Sequence[FileSlice]) -> str:
+    """Name the damaged slices of a file whose digest differs."""
+    if not slices:
+        return "the damage is in no tensor"
+    names = ", ".join(map(str, slices[:_NAMED]))
+    more = f", {len(slices) - _NAMED} more" if len(slices) > _NAMED else ""
+    return f"damaged: {names}{more}"
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class Slice:
 
     A slice of another program's file can have *strides*: the distance of neighbors in each dimension, in elements. Its
     first element is at *start*, and *nbytes* is the size of its elements, not of the byte range that they are in.
-    ``tensors/strided.py`` reads it. Such a slice is not interleaved and has no digest.
+    ``tensors/stored.py`` reads it. Such a slice is not interleaved and has no digest.
     """
 
     fqn: str
@@ -68,37 +68,6 @@ class Slice:
     @property
     def box(self) -> Box:
         return Box(self.offsets, self.sizes)
-
-    # Not `dataclasses.replace`, which takes several times as long: there can be tens of thousands of slices.
-    def moved(self, file: str, start: int) -> Slice:
-        """Return the same slice in another place."""
-        return Slice(
-            self.fqn,
-            self.dtype,
-            self.offsets,
-            self.sizes,
-            file,
-            start,
-            self.nbytes,
-            self.digest,
-            self.interleaved,
-            self.strides,
-        )
-
-    def digested(self, digest: str) -> Slice:
-        """Return the same slice with a digest."""
-        return Slice(
-            self.fqn,
-            self.dtype,
-            self.offsets,
-            self.sizes,
-            self.file,
-            self.start,
-            self.nbytes,
-            digest,
-            self.interleaved,
-            self.strides,
-        )
 
     @property
     def row_bytes(self) -> int:

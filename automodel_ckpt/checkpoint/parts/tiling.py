@@ -6,14 +6,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, intersection, whole_box
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, whole_box
 
 # _corners() visits 2**n corners of each box that is partitioned in n dimensions.
 MAX_CUT_DIMENSIONS = 5
 MAX_EXTENTS = 2**59
 """The largest product of a shape's dimensions, zeros not counted: 2**63 bytes at 16 bytes an element."""
-# Number of slices that are compared to report two that overlap. A tensor can have a hundred thousand.
-_COMPARED = 1000
 
 
 def shape_fault(shape: Sequence[int]) -> str | None:
@@ -56,9 +54,6 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     # The number of elements alone proves nothing: a gap and an overlap can cancel.
     if _corners(filled, cut) == _corners([whole_box(shape)], cut):
         return None
-    if clash := _first_clash(filled[:_COMPARED]):
-        a, b = clash
-        return f"the slices at {list(a.offsets)} and {list(b.offsets)} overlap"
     return "two slices overlap"
 
 
@@ -100,16 +95,3 @@ def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...],
             sign = math.prod(sign for _, sign in corner)
             found[at] = found.get(at, 0) + sign
     return {at: count for at, count in found.items() if count}
-
-
-def _first_clash(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Find two boxes that share an element, by a sweep along the first dimension; None if there are none."""
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets):
-        if box.offsets:
-            open_boxes = [o for o in open_boxes if o.offsets[0] + o.sizes[0] > box.offsets[0]]
-        for other in open_boxes:
-            if intersection(other, box) is not None:
-                return other, box
-        open_boxes.append(box)
-    return None

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.durable_file import file_record
-from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.merkle import (
+    FileContents,
     FileSlice,
+    damage_text,
     damaged,
     has_merkle_digest,
     head_fits,
-    slices_by_file,
-    slices_in,
 )
-from automodel_ckpt.checkpoint.parts.slices import Slice
-from automodel_ckpt.checkpoint.parts.tree import in_rank_files
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 Level = Literal["none", "size", "digest"]
 
 _TASK_BYTES = 64 << 20
-_SHOWN = 5
 _HINT = "use another checkpoint of this run, or a copy of the file"
 
 
@@ -53,8 +49,9 @@ def verify(
     """
     if level == "none":
         return []
+    contents = FileContents(manifest.trees.values())
     try:
-        mine = _share(list(_tasks(manifest)), rank, num_ranks)
+        mine = _share(list(_tasks(manifest, contents)), rank, num_ranks)
         problems = _table_problems(checkpoint, manifest) if rank == 0 else []
     except CheckpointUnusable as error:
         return list(error.problems)
@@ -69,7 +66,7 @@ def verify(
     if problems or level == "size":
         return problems
     with started_pool(num_threads, "verify") or CallingThread() as pool:
-        found = pool.map(lambda task: _digest_problem(checkpoint, manifest, task), mine)
+        found = pool.map(lambda task: _digest_problem(checkpoint, manifest, contents, task), mine)
         return [problem for problem in found if problem is not None]
 
 
@@ -102,18 +99,14 @@ class _Task(NamedTuple):
     last: int = 0
 
 
-def _tasks(manifest: Manifest) -> Iterator[_Task]:
+def _tasks(manifest: Manifest, contents: FileContents) -> Iterator[_Task]:
     """Yield the work of verifying all files. Files with a Merkle digest are divided into tasks of about 64 MiB."""
-    slices_by: dict[str, list[FileSlice]] = {}
-    if any(has_merkle_digest(record) for record in manifest.files.values()):
-        stored = [tensor for tree in manifest.trees.values() for tensor in tree.stored]
-        slices_by = slices_by_file(stored)
     for path, record in manifest.files.items():
-        slices = slices_by.get(path, [])
         if not has_merkle_digest(record):
             # One task: XXH3 digests of parts cannot be combined into that of the file.
             yield _Task(path, record.size)
             continue
+        slices = contents.listed(path)
         first = 0
         nbytes = 0
         for last, one in enumerate(slices, start=1):
@@ -142,124 +135,50 @@ def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
 def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
     """Return the problem of a file that can be found without reading it; None if there is none."""
     where = checkpoint / path
-    link = link_on_the_way(checkpoint, path)
-    if link:
+    if link := link_on_the_way(checkpoint, path):
         return Problem("a checkpoint contains a symbolic link", str(checkpoint / link), path, _HINT)
+    what = value = ""
     try:
         status = os.lstat(where)
-    except FileNotFoundError as error:
-        return Problem("a file of the checkpoint is missing", str(where), error.strerror, _HINT)
+        if not stat.S_ISREG(status.st_mode):
+            what, value = "is not a regular file", stat.filemode(status.st_mode)
+        elif status.st_size != record.size:
+            what = "has another size"
+            value = f"{status.st_size} bytes, {record.size} when it was saved"
+        elif is_sparse(status):
+            what = "is nearly all hole"
+            value = f"{status.st_size} bytes, of which {status.st_blocks * 512} are on the disk"
     except OSError as error:
-        return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _HINT)
-    if not stat.S_ISREG(status.st_mode):
-        return Problem(
-            "a file of the checkpoint is not a regular file",
-            str(where),
-            stat.filemode(status.st_mode),
-            _HINT,
-        )
-    if status.st_size != record.size:
-        value = f"{status.st_size} bytes, {record.size} when it was saved"
-        return Problem("a file of the checkpoint has another size", str(where), value, _HINT)
-    if is_sparse(status):
-        value = f"{status.st_size} bytes, of which {status.st_blocks * 512} are on the disk"
-        return Problem("a file of the checkpoint is nearly all hole", str(where), value, _HINT)
-    return None
+        is_missing = isinstance(error, FileNotFoundError)
+        what, value = "is missing" if is_missing else "cannot be read", error.strerror or ""
+    return Problem(f"a file of the checkpoint {what}", str(where), value, _HINT) if what else None
 
 
-def _digest_problem(checkpoint: Path, manifest: Manifest, task: _Task) -> Problem | None:
-    where = checkpoint / task.path
-    try:
-        is_intact, damaged_parts = _read_task(checkpoint, manifest, task)
-    except OSError as error:
-        return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _HINT)
-    except CheckpointUnusable as error:  # a damaged table
-        return error.problems[0]
-    if is_intact:
-        return None
-    shown = damaged_parts[:_SHOWN]
-    if len(damaged_parts) > _SHOWN:
-        shown.append(f"{len(damaged_parts) - _SHOWN} more")
-    value = "the damage is in no tensor"
-    if shown:
-        value = f"damaged: {', '.join(shown)}"
-    return Problem(
-        "a file of the checkpoint is not what was saved: its digest differs",
-        str(where),
-        value,
-        _HINT,
-    )
-
-
-def _read_task(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
-    """Read a file or slices. Returns whether they are intact, and descriptions of the damaged tensors and values."""
+def _digest_problem(
+    checkpoint: Path, manifest: Manifest, contents: FileContents, task: _Task
+) -> Problem | None:
+    """Read a file or slices of it. Return the damage, with the tensors and values that it is in."""
     path = task.path
-    record = manifest.files[path]
-    if task.slices is not None:
-        wrong = damaged(checkpoint, path, task.slices[task.first : task.last])
-        is_intact = not wrong
-        if is_intact and task.first == 0:
-            # The first task of a file also checks the bytes before the first slice.
-            is_intact = head_fits(checkpoint, path, record, task.slices)
-        return is_intact, [_named(stored) for stored in wrong]
-    if file_record(checkpoint / path) == record:
-        return True, []
-    with mapped(checkpoint, path) as data, contextlib.suppress(CheckpointUnusable):
-        return False, list(_damaged(_parts_in(manifest, path, _listed_parts(manifest)), data))
-    return False, []
-
-
-def _listed_parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
-    """Map each file to its values, and to its slices that no table describes."""
-    parts: dict[str, list[Slice | Blob]] = {}
-    for tree in manifest.trees.values():
-        for tensor in tree.tensors.values():
-            for stored in () if in_rank_files(tensor) else tensor.slices:
-                parts.setdefault(stored.file, []).append(stored)
-        for blob in tree.objects.values():
-            parts.setdefault(blob.file, []).append(blob)
-    return parts
-
-
-def _parts_in(
-    manifest: Manifest, path: str, listed: Mapping[str, Sequence[Slice | Blob]]
-) -> list[Slice | Blob]:
-    """Return the slices and values of a file. *listed* are those of :func:`_listed_parts`."""
-    in_tables = [one.stored for one in slices_in(manifest.trees.values(), path)]
-    return [*in_tables, *listed.get(path, ())]
-
-
-def _damaged(parts: Iterable[Slice | Blob], data: memoryview) -> Iterator[str]:
-    for part in parts:
-        if digest_of(data[part.start : part.start + part.nbytes]) != part.digest:
-            yield _named(part)
-
-
-def _named(part: Slice | Blob) -> str:
-    return (
-        f"tensor {part.fqn} (slice at {list(part.offsets)})"
-        if isinstance(part, Slice)
-        else f"value {part.fqn}"
-    )
-
-
-@contextlib.contextmanager
-def mapped(root: Path, path: str) -> Iterator[memoryview]:
-    """The content of a regular file below *root* as memory, without reading it into any."""
-    descriptor = open_safely(root, path)
+    where, record = str(checkpoint / path), manifest.files[path]
+    wrong: Sequence[FileSlice] = ()
     try:
-        size = os.fstat(descriptor).st_size
-        content = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else None
-    finally:
-        os.close(descriptor)
-    if content is None:
-        yield memoryview(b"")
-        return
-    with content:
-        # If the file is truncated while it is mapped, reading ends the process (SIGBUS).
-        content.madvise(mmap.MADV_SEQUENTIAL)
-        with memoryview(content) as view:
-            yield view
+        if task.slices is None:
+            if file_record(checkpoint / path) == record:
+                return None
+            with contextlib.suppress(CheckpointUnusable):  # a damaged table
+                wrong = damaged(checkpoint, path, contents.slices(path))
+        else:
+            wrong = damaged(checkpoint, path, task.slices[task.first : task.last])
+            # The first task of a file also checks the bytes before the first slice.
+            is_first = task.first == 0
+            if not wrong and not (
+                is_first and not head_fits(checkpoint, path, record, task.slices)
+            ):
+                return None
+    except OSError as error:
+        return Problem("a file of the checkpoint cannot be read", where, error.strerror, _HINT)
+    what = "a file of the checkpoint is not what was saved: its digest differs"
+    return Problem(what, where, damage_text(wrong), _HINT)
 
 
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
@@ -267,18 +186,22 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 
     Exports have different manifests (``export_manifest.py``).
     """
-    problems, listed = [], _listed_parts(manifest)
+    problems, contents = [], FileContents(manifest.trees.values())
     # All files of a tree have the damage of its table. A dict, because it has an order.
     of_tables: dict[Problem, None] = {}
-    for path in manifest.files:
-        with contextlib.suppress(OSError, ValueError):
-            try:
-                parts = _parts_in(manifest, path, listed)
-            except CheckpointUnusable as error:
-                of_tables.update(dict.fromkeys(error.problems))
-                parts = [*listed.get(path, ())]
-            if wrong := _disagreeing(checkpoint, manifest, path, parts):
-                value = ", ".join(wrong)
+    for path, record in manifest.files.items():
+        # A Merkle digest is that of the slices' digests.
+        if has_merkle_digest(record):
+            continue
+        try:
+            slices = contents.slices(path)
+        except CheckpointUnusable as error:
+            of_tables.update(dict.fromkeys(error.problems))
+            slices = contents.listed(path)
+        with contextlib.suppress(OSError):
+            wrong = damaged(checkpoint, path, slices)
+            if wrong and file_record(checkpoint / path) == record:
+                value = ", ".join(map(str, wrong))
                 problems.append(
                     Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)
                 )
@@ -295,17 +218,6 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
             Problem("a file that the manifest does not name", str(checkpoint / path), "", hint)
         )
     return problems
-
-
-def _disagreeing(
-    checkpoint: Path, manifest: Manifest, path: str, parts: Iterable[Slice | Blob]
-) -> list[str]:
-    """Return the damage that the digests of slices show in a file whose own digest is correct."""
-    record = manifest.files[path]
-    if has_merkle_digest(record):
-        return []  # its own digest is of its slices'
-    with mapped(checkpoint, path) as data:
-        return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
 
 
 def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

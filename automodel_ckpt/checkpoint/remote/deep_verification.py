@@ -10,9 +10,10 @@ import xxhash
 from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.merkle import (
+    FileContents,
+    damage_text,
     has_merkle_digest,
     merkle_digest,
-    slices_by_file,
 )
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
@@ -20,7 +21,6 @@ from automodel_ckpt.errors import Problem
 
 _WHAT = "a file of the checkpoint is not what was saved: its digest differs"
 _HINT = "use another checkpoint of this run, or push it again"
-_SHOWN = 5
 
 
 def digest_problems(
@@ -30,11 +30,11 @@ def digest_problems(
 
     Raises :class:`StoreError` if the store fails, and FileNotFoundError for a file that was removed meanwhile.
     """
-    slices = slices_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
+    contents = FileContents(manifest.trees.values())
     problems = []
     with contextlib.closing(VerifiedRanges(run.store, name, manifest)) as ranges:
         for file in files:
-            record, of_file = manifest.files[file], slices.get(file, ())
+            record, of_file = manifest.files[file], contents.listed(file)
             damaged = None
             if has_merkle_digest(record):
                 # Of the digests of its slices, which are compared with their content, too.
@@ -50,14 +50,7 @@ def digest_problems(
             if not is_intact:
                 # Only now, a second time: to find where the damage is.
                 found = ranges.damaged(file) if damaged is None else damaged
-                problems.append(Problem(_WHAT, f"{run.store}/{name}/{file}", _text(found), _HINT))
+                problems.append(
+                    Problem(_WHAT, f"{run.store}/{name}/{file}", damage_text(found), _HINT)
+                )
     return problems
-
-
-def _text(damaged: Sequence[str]) -> str:
-    if not damaged:
-        return "the damage is in no tensor"
-    shown = list(damaged[:_SHOWN])
-    if len(damaged) > _SHOWN:
-        shown.append(f"{len(damaged) - _SHOWN} more")
-    return f"damaged: {', '.join(shown)}"

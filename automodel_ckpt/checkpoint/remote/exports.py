@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES
 from automodel_ckpt.checkpoint.remote.push import blocks_of
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.transfer import Throttle

@@ -15,8 +15,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, serve
 from automodel_ckpt.checkpoint.remote.parts import (

@@ -11,8 +11,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
 from automodel_ckpt.checkpoint.remote.run import RemoteRun

@@ -123,40 +123,34 @@ class ReplicaWarnings:
         if not is_reporter:
             return
         for tree in sorted(differing):
-            self._report(tree, _differing([of_rank[tree] for of_rank in all_digests]))
+            ranks_of = _differing([of_rank[tree] for of_rank in all_digests])
+            new = [name for name in ranks_of if (tree, name) not in self._reported]
+            self._reported.update((tree, name) for name in new)
+            for name in new[:_MAX_NAMED]:
+                stored, *others = ranks_of[name]
+                more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+                log.warning(
+                    "%s: %s differs between ranks. The checkpoint has the value of rank %d, and a resume gives it to "
+                    "all ranks. Others have: rank %s%s",
+                    tree,
+                    name,
+                    stored,
+                    ", ".join(map(str, others[:_MAX_NAMED])),
+                    more,
+                )
+            if len(new) > _MAX_NAMED:
+                log.warning("%s: %d more values differ", tree, len(new) - _MAX_NAMED)
 
-    def _report(self, tree: str, ranks_of: Mapping[str, tuple[int, list[int]]]) -> None:
-        new = [name for name in ranks_of if (tree, name) not in self._reported]
-        self._reported.update((tree, name) for name in new)
-        for name in new[:_MAX_NAMED]:
-            _warn(tree, name, *ranks_of[name])
-        if len(new) > _MAX_NAMED:
-            log.warning("%s: %d more values differ", tree, len(new) - _MAX_NAMED)
 
-
-def _differing(digests: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, list[int]]]:
-    """Return, for each name with several digests, the first rank that has it, and the ranks with another digest."""
-    first: dict[str, int] = {}
-    others: dict[str, list[int]] = {}
+def _differing(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return, for each name with several digests, the first rank that has it, then the ranks with another digest."""
+    ranks: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(digests):
         for name, digest in of_rank.items():
-            if digests[first.setdefault(name, rank)][name] != digest:
-                others.setdefault(name, []).append(rank)
-    return {name: (first[name], ranks) for name, ranks in others.items()}
-
-
-def _warn(tree: str, name: str, stored: int, others: Sequence[int]) -> None:
-    listed = ", ".join(map(str, others[:_MAX_NAMED]))
-    if len(others) > _MAX_NAMED:
-        listed += f" and {len(others) - _MAX_NAMED} more"
-    log.warning(
-        "%s: %s differs between ranks. The checkpoint has the value of rank %d, and a resume gives it to all ranks. "
-        "Others have: rank %s",
-        tree,
-        name,
-        stored,
-        listed,
-    )
+            known = ranks.setdefault(name, [rank])
+            if digests[known[0]][name] != digest:
+                known.append(rank)
+    return {name: of_name for name, of_name in ranks.items() if len(of_name) > 1}
 
 
 def shares_of_all(

@@ -18,8 +18,7 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.jobs.writer import Command, Export, Write, Writer
 from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
-from automodel_ckpt.checkpoint.saving.page_lock import PageLock
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout, PageLock
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 _END_SECONDS = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -64,11 +64,7 @@ class Exports:
 
     def is_exported(self, checkpoint: Path) -> bool:
         """Whether a checkpoint has its Hugging Face export."""
-        for attribute in self._settings.assets:
-            export = checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED
-            if not export.is_dir():
-                return False
-        return True
+        return all(_export_of(checkpoint, name).is_dir() for name in self._settings.assets)
 
     def export_if_missing(self, checkpoint: Path, *, last: bool) -> None:
         """Export a checkpoint whose export was prevented by a kill, a signal or a failure. Collective.
@@ -77,7 +73,7 @@ class Exports:
         belongs to another run. Raises :class:`ExportFailed` on all ranks.
         """
         if self._settings.makes_export(last) and checkpoint.parent == self._settings.run.root:
-            self._export_once(checkpoint.name)
+            self._export_once(checkpoint.name, self._settings.assets)
 
     def export_best(self) -> None:
         """Export the checkpoint that LOWEST_VAL points to, unless it is already exported. Collective.
@@ -91,7 +87,7 @@ class Exports:
             if self._is_rank0:
                 log.warning("export_best: no checkpoint was validated, so there is no best one")
         elif not self._settings.model_files_are_the_export:
-            self._export_once(name)
+            self._export_once(name, self._settings.assets)
         elif self._is_rank0:
             log.info(
                 "export_best: nothing to export, the model files of %s are already in Hugging Face format",
@@ -104,33 +100,13 @@ class Exports:
         Raises :class:`ExportFailed` on all ranks. In the layouts hf and adapter nothing is written: the files of the
         average are the export.
         """
-        directory = checkpoint / layout.AVERAGE
         if self._settings.model_files_are_the_export:
             log.info(
-                "export_ema: nothing to export, %s is already in Hugging Face format", directory
+                "export_ema: nothing to export, %s is already in Hugging Face format",
+                checkpoint / layout.AVERAGE,
             )
-            return
-        self._wait_for_save()
-
-        def export() -> Path | None:
-            if (directory / layout.CONSOLIDATED).is_dir():
-                return None
-            return self._consolidated(directory)
-
-        doing = f"exporting the average in {checkpoint.name} (the checkpoint itself is safe)"
-        done = self.run_on_rank0(doing, export)
-        if done is not None:
-            self._settings.run.on_exported(checkpoint.name)
-            log.info("Hugging Face export of the average of %s: %s", checkpoint.name, done)
-
-    def _consolidated(self, directory: Path) -> Path:
-        """Export the module in *directory* of a published checkpoint. Returns the directory of the export."""
-        from automodel_ckpt.checkpoint.export.consolidate import consolidate
-
-        run = self._settings.run
-        run.check_lease()
-        # Checked again before the rename: a run that is suspended in a long export can lose its lease.
-        return consolidate(directory, log=log.info, before_publishing=run.check_lease).output
+        else:
+            self._export_once(checkpoint.name, [layout.AVERAGE])
 
     @property
     def _is_rank0(self) -> bool:
@@ -148,26 +124,37 @@ class Exports:
         where = self._settings.run.path
         return gather_or_raise(self._group, find_on_rank0, doing, where, ExportFailed)[0]
 
-    def _export_once(self, name: str) -> None:
-        """Export the checkpoint *name*, unless it is already exported."""
+    def _export_once(self, name: str, attributes: Iterable[str]) -> None:
+        """Export modules of the checkpoint *name*, unless they are already exported."""
         self._wait_for_save()
-        checkpoint = self._settings.run.root / name
-        doing = f"looking for the export of {name}"
-        if self._of_rank0(doing, lambda: self.is_exported(checkpoint)):
+        checkpoint, attributes = self._settings.run.root / name, list(attributes)
+
+        def is_exported() -> bool:
+            return all(_export_of(checkpoint, attribute).is_dir() for attribute in attributes)
+
+        if self._of_rank0(f"looking for the export of {name}", is_exported):
             return
-        export = self._export_from_files(name)
+        export = self._export_from_files(name, attributes)
         if export is not None:
             self._settings.run.on_exported(name)
             log.info("Hugging Face export of %s: %s", name, export)
 
-    def _export_from_files(self, name: str) -> Path | None:
-        """Export a published checkpoint on rank 0. Returns the directory there, None elsewhere."""
+    def _export_from_files(self, name: str, attributes: Iterable[str]) -> Path | None:
+        """Export modules of a published checkpoint on rank 0. Returns the last directory there, None elsewhere."""
+        from automodel_ckpt.checkpoint.export.consolidate import consolidate
+
+        run = self._settings.run
 
         def export() -> Path | None:
             output = None
-            for attribute in self._settings.assets:
-                directory = self._settings.run.root / name / layout.state_directory(attribute)
-                output = self._consolidated(directory)
+            for attribute in attributes:
+                run.check_lease()
+                # Checked again before the rename: a run that is suspended in a long export can lose its lease.
+                output = consolidate(
+                    _export_of(run.root / name, attribute).parent,
+                    log=log.info,
+                    before_publishing=run.check_lease,
+                ).output
             return output
 
         return self.run_on_rank0(f"exporting {name} (the checkpoint itself is safe)", export)
@@ -196,16 +183,19 @@ class Exports:
         If the export fails, the published checkpoint is unchanged and the failure is in the report. Raises
         :class:`LeaseLost` on all ranks where another run took over the directory.
         """
-        checkpoint = self._settings.run.root / str(save.name)
         try:
-            self._export_from_files(str(save.name))
+            self._export_from_files(str(save.name), self._settings.assets)
             self._settings.run.on_exported(str(save.name))
-            for attribute in self._settings.assets:
-                directory = checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED
-                report = replace(report, export=directory)
+            for name in self._settings.assets:
+                export = _export_of(self._settings.run.root / str(save.name), name)
+                report = replace(report, export=export)
         except LeaseLost:
             raise
         except AutomodelError as failure:
             report = replace(report, export_failure=failure)
         seconds = time.monotonic() - save.started
         return replace(report, stall_seconds=seconds, total_seconds=seconds)
+
+
+def _export_of(checkpoint: Path, attribute: str) -> Path:
+    return checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED

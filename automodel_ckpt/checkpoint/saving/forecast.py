@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import check_flat
@@ -26,7 +26,6 @@ from automodel_ckpt.checkpoint.state.optimizer_state import check_flat
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; a shard's header is padded to a block.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
-_VALUE_BYTES = 16
 # Extents of the parameter for a trial step. They differ, so that the extents of state that an optimizer has per row or
 # per column show which dimension they belong to.
 _TRIAL_EXTENTS = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -72,7 +71,6 @@ def forecast_bytes(
     *,
     world_size: int,
     save_optimizer: bool,
-    num_exports: int = 0,
     states: Mapping[str, Mapping[str, Any]] | None = None,
     side_bytes: int = 0,
     num_shards: int | None = None,
@@ -80,19 +78,18 @@ def forecast_bytes(
     """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
     *states* are the modules' state dicts by attribute, where available. *side_bytes* is the size of the files beside
-    the weights (config, tokenizer), counted once for the checkpoint and once for each of *num_exports*. *num_shards*
+    the weights (config, tokenizer). *num_shards*
     is the number of shards of a tensor that is not sharded yet.
 
     Computed from shapes and dtypes. The state of an optimizer without state is found by a trial step on parameters
     with few elements.
     """
-    total = _FIXED_BYTES + side_bytes * (1 + num_exports)
+    total = _FIXED_BYTES + side_bytes
     for item in items:
         if item.kind == "module":
             for tensor in _module_tensors(item, states).values():
                 # Of the whole tensor, not only of this rank's shard.
-                nbytes = tensor.numel() * tensor.element_size()
-                total += nbytes * (1 + num_exports)
+                total += tensor.numel() * tensor.element_size()
                 total += _num_slices(tensor, num_shards) * _ENTRY_BYTES["module"]
             total += world_size * _PADDING_BYTES
         elif item.kind == "optimizer" and save_optimizer:
@@ -100,22 +97,8 @@ def forecast_bytes(
             total += int(mine * _share_factor(item.value))
         elif item.kind == "object":
             num_files = 1 if item.scope == "replicated" else world_size
-            nbytes = archive_overhead() + _value_bytes(item.value.state_dict())
-            total += num_files * nbytes
+            total += num_files * len(saved(item.value.state_dict()))
     return total
-
-
-def _value_bytes(value: Any) -> int:
-    """Expected bytes of a value in the state of an object."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.nbytes + archive_overhead() // 4
-    if isinstance(value, Mapping):
-        return sum(_value_bytes(key) + _value_bytes(element) for key, element in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return sum(map(_value_bytes, value))
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
-    return _VALUE_BYTES
 
 
 def _num_slices(tensor: torch.Tensor, num_shards: int | None) -> int:

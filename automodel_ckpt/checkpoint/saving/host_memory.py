@@ -6,23 +6,29 @@ can be left in ``/dev/shm``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
+import logging
 import mmap
 import os
 import pickle
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.threads import cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Data, FileJob, Span, with_data
 from automodel_ckpt.checkpoint.parts.manifest import Blob
-from automodel_ckpt.checkpoint.saving.page_lock import PageLock
+
+log = logging.getLogger("automodel_ckpt")
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -101,6 +107,57 @@ class HostMemory:
     def close(self) -> None:
         self._release()
         os.close(self.descriptor)
+
+
+class PageLock:
+    """Registers memory with CUDA (page-locking), so that copies from the device are asynchronous and fast.
+
+    It can fail: a process may lock only so many bytes (``ulimit -l``), and containers and sandboxes such as gVisor may
+    lock none. Copies to ordinary memory give the same bytes, but the host waits for them. After the first failure,
+    which is logged, nothing is locked.
+    """
+
+    def __init__(self, cudart: Any = None) -> None:
+        """*cudart* is the CUDA runtime; by default torch's, when it is needed first."""
+        self._cudart = cudart
+        self._works = True
+        self._locked: set[int] = set()
+
+    def lock(self, tensor: torch.Tensor) -> None:
+        """Lock the memory of the CPU tensor *tensor*, or log why CUDA cannot."""
+        if not self._works:
+            return
+        try:
+            if self._cudart is None:
+                self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = int(self._cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+            reason = f"cudaHostRegister returned error {status}" if status else ""
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:160]
+        if not reason:
+            self._locked.add(tensor.data_ptr())
+            return
+        self._works = False
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        log.warning(
+            "cannot page-lock %s for asynchronous saves (%s; ulimit -l is %s): training waits longer for each copy",
+            size_text(tensor.nbytes),
+            reason,
+            "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft),
+        )
+        if torch.cuda.is_available():
+            # CUDA's last error would be reported for the next kernel of the training. torch has no binding of
+            # cudaGetLastError, but calls it after each kernel that it starts.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda").add_(1)
+
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """Unlock the memory of *tensor* if :meth:`lock` has locked it. Raises RuntimeError if CUDA cannot."""
+        address = tensor.data_ptr()
+        if address in self._locked:
+            self._locked.remove(address)
+            if status := int(self._cudart.cudaHostUnregister(address)):
+                raise RuntimeError(f"cudaHostUnregister returned error {status}")
 
 
 def _round_up(nbytes: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,30 +345,28 @@ class DiskSpace:
     def forecast(
         self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Forecast:
-        """The expected bytes of one save of *items*, and the free bytes."""
-        items = list(items)
-        side_bytes = sum(assets.nbytes for assets in self._settings.assets.values())
+        """The expected bytes of one save of *items* with its export, and the free bytes."""
+        settings, items = self._settings, list(items)
+        side_bytes = sum(assets.nbytes for assets in settings.assets.values())
+        export = 0
+        if settings.makes_export(last=True):
+            export = forecast_bytes(
+                [item for item in items if item.name in settings.assets],
+                world_size=1,
+                save_optimizer=False,
+                states=states,
+                side_bytes=side_bytes,
+            )
         expected = forecast_bytes(
             items,
-            world_size=self._settings.ranks.world_size,
-            save_optimizer=self._settings.save_optimizer,
-            num_exports=1 if self._settings.assets and self._settings.export_when == "every" else 0,
+            world_size=settings.ranks.world_size,
+            save_optimizer=settings.save_optimizer,
             states=states,
             side_bytes=side_bytes,
         )
-        export = self._export_bytes(items, states, side_bytes)
-        return Forecast(expected, free_bytes(self._settings.run.path), export)
-
-    def _export_bytes(
-        self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None, side_bytes: int
-    ) -> int:
-        """Expected bytes of the export of one checkpoint."""
-        if not self._settings.assets or self._settings.export_when == "never":
-            return 0
-        modules = [item for item in items if item.name in self._settings.assets]
-        return forecast_bytes(
-            modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes
-        )
+        if settings.makes_export(last=False):
+            expected += export
+        return Forecast(expected, free_bytes(settings.run.path), export)
 
     def check_fits(self, forecast: Forecast, items: Iterable[Item]) -> None:
         """Raise :class:`SaveFailed` where the disk has too little space for one checkpoint of *items*.
@@ -420,7 +418,8 @@ class ObjectPlanner:
         dp_ranks: Sequence[int],
     ) -> None:
         """*digests* (of each object's state, by name) and *dp_ranks* are those of every rank, in order."""
-        self._ranks, self._digests, self._dp_ranks = ranks, digests, dp_ranks
+        self._rank, self._only_dp = ranks.rank, ranks.dp_size == ranks.world_size
+        self._digests, self._dp_ranks = digests, dp_ranks
         self.jobs: list[FileJob] = []
         # Ranks with the same part of the data have the same state: the first of them writes it.
         self._dp_writers: dict[int, int] = {}
@@ -437,7 +436,7 @@ class ObjectPlanner:
         if scope == "replicated" and len({digests[item.name] for digests in self._digests}) > 1:
             scope = "rank"
         files = self._files(item.name, scope)
-        file = files.get(self._ranks.rank)
+        file = files.get(self._rank)
         if file is not None:
             self.jobs.append(FileJob(file, [Chunk(0, content)]))
         names = tuple(files.values())
@@ -453,22 +452,5 @@ class ObjectPlanner:
             writers = [(rank, dp_rank) for dp_rank, rank in sorted(self._dp_writers.items())]
         files: dict[int, str] = {}
         for rank, dp_rank in writers:
-            files[rank] = layout.rank_file(name, scope, _OtherRank(rank, dp_rank, self._ranks))
+            files[rank] = layout.rank_file(name, scope, rank, dp_rank, only_dp=self._only_dp)
         return files
-
-
-@dataclass(frozen=True, slots=True)
-class _OtherRank:
-    """The layout of another rank."""
-
-    rank: int
-    dp_rank: int
-    _ranks: layout.RankLayout
-
-    @property
-    def world_size(self) -> int:
-        return self._ranks.world_size
-
-    @property
-    def dp_size(self) -> int:
-        return self._ranks.dp_size

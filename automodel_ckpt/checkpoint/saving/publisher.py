@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.export.files import agreeing_config
+from automodel_ckpt.checkpoint.export.plan import Plan
+from automodel_ckpt.checkpoint.export.script import consolidate_script, no_need_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.formats.hf import FileLayout
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import as_failure
@@ -21,8 +27,8 @@ from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.saving.forecast import free_bytes
 from automodel_ckpt.checkpoint.saving.save import Save, SavePlan, SaveReport, json_values
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from automodel_ckpt.checkpoint.saving.side_files import write_finished, write_for_export
+from automodel_ckpt.checkpoint.saving.settings import Assets, SaveSettings
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 
 
 class Publisher:
@@ -46,10 +52,10 @@ class Publisher:
         for file, text in files.items():
             written.files[file] = commit.write_file(staging / file, text.encode())
         for name, file_layout in save.plan.file_layouts.items():
-            write_finished(self._settings.assets.get(name), file_layout, staging, written)
+            _write_finished(self._settings.assets.get(name), file_layout, staging, written)
         for name, assets in self._settings.assets.items():
             if name not in save.plan.file_layouts:
-                write_for_export(assets, staging, written, save.plan.trees[name].directory)
+                _write_for_export(assets, staging, written, save.plan.trees[name].directory)
 
     def write_metadata(self, save: Save, merged: Callable[[str], Tree]) -> dict[str, FileRecord]:
         """Write DCP's ``.metadata`` of each tree in the format torch_save.
@@ -148,3 +154,48 @@ def _planned_tree(plan: SavePlan, name: str) -> Tree:
     tree_layout = plan.layouts[name]
     tied = plan.tied.get(name, {})
     return Tree(plan.formats[name], tree_layout.tensors, {}, tied, tree_layout.copies)
+
+
+def _write_for_export(assets: Assets, staging: Path, written: RankManifest, directory: str) -> None:
+    """Write ``.hf_metadata/`` and ``consolidate.sh`` beside shards in *directory*. Raises OSError."""
+    files = {layout.CONSOLIDATE_SCRIPT: consolidate_script(sys.executable).encode()}
+    for name, data in assets.files.items():
+        files[f"{layout.HF_METADATA}/{name}"] = data
+    _write(staging, written, directory, files)
+
+
+def _write_finished(
+    assets: Assets | None, file_layout: FileLayout, staging: Path, written: RankManifest
+) -> None:
+    """Write the index and, with *assets*, all files that a loader needs, beside Hugging Face files. Raises OSError.
+
+    config.json gets the dtype of the weights. An adapter has neither index nor config.json.
+    """
+    directory = file_layout.directory
+    # The maps are for exports from shards; here the weights are stored as the base stores them.
+    side_files: dict[str, bytes] = {}
+    if assets is not None:
+        side_files = {name: data for name, data in assets.files.items() if name not in MAPS}
+    if assets is not None and assets.maps.is_adapter:
+        _write(staging, written, directory, side_files)
+        return
+    plan = Plan(file_layout.files, {}, ())
+    files = {layout.HF_INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
+    if assets is not None:
+        files |= side_files
+        where = Path(directory, "config.json")
+        files["config.json"], _ = agreeing_config(files["config.json"], plan, assets.maps, where)
+    _write(staging, written, directory, files)
+
+
+def _write(
+    staging: Path, written: RankManifest, directory: str, files: Mapping[str, bytes]
+) -> None:
+    """Write *files* (content by name) in *directory* of the checkpoint, and add them to *written*."""
+    for name, data in files.items():
+        file = f"{directory}/{name}"
+        path = staging / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # This fsyncs the file only; commit.finalize fsyncs its directories before the manifest
+        # exists.
+        written.files[file] = commit.write_file(path, data)

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelFormat, ModelLayout
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.nodes import Nodes
+
+
+class Assets(Protocol):
+    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.export.hf_assets.HFAssets`)."""
+
+    @property
+    def file_index_mapping(self) -> Mapping[str, int]: ...
+    @property
+    def maps(self) -> BaseMaps: ...
+    @property
+    def files(self) -> Mapping[str, bytes]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class SaveSettings:

@@ -285,7 +285,10 @@ class Loader:
         saved, ranks = self._manifest, self._ranks
         same_ranks = saved.world_size == ranks.world_size and saved.dp_size == ranks.dp_size
         if same_ranks and scope != "replicated":
-            name = layout.rank_file(_saved_name(record), scope, ranks)
+            only_dp = ranks.dp_size == ranks.world_size
+            name = layout.rank_file(
+                _saved_name(record), scope, ranks.rank, ranks.dp_rank, only_dp=only_dp
+            )
             return name if name in digests else None
         # Random states that are equal now must not stay equal: they are recomputed.
         if len(set(digests.values())) != 1 or scope == "rank_rng":

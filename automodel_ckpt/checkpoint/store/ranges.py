@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,16 +17,10 @@ from typing import Protocol
 import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import digest_from
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest
-from automodel_ckpt.checkpoint.parts.merkle import slices_in
-from automodel_ckpt.checkpoint.parts.slices import (
-    Slice,
-    Tensor,
-    contiguous_slices,
-    is_interleaved,
-    runs_in_file,
-)
-from automodel_ckpt.checkpoint.parts.tree import files_of, in_rank_files
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.merkle import FileContents, FileSlice, damage_text
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of, runs_in_file
+from automodel_ckpt.checkpoint.parts.tree import files_of
 from automodel_ckpt.errors import CheckpointUnusable
 
 REQUEST_BYTES = 16 << 20
@@ -39,15 +33,12 @@ _GAP_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A byte range of a file that is verified as a whole: a slice, a value, or the interleaved slices of a tensor.
-
-    *checks* has the slices and values in it, each with the shape of its tensor.
-    """
+    """A byte range of a file that is verified as a whole: a slice, a value, or the interleaved *slices* of a tensor."""
 
     file: str
     start: int
     nbytes: int
-    checks: tuple[tuple[Slice | Blob, tuple[int, ...]], ...]
+    slices: tuple[FileSlice, ...]
 
     @property
     def end(self) -> int:
@@ -85,8 +76,7 @@ class VerifiedRanges:
         self, files: Files, name: str, manifest: Manifest, *, num_threads: int = 8
     ) -> None:
         self._files, self._name = files, name
-        self._trees = tuple(manifest.trees.values())
-        self._listed = _listed_parts(manifest)
+        self._contents = FileContents(manifest.trees.values())
         self._parts: dict[str, list[Part]] = {}
         self._pool = ThreadPoolExecutor(num_threads, "ranges")
         self._waiting: deque[_Batch] = deque()
@@ -126,14 +116,14 @@ class VerifiedRanges:
         if at < end:
             raise ValueError(f"bytes {at} to {end} of {file} belong to no slice")
 
-    def damaged(self, file: str) -> list[str]:
-        """Read all slices and values in *file*, and return the names of those that do not match their digests."""
-        names = []
+    def damaged(self, file: str) -> list[FileSlice]:
+        """Read all slices and values in *file*, and return those that do not match their digests."""
+        found: list[FileSlice] = []
         for batch in _batches(self._parts_of_file(file)):
             data = self._content(batch)
             for part in batch.parts:
-                names += _damaged(part, data[part.start - batch.start : part.end - batch.start])
-        return names
+                found += _damaged(part, data[part.start - batch.start : part.end - batch.start])
+        return found
 
     # ---------------------------------------------------------------- parts
 
@@ -149,11 +139,7 @@ class VerifiedRanges:
     def _parts_of_file(self, file: str) -> list[Part]:
         """The parts of a file in their order. Of a table, only the rows of the ranks that wrote the file are read."""
         if file not in self._parts:
-            parts = list(self._listed.get(file, ()))
-            for one in slices_in(self._trees, file):
-                stored = one.stored
-                parts.append(Part(file, stored.start, stored.nbytes, ((stored, one.shape),)))
-            self._parts[file] = sorted(parts, key=lambda part: part.start)
+            self._parts[file] = _parts_of(file, self._contents.slices(file))
         return self._parts[file]
 
     def _data(self, part: Part) -> memoryview:
@@ -194,10 +180,9 @@ class VerifiedRanges:
         self._expected.difference_update(batch.parts)
         for part in batch.parts:
             content = data[part.start - batch.start : part.end - batch.start]
-            damaged = _damaged(part, content)
-            if damaged:
+            if damaged := _damaged(part, content):
                 what = "a file of the checkpoint is not what was saved: its digest differs"
-                raise self._unusable(what, part.file, f"damaged: {', '.join(damaged)}")
+                raise self._unusable(what, part.file, damage_text(damaged))
             self._verified[part] = content
 
     def _content(self, batch: _Batch) -> memoryview:
@@ -225,45 +210,29 @@ def files_with_tensors(manifest: Manifest) -> set[str]:
     return files
 
 
-def _damaged(part: Part, content: memoryview) -> list[str]:
-    """Return the names of the slices and values in *part* whose bytes in *content* do not match their digests."""
-    names = []
-    for check, shape in part.checks:
+def _damaged(part: Part, content: memoryview) -> list[FileSlice]:
+    """Return the slices and values in *part* whose bytes in *content* do not match their digests."""
+    found = []
+    for one in part.slices:
         hashed = xxhash.xxh3_128()
-        if isinstance(check, Blob):
-            hashed.update(content)
-        else:
-            for run in runs_in_file(check, shape):
-                start = run.source - part.start
-                hashed.update(content[start : start + run.nbytes])
-        if digest_from(hashed) != check.digest:
-            kind = "value" if isinstance(check, Blob) else "tensor"
-            names.append(f"{kind} {check.fqn}")
-    return names
-
-
-def _listed_parts(manifest: Manifest) -> dict[str, list[Part]]:
-    """Map each file to its parts that are not empty and that no table describes."""
-    found: dict[str, list[Part]] = {}
-    for tree in manifest.trees.values():
-        for tensor in tree.stored:
-            for part in () if in_rank_files(tensor) else _parts_of(tensor):
-                found.setdefault(part.file, []).append(part)
-        for blob in tree.objects.values():
-            part = Part(blob.file, blob.start, blob.nbytes, ((blob, ()),))
-            found.setdefault(blob.file, []).append(part)
+        for run in runs_in_file(one.stored, one.shape):
+            start = run.source - part.start
+            hashed.update(content[start : start + run.nbytes])
+        if digest_from(hashed) != one.stored.digest:
+            found.append(one)
     return found
 
 
-def _parts_of(tensor: Tensor) -> Iterator[Part]:
-    for whole in contiguous_slices(tensor):
-        # An interleaved slice may be in many short ranges, between those of others.
-        slices: Sequence[Slice] = [whole]
-        if is_interleaved(tensor):
-            slices = tensor.slices
-        checks = tuple((stored, tensor.shape) for stored in slices if stored.nbytes)
-        if whole.nbytes:
-            yield Part(whole.file, whole.start, whole.nbytes, checks)
+def _parts_of(file: str, slices: Iterable[FileSlice]) -> list[Part]:
+    """Divide a file into parts, in their order."""
+    found: dict[tuple[int, int], list[FileSlice]] = {}
+    for one in slices:
+        stored, nbytes = one.stored, one.stored.nbytes
+        # An interleaved slice may be in many short ranges, between those of others: the whole tensor is one part.
+        if stored.interleaved:
+            nbytes = nbytes_of(stored.dtype, one.shape)
+        found.setdefault((stored.start, nbytes), []).append(one)
+    return [Part(file, *place, tuple(of_part)) for place, of_part in sorted(found.items())]
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[_Batch]:

@@ -1,4 +1,7 @@
-"""Reads a stored tensor in boxes: memory does not grow with the tensor. Imports no torch, and numpy only to read."""
+"""Verifies the bytes of a stored tensor, and reads it in boxes. Memory does not grow with the tensor.
+
+Imports no torch, and numpy only to read.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.parts.merkle import FileSlice, damaged
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
@@ -18,6 +22,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     contiguous_slices,
     intersection,
 )
+from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
@@ -77,7 +82,7 @@ class BoxReader:
                 self._maps.append((stored, self._mapped(root, stored)))
 
     def _mapped(self, root: Path, stored: Slice) -> Array:
-        from automodel_ckpt.checkpoint.tensors.strided import map_slice
+        from automodel_ckpt.checkpoint.tensors.stored import map_slice
 
         with os.fdopen(open_safely(root, stored.file), "rb") as file:
             return map_slice(file, stored, self._dtype)
@@ -110,3 +115,34 @@ class BoxReader:
         if dtype in EIGHT_BIT_FLOATS:
             return eight_bit_values(dtype)[raw]
         return cast(raw.view(storage_dtype(dtype, DTYPE_BITS[dtype])), dtype, "F64")
+
+
+def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
+    """Return the damage of a tensor's bytes; None if they match their digests. Slices without a digest are skipped.
+
+    Files are relative to *root*. Raises OSError if one cannot be read.
+    """
+    wrong: list[Slice] = []
+    for file in {stored.file for stored in tensor.slices if stored.digest is not None}:
+        slices = [
+            FileSlice(stored, tensor.shape)
+            for stored in tensor.slices
+            if stored.nbytes and stored.file == file and stored.digest is not None
+        ]
+        wrong += [one.stored for one in damaged(root, file, slices)]
+    if not wrong:
+        return None
+    places = sorted({f"slice at {list(stored.offsets)}" for stored in wrong})
+    return Problem(
+        f"the tensor {tensor.fqn!r} is damaged: its digest differs",
+        str(root / wrong[0].file),
+        ", ".join(places[:3]),
+        "restore the file from another copy; `ckpt verify` reports everything that is damaged",
+    )
+
+
+def require_intact(root: Path, tensor: Tensor) -> None:
+    """Raise :class:`CheckpointUnusable` for a tensor whose stored bytes are damaged."""
+    problem = damage_problem(root, tensor)
+    if problem is not None:
+        raise CheckpointUnusable.all_of([problem])

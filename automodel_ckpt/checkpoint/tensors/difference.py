@@ -7,7 +7,6 @@ is read in blocks: memory does not grow with the model. Imports no torch, and nu
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.files.layout import FURTHER_BITS
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, digests_of, have_same_digests
-from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
-from automodel_ckpt.checkpoint.tensors.integrity import damage_problem
+from automodel_ckpt.checkpoint.parts.slices import Tensor, digests_of, have_same_digests
+from automodel_ckpt.checkpoint.tensors.box_reader import (
+    INTEGERS,
+    BoxReader,
+    boxes,
+    damage_problem,
+)
 from automodel_ckpt.errors import Problem, os_problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
-
-
-_SUFFIX = f".{FURTHER_BITS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,11 @@ class StoredTensors:
     *recorded_at* is the time, in nanoseconds since 1970, at which the digests were recorded, after all files had been
     written. The bytes of a file that has changed since are compared with its digests before the digests are used. With
     None, those of all files are compared, because users edit the files of exports. With infinity, those of none are.
-
-    *further_bits* are stored elsewhere in the checkpoint: with them, the bfloat16 tensors of the same names are float32
-    values.
     """
 
     root: Path
     tensors: Mapping[str, Tensor]
     recorded_at: float | None = None
-    further_bits: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +47,7 @@ class Change:
     """A tensor whose values differ.
 
     *max_abs* is the largest absolute difference, and *relative* the norm of the difference divided by the norm of the
-    first tensor. Both are None for dtypes that are only compared bit by bit (8-bit floats, complex). With *as_float32*,
-    the tensor is stored as bfloat16, and its values are float32 because both sides have its further bits.
+    first tensor. Both are None for dtypes that are only compared bit by bit (8-bit floats, complex).
     """
 
     fqn: str
@@ -61,7 +55,6 @@ class Change:
     relative: float | None
     num_changed: int
     numel: int
-    as_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +65,6 @@ class TensorDifference:
     were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors whose bytes
     do not match their digests; their values are not compared. If values are not read at all, *differing* names the
     tensors with other digests, and *undecided* those that are stored in other slices, whose digests cannot be compared.
-
-    *num_as_float32* counts the tensors that are stored as bfloat16 with further bits on both sides, and compared as
-    float32. *bits_only_first* and *bits_only_second* are those with further bits on one side: their bfloat16 values are
-    compared.
     """
 
     only_first: tuple[str, ...]
@@ -87,9 +76,6 @@ class TensorDifference:
     damaged: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     undecided: tuple[str, ...] = ()
-    num_as_float32: int = 0
-    bits_only_first: tuple[str, ...] = ()
-    bits_only_second: tuple[str, ...] = ()
 
 
 def compare(
@@ -105,10 +91,9 @@ def compare(
     damaged: dict[str, tuple[Problem, ...]] = {}
     differing: list[str] = []
     undecided: list[str] = []
-    num_equal = 0
-    num_unread = 0
-    changed_files = {(side.root, file) for side in (first, second) for file in _changed_files(side)}
-    as_float32 = first.further_bits.keys() & second.further_bits.keys()
+    num_equal = num_unread = 0
+    sides = (first, second)
+    changed_files = {(side.root, file) for side in sides for file in _changed_files(side)}
     for fqn, one in first.tensors.items():
         other = second.tensors.get(fqn)
         if other is None:
@@ -116,30 +101,21 @@ def compare(
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             redescribed[fqn] = (_description(one), _description(other))
             continue
-        has_bits = fqn in as_float32
-        parts = [_parts(side, fqn, with_bits=has_bits) for side in (first, second)]
-        pairs = [(before, after) for (_, before), (_, after) in zip(*parts, strict=True)]
-        if all(have_same_digests(*pair) for pair in pairs):
-            unverified = [part for part in itertools.chain(*parts) if _is_in(changed_files, *part)]
-            problems = _damage(*unverified)
-            if problems:
-                damaged[fqn] = problems
-                continue
-            num_unread += not unverified
-            num_equal += 1
+        stored = [(first.root, one), (second.root, other)]
+        is_same = have_same_digests(one, other)
+        if not is_same and not reads_values:
+            digests = digests_of(one), digests_of(other)
+            (differing if digests[0].keys() == digests[1].keys() else undecided).append(fqn)
             continue
-        if not reads_values:
-            (differing if any(map(_differ_by_digest, pairs)) else undecided).append(fqn)
-            continue
-        problems = _damage(*itertools.chain(*parts))
-        if problems:
+        if is_same:
+            stored = [side for side in stored if _is_in(changed_files, *side)]
+            num_unread += not stored
+        if problems := _damage(stored):
             damaged[fqn] = problems
-            continue
-        change = _change(fqn, first, second, as_float32=has_bits)
-        if change is None:
-            num_equal += 1
-        else:
+        elif not is_same and (change := _change(fqn, first, second)):
             changed.append(change)
+        else:
+            num_equal += 1
     return TensorDifference(
         tuple(sorted(first.tensors.keys() - second.tensors.keys())),
         tuple(sorted(second.tensors.keys() - first.tensors.keys())),
@@ -150,9 +126,6 @@ def compare(
         damaged,
         tuple(differing),
         tuple(undecided),
-        len(as_float32 - redescribed.keys()),
-        tuple(sorted(first.further_bits.keys() - second.further_bits.keys())),
-        tuple(sorted(second.further_bits.keys() - first.further_bits.keys())),
     )
 
 
@@ -161,24 +134,14 @@ def _description(tensor: Tensor) -> str:
 
 
 def _is_in(files: Collection[tuple[Path, str]], root: Path, tensor: Tensor) -> bool:
-    """Whether one of *files*, which are (root, file), has a part of *tensor*."""
     return any((root, stored.file) in files for stored in tensor.slices)
-
-
-def _parts(side: StoredTensors, fqn: str, *, with_bits: bool) -> list[tuple[Path, Tensor]]:
-    """Return the stored tensors of a value, each with its root: itself and, *with_bits*, its further bits."""
-    tensors = [side.tensors[fqn]]
-    if with_bits:
-        tensors.append(side.further_bits[fqn])
-    return [(side.root, tensor) for tensor in tensors]
 
 
 def _changed_files(side: StoredTensors) -> set[str]:
     """Return the files that may have changed since the digests of their tensors were recorded."""
     if side.recorded_at == math.inf:
         return set()
-    tensors = [*side.tensors.values(), *side.further_bits.values()]
-    files = {stored.file for tensor in tensors for stored in tensor.slices}
+    files = {stored.file for tensor in side.tensors.values() for stored in tensor.slices}
     if side.recorded_at is None:
         return files
     changed = set()
@@ -193,10 +156,10 @@ def _changed_files(side: StoredTensors) -> set[str]:
     return changed
 
 
-def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
-    """Return the damage of the stored bytes on both sides."""
+def _damage(stored: Iterable[tuple[Path, Tensor]]) -> tuple[Problem, ...]:
+    """Return the damage of the bytes of tensors, each with the root of its files."""
     found = []
-    for root, tensor in sides:
+    for root, tensor in stored:
         try:
             problem = damage_problem(root, tensor)
         except OSError as error:
@@ -210,25 +173,15 @@ def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
     return tuple(found)
 
 
-def _differ_by_digest(pair: tuple[Tensor, Tensor]) -> bool:
-    """Whether two tensors consist of the same slices with other digests."""
-    one, other = map(digests_of, pair)
-    return one.keys() == other.keys() and one != other
-
-
-def _change(
-    fqn: str, first: StoredTensors, second: StoredTensors, *, as_float32: bool
-) -> Change | None:
-    """Compare the values of a tensor, *as_float32* with its further bits. Returns None if all bits are equal."""
+def _change(fqn: str, first: StoredTensors, second: StoredTensors) -> Change | None:
+    """Compare the values of a tensor. Returns None if all bits are equal."""
     import numpy as np
 
     tensor = first.tensors[fqn]
     is_measured = tensor.dtype in ORDINARY_FLOATS or tensor.dtype in INTEGERS
-    one, other = (_reader(side, fqn, as_float32=as_float32) for side in (first, second))
+    one, other = (BoxReader(side.root, side.tensors[fqn]) for side in (first, second))
     num_changed = 0
-    max_abs = 0.0
-    square_of_difference = 0.0
-    square_of_first = 0.0
+    max_abs = square_of_difference = square_of_first = 0.0
     for box in boxes(tensor.shape):
         raw_one = one.read(box)
         raw_other = other.read(box)
@@ -242,31 +195,15 @@ def _change(
         if not is_equal:
             with np.errstate(invalid="ignore", over="ignore"):
                 difference = np.abs(values - other.wide(raw_other))
-            max_abs = max(max_abs, _largest(difference))
+            max_abs = max(max_abs, _infinite_if_nan(difference.max(initial=0.0)))
             square_of_difference += _sum_of_squares(difference)
     if num_changed == 0:
         return None
     numel = math.prod(tensor.shape)
     if not is_measured:
-        return Change(fqn, None, None, num_changed, numel, as_float32)
-    relative = math.inf
-    if square_of_first:
-        relative = math.sqrt(square_of_difference / square_of_first)
-    return Change(fqn, max_abs, relative, num_changed, numel, as_float32)
-
-
-def _reader(side: StoredTensors, fqn: str, *, as_float32: bool) -> BoxReader | Float32Reader:
-    if as_float32:
-        return Float32Reader(side.root, side.tensors[fqn], side.further_bits[fqn])
-    return BoxReader(side.root, side.tensors[fqn])
-
-
-def _largest(values: Array) -> float:
-    """Return the largest value. NaN counts as infinite, so that a tensor that became NaN is listed first."""
-    largest = float(values.max(initial=0.0))
-    if math.isnan(largest):
-        return math.inf
-    return largest
+        return Change(fqn, None, None, num_changed, numel)
+    relative = math.sqrt(square_of_difference / square_of_first) if square_of_first else math.inf
+    return Change(fqn, max_abs, relative, num_changed, numel)
 
 
 def _sum_of_squares(values: Array) -> float:
@@ -274,25 +211,22 @@ def _sum_of_squares(values: Array) -> float:
 
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.dot(flat, flat))
-    if math.isnan(total):
-        return math.inf
-    return total
+        return _infinite_if_nan(np.dot(flat, flat))
+
+
+def _infinite_if_nan(value: float) -> float:
+    """Let NaN count as infinite, so that a tensor that became NaN is listed first."""
+    return math.inf if math.isnan(value) else float(value)
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, leaf) of nested mappings and lists. An empty mapping or list is a leaf."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    is_leaf = True
-    for key, item in items:
-        is_leaf = False
+    if not value or not isinstance(value, Mapping | list):
+        if prefix:
+            yield prefix, value
+        return
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
         yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    if is_leaf:
-        yield prefix, value
 
 
 def changed_leaves(
@@ -301,60 +235,5 @@ def changed_leaves(
     """Return the dotted keys whose values differ, with both values. The value of a missing key is None."""
     before = dict(flatten(first))
     after = dict(flatten(second))
-    changed: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*before, *after}):
-        pair = (before.get(key), after.get(key))
-        if pair[0] != pair[1]:
-            changed[key] = pair
-    return changed
-
-
-def further_bits_of(
-    trees: Mapping[str, Mapping[str, Tensor]],
-) -> dict[str, dict[str, tuple[str, str]]]:
-    """Find the further bits of weights among the tensors of a checkpoint, which *trees* maps by tree and name.
-
-    Returns, for each tree with such weights, the name of each weight with the tree and the name of its further bits.
-    """
-    found: dict[str, dict[str, tuple[str, str]]] = {}
-    for owner, tensors in trees.items():
-        prefix = f"{owner}.state."
-        for name, bits in tensors.items():
-            if not (name.startswith(prefix) and name.endswith(_SUFFIX)):
-                continue
-            parameter = name.removeprefix(prefix).removesuffix(_SUFFIX)
-            for module, weights in trees.items():
-                # Optimizers name a parameter by its module, in which dots are replaced, and its name there.
-                fqn = parameter.removeprefix(f"{module.replace('.', '%')}.")
-                weight = weights.get(fqn) if fqn != parameter else None
-                if weight is not None and _continues(weight, bits):
-                    found.setdefault(module, {})[fqn] = (owner, name)
-    return found
-
-
-def _continues(weight: Tensor, bits: Tensor) -> bool:
-    return (weight.dtype, bits.dtype) == ("BF16", "I16") and weight.shape == bits.shape
-
-
-class Float32Reader:
-    """Reads boxes of float32 weights as raw bits, as :class:`BoxReader` does. Files are relative to *root*."""
-
-    def __init__(self, root: Path, rounded: Tensor, further_bits: Tensor) -> None:
-        self._rounded = BoxReader(root, rounded)
-        self._further_bits = BoxReader(root, further_bits)
-
-    def read(self, box: Box) -> Array:
-        """Return the values in *box* as unsigned integers of 32 bits."""
-        import numpy as np
-
-        high = self._rounded.read(box).astype(np.int32) << 16
-        bits = self._further_bits.read(box).view(np.int16).astype(np.int32)
-        # As in training: a weight of 0 has no negative bits.
-        bits = np.where(high << 1 == 0, np.maximum(bits, 0), bits)
-        return (high + bits).view(np.uint32)
-
-    def wide(self, raw: Array) -> Array:
-        """Convert raw bits to double precision."""
-        import numpy as np
-
-        return raw.view(np.float32).astype(np.float64)
+    pairs = {key: (before.get(key), after.get(key)) for key in sorted({*before, *after})}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
-from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
 from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
@@ -26,77 +25,42 @@ class Statistics:
     if there are none, or if the dtype is complex.
     """
 
-    min: float | None
-    max: float | None
-    mean: float | None
-    std: float | None
-    norm: float | None
-    num_nan: int
-    num_inf: int
-    num_zero: int
-    numel: int
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    norm: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    num_zero: int = 0
+    numel: int = 0
 
 
-class _Sums:
-    """Statistics of the blocks so far.
+class _Block(NamedTuple):
+    """The finite values of a box: their number, and sums of squares of the values and of their deviations."""
 
-    Means and squared deviations of blocks are combined (Chan, Golub, LeVeque 1979): the difference of two large raw
-    sums would lose the variance.
-    """
+    size: int
+    low: float
+    high: float
+    mean: float
+    squared_deviations: float
+    squares: float
 
-    def __init__(self) -> None:
-        self.num_finite = 0
-        self.num_nan = 0
-        self.num_inf = 0
-        self.num_zero = 0
-        self.numel = 0
-        self.low = math.inf
-        self.high = -math.inf
-        self.mean = 0.0
-        self.squared_deviations = 0.0
-        self.squares = 0.0
 
-    def take(self, values: Array) -> None:
-        import numpy as np
+def _block(values: Array) -> _Block:
+    import numpy as np
 
-        flat = values.reshape(-1)
-        self.numel += flat.size
-        self.num_zero += int(flat.size - np.count_nonzero(flat))
-        is_finite = np.isfinite(flat)
-        if not is_finite.all():
-            num_nan = int(np.count_nonzero(np.isnan(flat)))
-            flat = flat[is_finite]
-            num_not_finite = int(is_finite.size - flat.size)
-            self.num_nan += num_nan
-            self.num_inf += num_not_finite - num_nan
-        if flat.size:
-            with np.errstate(over="ignore"):
-                self._combine(flat)
-
-    def _combine(self, flat: Array) -> None:
-        import numpy as np
-
-        size = flat.size
-        mean = float(flat.mean())
-        centered = flat - mean
-        total = self.num_finite + size
-        difference = mean - self.mean
-        within = float(np.dot(centered, centered))
-        between = difference * difference * (self.num_finite * size / total)
-        self.squared_deviations += within + between
-        self.mean += difference * (size / total)
-        self.squares += float(np.dot(flat, flat))
-        self.low = min(self.low, float(flat.min()))
-        self.high = max(self.high, float(flat.max()))
-        self.num_finite = total
-
-    def result(self) -> Statistics:
-        counts = (self.num_nan, self.num_inf, self.num_zero, self.numel)
-        if self.num_finite == 0:
-            return Statistics(None, None, None, None, None, *counts)
-        std = math.sqrt(self.squared_deviations / self.num_finite)
-        norm = math.sqrt(self.squares)
-        return Statistics(self.low, self.high, self.mean, std, norm, *counts)
+    with np.errstate(over="ignore"):
+        mean = float(values.mean())
+        centered = values - mean
+        return _Block(
+            values.size,
+            float(values.min()),
+            float(values.max()),
+            mean,
+            float(np.dot(centered, centered)),
+            float(np.dot(values, values)),
+        )
 
 
 def statistics_of(root: Path, tensor: Tensor) -> Statistics:
@@ -104,14 +68,11 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
 
     Raises :class:`CheckpointUnusable` if it cannot be read, or its bytes do not match their digests.
     """
-    sums = _Sums()
     try:
         require_intact(root, tensor)
         if tensor.dtype in _COMPLEX:
-            return Statistics(None, None, None, None, None, 0, 0, 0, math.prod(tensor.shape))
-        reader = BoxReader(root, tensor)
-        for box in boxes(tensor.shape):
-            sums.take(reader.wide(reader.read(box)))
+            return Statistics(numel=math.prod(tensor.shape))
+        return _computed(BoxReader(root, tensor), tensor.shape)
     # ValueError: a file that is too short for the map that numpy asks for.
     except (OSError, ValueError) as error:
         value = error.strerror if isinstance(error, OSError) else str(error)
@@ -121,4 +82,34 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
             value=value,
             hint="run `ckpt verify` to list all damaged files; restore them from a copy",
         ) from error
-    return sums.result()
+
+
+def _computed(reader: BoxReader, shape: tuple[int, ...]) -> Statistics:
+    import numpy as np
+
+    blocks: list[_Block] = []
+    num_nan = num_inf = num_zero = 0
+    for box in boxes(shape):
+        values = reader.wide(reader.read(box)).reshape(-1)
+        num_zero += int(values.size - np.count_nonzero(values))
+        num_nan += int(np.count_nonzero(np.isnan(values)))
+        num_inf += int(np.count_nonzero(np.isinf(values)))
+        if (finite := values[np.isfinite(values)]).size:
+            blocks.append(_block(finite))
+    counts = (num_nan, num_inf, num_zero, math.prod(shape))
+    if not blocks:
+        return Statistics(None, None, None, None, None, *counts)
+    size = sum(block.size for block in blocks)
+    mean = sum(block.mean * (block.size / size) for block in blocks)
+    # Not from sums of squares: the difference of two large ones would lose the variance.
+    deviations = sum(
+        block.squared_deviations + block.size * (block.mean - mean) ** 2 for block in blocks
+    )
+    return Statistics(
+        min(block.low for block in blocks),
+        max(block.high for block in blocks),
+        mean,
+        math.sqrt(deviations / size),
+        math.sqrt(sum(block.squares for block in blocks)),
+        *counts,
+    )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import WHERE
 from automodel_ckpt.cli.common.checkpoint_tables import section
 from automodel_ckpt.cli.common.paths import whole_checkpoint
@@ -42,8 +41,6 @@ _LISTS = {
     "damaged": "damaged, not compared",
     "only_first": "only in A",
     "only_second": "only in B",
-    "bits_only_first": "with float32 weights in the optimizer of A only, compared as bfloat16",
-    "bits_only_second": "with float32 weights in the optimizer of B only, compared as bfloat16",
 }
 """Lists of tensors in the document of a tree, and what is printed before their names."""
 _MAX_LINES = 20
@@ -135,18 +132,13 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.state.model_config import saved_config
-    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, further_bits_of
+    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.config.help.changes import saved_recipe
 
-    tensors = {name: tree.tensors for name, tree in manifest.trees.items()}
-    found = further_bits_of(tensors)
-    # They are compared with the weights that they belong to.
-    places = {place for of_module in found.values() for place in of_module.values()}
-    trees = {}
-    for tree, stored in tensors.items():
-        others = {fqn: tensor for fqn, tensor in stored.items() if (tree, fqn) not in places}
-        bits = {fqn: tensors[owner][name] for fqn, (owner, name) in found.get(tree, {}).items()}
-        trees[tree] = StoredTensors(path, others, recorded_at, bits)
+    trees = {
+        name: StoredTensors(path, tree.tensors, recorded_at)
+        for name, tree in manifest.trees.items()
+    }
     return Side(
         path,
         general={key: getattr(manifest, key) for key in _GENERAL},
@@ -237,9 +229,6 @@ def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     equal = f"{tree['num_equal']} equal ({tree['num_unread']} by digest)"
     yield f"{equal}, {len(tree['changed'])} changed"
-    if tree["num_as_float32"]:
-        number = counted(tree["num_as_float32"], "tensor")
-        yield f"{number} compared as float32: bfloat16 weights with the further bits that the optimizer keeps of them"
     for name, title in _LISTS.items():
         if tree[name]:
             names = list(tree[name])

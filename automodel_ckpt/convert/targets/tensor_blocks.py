@@ -8,9 +8,8 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
-from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 
 _ZEROS = bytes(1 << 16)
 

@@ -14,7 +14,6 @@ import transformers
 import yaml
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.checkpoint.saving.environment import version_of
 from automodel_ckpt.config.schema import RecipeConfig
@@ -128,7 +127,6 @@ def start_rank(config: RecipeConfig, config_yaml: str, resources: ExitStack) -> 
         # torch has no public function for the default store.
         peer_stop = PeerStop(request, dist.distributed_c10d._get_default_store())
         resources.callback(peer_stop.close)
-    quiet_retries()
     run_log = RunLog(config.logging, layout)
     resources.callback(run_log.close)
     if unused := unused_without_checkpoints(config):

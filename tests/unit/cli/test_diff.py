@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.optim.adam8bit import AdamW8bit, joined
 from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
 
@@ -90,53 +88,6 @@ def test_slices_whose_rows_stand_apart_are_read_where_they_are(tmp_path: Path) -
     reader = box_reader.BoxReader(tmp_path, Tensor("w", "F32", (3, 4), tuple(halves)))
     read = [reader.wide(reader.read(box)) for box in boxes((3, 4))]
     assert (read[0] == values.numpy()).all() and len(read) == 1
-
-
-def test_bfloat16_weights_with_further_bits_are_compared_as_float32(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    """The third checkpoint differs from the second in further bits only, and the last one has none."""
-    states: list[tuple[torch.Tensor, AdamW8bit]] = []
-    for name, rate, has_bits in (
-        ("a", 0.0, True),
-        ("b", 1e-2, True),
-        ("c", 1e-9, True),
-        ("d", 0.0, False),
-    ):
-        if name != "c":
-            torch.manual_seed(3)
-            model = torch.nn.Linear(32, 2, bias=False, dtype=torch.bfloat16)
-        optimizer = AdamW8bit(
-            model.parameters(), lr=rate, weight_decay=0.0, float32_weights=has_bits
-        )
-        if name == "c":
-            optimizer.load_state_dict(states[-1][1].state_dict())
-            optimizer.param_groups[0]["lr"] = rate
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-        tiny.save(tmp_path / name, SimpleNamespace(model=model, optimizer=optimizer))
-        bits = optimizer.state[model.weight].get("further_bits")
-        if bits is not None:
-            states.append((joined(model.weight.detach(), bits).double(), optimizer))
-    a, b, c, d = (tmp_path / name / "epoch_0_step_20" for name in "abcd")
-    for one, other, before, after in ((a, b, 0, 1), (b, c, 1, 2)):
-        trees = shown(capsys, one, other)["trees"]
-        difference = (states[before][0] - states[after][0]).abs()
-        (change,) = trees["model"]["changed"]
-        assert change["max_abs"] == difference.max().item() > 0 and change["as_float32"]
-        assert change["num_changed"] == difference.count_nonzero().item()
-        assert trees["model"]["num_as_float32"] == 1
-        names = [each["fqn"] for each in trees["optimizer"]["changed"]]
-        names += trees["optimizer"]["only_first"] + trees["optimizer"]["only_second"]
-        assert not [name for name in names if "further_bits" in name]
-    equal = shown(capsys, a, a)["trees"]["model"]
-    assert equal["num_unread"] == equal["num_as_float32"] == 1
-    assert main(["diff", str(d), str(a)]) == 0
-    text = capsys.readouterr().out
-    assert "1 equal (1 by digest), 0 changed" in text and "further_bits" not in text
-    assert "1 with float32 weights in the optimizer of B only" in text
-    assert main(["diff", str(a), str(b)]) == 0
-    assert "1 tensor compared as float32: bfloat16 weights" in capsys.readouterr().out
 
 
 def test_what_digests_show_to_be_equal_is_not_read(

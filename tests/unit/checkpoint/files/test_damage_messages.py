@@ -92,7 +92,7 @@ def test_a_file_of_the_right_size_that_is_nearly_all_hole_is_found_without_readi
     manifest = Manifest.read(checkpoint)
     manifest.files[f"model/{path.name}"] = FileRecord(SPARSE_FROM_BYTES + 1, "xxh3_128:" + "0" * 32)  # type: ignore[index]
     monkeypatch.setattr(
-        verify, "_read_task", lambda *_: pytest.fail("a file that is nearly all hole was read")
+        verify, "file_record", lambda *_: pytest.fail("a file that is nearly all hole was read")
     )
     (problem,) = verify.verify(checkpoint, manifest, level)
     assert "nearly all hole" in problem.what and problem.where == str(path)
@@ -102,7 +102,7 @@ def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypat
     def failing(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(verify, "_read_task", failing)
+    monkeypatch.setattr(verify, "file_record", failing)
     problem = verify.verify(checkpoint, Manifest.read(checkpoint))[0]
     assert (
         problem.what == "a file of the checkpoint cannot be read"

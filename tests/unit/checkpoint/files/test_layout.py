@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.layout import CheckpointName, DataParallelRanks
+from automodel_ckpt.checkpoint.files.layout import CheckpointName
 from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.errors import ExportFailed, RecipeError, SaveFailed
 
@@ -80,11 +80,10 @@ def test_siblings_of_a_run_directory_are_counted() -> None:
 
 
 def test_files_of_ranks_have_the_rank_in_their_name() -> None:
-    ranks = DataParallelRanks(rank=2, world_size=4)
-    assert (ranks.dp_rank, ranks.dp_size) == (2, 4)
-    assert layout.rank_file("x", "dp_rank", ranks) == "x/x_dp_rank_2.pt"
-    assert layout.rank_file("x", "rank_rng", ranks) == "x/x_dp_rank_2.pt"
-    assert layout.rank_file("x", "rank", ranks) == "x/x_global_rank_2.pt"  # type: ignore[arg-type]
+    assert layout.rank_file("x", "dp_rank", 2, 1, only_dp=False) == "x/x_dp_rank_1.pt"
+    assert layout.rank_file("x", "rank_rng", 2, 2, only_dp=True) == "x/x_dp_rank_2.pt"
+    assert layout.rank_file("x", "rank_rng", 2, 1, only_dp=False) == "x/x_global_rank_2.pt"
+    assert layout.rank_file("x", "rank", 2, 1, only_dp=True) == "x/x_global_rank_2.pt"
     assert (
         layout.shard_file("model", 0, 1, 2) == "model/shard-00001-model-00001-of-00002.safetensors"
     )

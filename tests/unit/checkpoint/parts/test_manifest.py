@@ -19,7 +19,6 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     merge_tree,
 )
 from automodel_ckpt.checkpoint.parts import manifest as manifest_module
-from automodel_ckpt.checkpoint.parts import manifest_file
 from automodel_ckpt.checkpoint.parts.commit import reserve
 from automodel_ckpt.checkpoint.parts.manifest import (
     NOT_SAVED,
@@ -302,16 +301,16 @@ def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
 ) -> None:
     data = example().to_bytes()
     (tmp_path / "MANIFEST.json").write_bytes(data)
-    monkeypatch.setattr(manifest_file, "MAX_BYTES", len(data))
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data))
     assert Manifest.read(tmp_path) == Manifest.parse(data, WHERE)
-    monkeypatch.setattr(manifest_file, "MAX_BYTES", len(data) - 1)
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data) - 1)
     with pytest.raises(CheckpointUnusable, match="too large"):
         Manifest.parse(data, WHERE)
 
     def read_all_the_same(*_: object) -> None:
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(manifest_module, "decode", read_all_the_same)
+    monkeypatch.setattr(manifest_module, "_decode", read_all_the_same)
     for read in (Manifest.read, Summary.read):
         with pytest.raises(CheckpointUnusable, match="too large"):
             read(tmp_path)

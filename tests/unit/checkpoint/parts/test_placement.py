@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     merge_shared_files,
     merge_tree,
 )
-from automodel_ckpt.checkpoint.parts.merkle import damaged, head_fits, slices_by_file
+from automodel_ckpt.checkpoint.parts.merkle import FileContents, damaged, head_fits
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, nbytes_of, runs_in_file
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from tests.support.models.shards import bits, raw_bytes
@@ -190,7 +190,7 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
         merged = merge_tree("model", "hf", parts, tied)
         records = merge_shared_files(parts, [merged])
         for path, record in records.items():
-            held = slices_by_file(merged.stored).get(path, [])
+            held = FileContents([merged]).slices(path)
             assert head_fits(staging, path, record, held) and damaged(staging, path, held) == []
 
 
@@ -232,7 +232,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
     tensors = {"a": grid("a", "BF16", (4, 6), (2, 1)), "b": grid("b", "F32", (4, 4), (1, 2))}
     path, part, file_layout = one_file(tmp_path, tensors)
     merged = merge_tree("model", "hf", [part], {})
-    held = slices_by_file(merged.stored)[f"model/{path.name}"]
+    held = FileContents([merged]).slices(f"model/{path.name}")
     (record,) = merge_shared_files([part], [merged]).values()
     data = path.read_bytes()
     end = len(file_layout.files[0].header)
@@ -240,7 +240,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
         flipped = bytearray(data)
         flipped[index] ^= 1 << (index % 8)
         path.write_bytes(flipped)
-        wrong = damaged(tmp_path, f"model/{path.name}", held)
+        wrong = [one.stored for one in damaged(tmp_path, f"model/{path.name}", held)]
         inside = [
             one.stored
             for one in held

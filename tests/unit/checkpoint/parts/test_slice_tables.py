@@ -33,7 +33,7 @@ from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
-from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.checkpoint.tensors.box_reader import require_intact
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.models import tiny
