@@ -389,7 +389,6 @@ class Checkpointer:
         started = time.monotonic()
         self._begin_generation(None, abandons_later=True)
         self.prepare(state)
-        self._transfers.restart_if_ended()
         save = Save(
             name,
             config_yaml=config_yaml,

@@ -216,7 +216,7 @@ class NodeDirectories:
         """Update :attr:`on_nodes`, and set aside what the nodes do not have completely or the run has abandoned."""
         from automodel_ckpt.checkpoint.memory.survey import survey
 
-        self.on_nodes = survey(self.nodes, self._group, self._level, self._generation)
+        self.on_nodes = survey(self.nodes, self._group, self._level, self._generation.is_current)
 
     def begin(self, step: int, *, of_generation: str = "", abandons_later: bool = False) -> None:
         """Begin a generation that continues from *step*: later checkpoints of earlier starts are abandoned.

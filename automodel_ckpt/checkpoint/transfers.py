@@ -65,7 +65,7 @@ class Transfers:
         """Upload checkpoints from the directories of all *nodes*. Called by all ranks after :meth:`open`."""
         self._nodes = nodes
         if self.uploads is not None:
-            self.uploads.job = replace(self.uploads.job, num_nodes=len(nodes.nodes))
+            self.uploads.job["num_nodes"] = len(nodes.nodes)
         if self.fetcher is not None:
             self.fetcher.always_streams = True
 
@@ -200,7 +200,7 @@ class Transfers:
             return
         settings = self._options.remote
         assert settings is not None, "the nodes have separate directories"
-        mine = "" if self.uploads is None else self.uploads.job.token
+        mine = "" if self.uploads is None else self.uploads.token
         token = agree.broadcast_object(self._group, mine)
         with self._raise_on_all_ranks(run, "starting the uploads"):
             if self._leads_other_node:
@@ -209,14 +209,6 @@ class Transfers:
                 self._part_uploads = part_uploads(run.root, settings, token, self._nodes.own)
                 self._part_uploads.start()
 
-    def restart_if_ended(self) -> None:
-        """Start the uploading process of another node than rank 0's again if it has ended. Not collective.
-
-        A failure is logged.
-        """
-        if self._part_uploads is not None:
-            self._part_uploads.ensure()
-
     def _start(self, uploads: Uploads, run: RunDirectory, step: int | None, name: str) -> None:
         if run.root != uploads.root:
             message = "checkpoints are not uploaded: the run continues in %s, beside the run of checkpoint.remote"
@@ -224,7 +216,7 @@ class Transfers:
             self.uploads = None
             return
         run.on_published = uploads.note_published
-        run.on_exported = uploads.note_exported
+        run.on_exported = uploads.request
         is_here = step is not None and (uploads.root / name).is_dir()
         uploads.start(step, name if is_here else None)
 
@@ -251,7 +243,7 @@ class Transfers:
 
         with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
             # Rank 0 waits for the parts of the other nodes.
-            agree.while_working(self._group, finish, self.restart_if_ended)
+            agree.while_working(self._group, finish)
             if self._is_rank0:
                 # They were kept for their upload.
                 run.prune("")
@@ -276,7 +268,7 @@ class Transfers:
 
         with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
             # The ranks of other nodes must not end before: their processes upload parts.
-            agree.while_working(self._group, finish, self.restart_if_ended)
+            agree.while_working(self._group, finish)
 
     def close(self) -> None:
         """Let the uploads go on without this process. Not collective."""

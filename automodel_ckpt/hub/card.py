@@ -1,21 +1,29 @@
-"""The model card: README.md of a repository, written from the run that trained the model."""
+"""The model card: README.md of a repository, written from the run that trained the model.
+
+It has no paths of this machine. ``card.md.jinja`` has the text.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.hub_access import cached_commit, is_hub_name
 from automodel_ckpt.base.units import counted, measure_text
 from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.errors import printable
+from automodel_ckpt.checkpoint.run.late_validations import recall
+from automodel_ckpt.config.help.changes import saved_recipe
+from automodel_ckpt.errors import AutomodelError, printable
 from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.bundle import README, Bundle
-from automodel_ckpt.hub.facts import Facts, facts_of
-from automodel_ckpt.logs.history import Series
+from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, Series, read_history
 
 _CLASSES = {
     "text-generation": "ForCausalLM",
@@ -47,6 +55,20 @@ _TAGS = {
 _SENTENCES = "modules.json"
 _MAX_ROWS = 12
 _PACKAGES = ("automodel-ckpt", "torch", "transformers", "peft", "datasets")
+_UNSET = frozenset({"null", "[]", "{}", "''", "", "auto", "false"})
+_DATA = re.compile(
+    r"((?:validation_)?dataset|validation_datasets\.[\w-]+)\.(?:.*\.)?path(?:\.\d+)?"
+)
+_SETTINGS = re.compile(
+    r"seed|clip_grad_norm|model\.dtype|dataset\.seq_length|(optimizer|lr_scheduler|peft|packed_sequence|qat|fp8|ema"
+    r"|dpo|kto|orpo|distill|embedding|classification|reward_model|reranker|pretrain)\..+"
+    r"|step_scheduler\.(global_batch_size|local_batch_size|num_epochs|max_steps)"
+    r"|distributed\.(strategy|\w+_size|mixed_precision)"
+)
+_DEFAULTS = frozenset({"distributed.dp_replicate_size=1", "optimizer.on_resume=checkpoint"}) | {
+    f"distributed.{name}_size=1" for name in ("tp", "pp", "cp", "ep")
+}
+_LIST_INDEX = re.compile(r"(.+)\.\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +102,7 @@ def card_files(
     own = readme if readme is not None else bundle.readme
     if own is not None:
         return {README: own.encode()}
-    facts = facts_of(bundle, base_model)
+    facts = _facts_of(bundle, base_model)
     terms: dict[str, str | None] = {}
     if license_name:
         terms = {"license": license_name}
@@ -88,22 +110,24 @@ def card_files(
         terms = _base_license(facts.base, facts.base_commit, is_online=is_online)
     # Names come from files: none may begin a line, or end a cell of a table.
     environment = Environment(
-        finalize=lambda value: printable(value) if isinstance(value, str) else value,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         loader=FileSystemLoader(Path(__file__).parent),
     )
+    environment.filters.update(measure=measure_text, counted=counted)
     name = address.repo.rpartition("/")[2]
     tag = _pipeline_tag(facts, bundle)
     text = environment.get_template("card.md.jinja").render(
         name=name,
         facts=facts,
+        evaluation=evaluation,
         is_adapter=bundle.is_adapter,
         has_license=bool(terms),
-        sections=list(_sections(facts, evaluation)),
         address=address,
         files=bundle.files,
         tag=tag,
         auto_class=f"AutoModel{_CLASSES[tag]}",
         model_config=layout.ADAPTER_MODEL_CONFIG,
+        export_manifest=layout.EXPORT_MANIFEST,
     )
     header = _metadata(bundle, facts, name, tag, terms, evaluation).to_yaml()
     header = "\n".join(map(printable, header.split("\n")))
@@ -166,10 +190,16 @@ def _metadata(
     if facts.base is not None:
         more["base_model"] = facts.base
         more["base_model_relation"] = "adapter" if bundle.is_adapter else "finetune"
+    sets = [data for section, data, _ in facts.data_sets if section.startswith("validation")]
+    found = [(each.task, each.metric, each.value) for each in evaluation]
+    for measure, value in facts.measures.items():
+        benchmark = measure.removeprefix(BENCHMARK)
+        data = benchmark if benchmark != measure else [*sets, "validation"][0]
+        found.append((data, benchmark, value))
     results = []
-    for data, metric, value in _results(facts, evaluation):
+    for data, metric, value in found:
         results.append(EvalResult(task, data, data, metric, round(value, 6), metric_name=metric))
-    names = dict.fromkeys(name for _, name, is_on_hub in facts.data_sets() if is_on_hub)
+    names = dict.fromkeys(name for _, name, is_on_hub in facts.data_sets if is_on_hub)
     return ModelCardData(
         library_name=library,
         pipeline_tag=task,
@@ -181,79 +211,150 @@ def _metadata(
     )
 
 
-def _results(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[str, str, float]]:
-    """Yield (data set, metric, value) of all results."""
-    for each in evaluation:
-        yield each.task, each.metric, each.value
-    sets = [name for section, name, _ in facts.data_sets() if section.startswith("validation")]
-    for name, value in facts.measures.items():
-        measure = name.removeprefix("eval_")
-        yield measure if measure != name else [*sets, "validation"][0], measure, value
+# ---------------------------------------------------------------- what is known of a run
 
 
-# ---------------------------------------------------------------- the values of the text
+@dataclass(frozen=True)
+class Facts:
+    """A run as a model card describes it. Everything may be unknown, for a model without its checkpoint.
+
+    *recipe* maps dotted keys to values as text. *base* is the name of the base model on the Hub, and *base_commit* its
+    commit. *has_base*: the model was not trained from scratch. *measures* are the results of validations and benchmarks
+    at the checkpoint's step.
+    """
+
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    series: Mapping[str, Series] = field(default_factory=dict)
+    base: str | None = None
+    base_commit: str | None = None
+    has_base: bool = False
+    measures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The name of the recipe; empty for a custom one, with a name that may be a path."""
+        name = self.recipe.get("recipe", "")
+        return name if re.fullmatch(r"\w+", name) else ""
+
+    @property
+    def data_sets(self) -> list[tuple[str, str, bool]]:
+        """The section, the name, and whether it is on the Hub, of the data; a local file has only its own name."""
+        found: list[tuple[str, str, bool]] = []
+        for key, value in self.recipe.items():
+            data = _DATA.fullmatch(key)
+            if data and value not in _UNSET:
+                path = _unquoted(value)
+                is_on_hub = is_hub_name(path) and "/" in path and not os.path.splitext(path)[1]
+                # The last part of a local path does not contain the name of a user or a machine.
+                name = path if is_on_hub else path.rstrip("/").rpartition("/")[2]
+                found.append((data[1], name or "local data", is_on_hub))
+        named = {section for section, _, _ in found}
+        for section in ("dataset", "validation_dataset"):
+            target = self.recipe.get(f"{section}._target_")
+            if target is not None and section not in named:
+                found.append((section, _unquoted(target).rpartition(".")[2], False))
+        return found
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The hyperparameters of the recipe, by dotted key."""
+        found: dict[str, str] = {}
+        for key, value in self.recipe.items():
+            if value in _UNSET or not _SETTINGS.fullmatch(key) or f"{key}={value}" in _DEFAULTS:
+                continue
+            text = _unquoted(value)
+            # It may be a path of this machine, or a reference to its environment.
+            if any(part in text for part in ("/", "\\", "~", "${")):
+                continue
+            item = _LIST_INDEX.fullmatch(key)
+            name = item[1] if item else key
+            found[name] = f"{found[name]}, {text}" if item and name in found else text
+        return found
+
+    @property
+    def losses(self) -> Iterator[tuple[int, float | None, float | None]]:
+        """Some steps with their training and validation loss, the last one of the checkpoint."""
+        of_name = [self.series.get(name, Series()) for name in ("loss", "val_loss")]
+        training, validation = (dict(zip(s.steps, s.values, strict=True)) for s in of_name)
+        steps = sorted(validation or training)
+        for step in sorted({*steps[:: -(-len(steps) // _MAX_ROWS) or 1], *steps[-1:]}):
+            yield step, training.get(step), validation.get(step)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """What the checkpoint was made with, and the versions of the packages."""
+        environment = {} if self.manifest is None else self.manifest.environment
+        packages = environment.get("packages")
+        versions = {"automodel-ckpt": __version__}
+        versions |= dict(packages) if isinstance(packages, Mapping) else {}
+        return {
+            "precision": environment.get("precision"),
+            "Python": environment.get("python"),
+            **{name: versions.get(name) for name in _PACKAGES},
+        }
 
 
-def _sections(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[tuple[Any, ...]]:
-    """Yield (title, heads of the columns, rows, a note below) of each section with a table."""
-    data = []
-    for section, name, is_on_hub in facts.data_sets():
-        link = f"[{name}](https://huggingface.co/datasets/{name})"
-        data.append((f"`{section}`", link if is_on_hub else f"{name} (local)"))
-    yield "Data", ("section", "data set"), data, _progress_text(facts)
-    results = [(f"`{name}`", measure_text(value)) for name, value in facts.measures.items()]
-    for each in evaluation:
-        error = "" if each.stderr is None else f" ± {measure_text(each.stderr)}"
-        results.append((f"`{each.task}` {each.metric}", f"{measure_text(each.value)}{error}"))
-    yield "Results", ("measure", "value"), results, ""
-    yield "Training", ("step", "training loss", "validation loss"), _loss_rows(facts), ""
-    settings = [(f"`{key}`", text) for key, text in facts.settings().items()]
-    yield "Hyperparameters", ("key", "value"), settings, ""
-    if facts.manifest is not None:
-        note = (
-            f"`{layout.EXPORT_MANIFEST}` has the digests of all files: `ckpt pull` compares them."
-        )
-        yield "Origin", ("", ""), _origin_rows(facts.manifest), note
+def _facts_of(bundle: Bundle, base_model: str | None) -> Facts:
+    """Read what is known of the model in *bundle*. *base_model* is the name of its base on the Hub, if given."""
+    checkpoint = bundle.checkpoint
+    if checkpoint is None:
+        named = base_model or _hub_base(bundle, {}, {})
+        return Facts(base=named, has_base=bundle.is_adapter or named is not None)
+    manifest = Manifest.read(checkpoint)
+    try:
+        recipe = saved_recipe(checkpoint / layout.CONFIG)
+    except AutomodelError:
+        recipe = {}
+    base = base_model or _hub_base(bundle, recipe, manifest.environment)
+    recorded, _, commit = str(manifest.environment.get("base_commit", "")).partition("@")
+    starts = (recipe.get("model.from_pretrained"), recipe.get("init_from.path"))
+    series = {}
+    try:
+        logged = read_history(checkpoint.parent, "run").series
+    except (AutomodelError, OSError):
+        logged = {}
+    for name, each in logged.items():
+        # A later step is of a later checkpoint.
+        count = sum(at <= manifest.step for at in each.steps)
+        series[name] = Series(each.steps[:count], each.values[:count])
+    found: dict[str, Any] = {**manifest.losses, **recall(checkpoint, manifest.digest)}
+    for name, each in series.items():
+        if each.steps and each.steps[-1] == manifest.step:
+            found.setdefault(name, each.values[-1])
+    measures = {}
+    for name, value in found.items():
+        is_measure = name.startswith((VALIDATED, BENCHMARK))
+        if is_measure and isinstance(value, int | float) and math.isfinite(value):
+            measures[name] = float(value)
+    return Facts(
+        recipe=recipe,
+        manifest=manifest,
+        series=series,
+        base=base,
+        base_commit=commit if base is not None and recorded == base else None,
+        has_base=bundle.is_adapter or any(name and name not in _UNSET for name in starts),
+        measures=measures,
+    )
 
 
-def _progress_text(facts: Facts) -> str:
-    manifest = facts.manifest
-    seen = []
-    for name, value in (manifest.progress if manifest else {}).items():
-        if name.startswith("consumed_") and isinstance(value, int):
-            seen.append(f"{value:,} {name.removeprefix('consumed_')}")
-    if manifest is None or not seen:
-        return ""
-    steps = counted(manifest.step, "step")
-    return f"Training saw {' and '.join(seen)} in {steps} (epoch {manifest.epoch})."
+def _hub_base(
+    bundle: Bundle, recipe: Mapping[str, str], environment: Mapping[str, Any]
+) -> str | None:
+    """The name of the base on the Hub. Returns None for a local directory, or when it is not certain."""
+    recorded = str(environment.get("base_commit", "")).partition("@")[0]
+    if recorded:
+        return recorded
+    if bundle.base is not None:
+        return None
+    if bundle.is_adapter:
+        name = str(bundle.read(layout.ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+        return name if is_hub_name(name) else None
+    name = _unquoted(recipe.get("model.from_pretrained", ""))
+    # A relative path looks the same, if this is another directory than that of the run.
+    return name if name and is_hub_name(name) and cached_commit(name) else None
 
 
-def _loss_rows(facts: Facts) -> list[tuple[str, ...]]:
-    found: list[dict[int, float]] = []
-    for name in ("loss", "val_loss"):
-        series = facts.series.get(name, Series())
-        found.append(dict(zip(series.steps, series.values, strict=True)))
-    steps = sorted(found[1] or found[0])
-    # The last one is that of the checkpoint.
-    chosen = sorted({*steps[:: -(-len(steps) // _MAX_ROWS) or 1], *steps[-1:]})
-    return [
-        (str(step), *(f"{of[step]:.4f}" if step in of else "" for of in found)) for step in chosen
-    ]
-
-
-def _origin_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    environment = manifest.environment
-    packages = environment.get("packages")
-    versions = {"automodel-ckpt": __version__}
-    versions |= dict(packages) if isinstance(packages, Mapping) else {}
-    commit = environment.get("git_commit")
-    rows = {
-        "step": f"{manifest.step} (epoch {manifest.epoch})",
-        "ranks": manifest.world_size,
-        "digest of the checkpoint": f"`{manifest.digest}`",
-        "git commit of the code": f"`{commit}`" if commit else None,
-        "precision": environment.get("precision"),
-        "Python": environment.get("python"),
-        **{name: versions.get(name) for name in _PACKAGES},
-    }
-    return [(title, str(value)) for title, value in rows.items() if value]
+def _unquoted(text: str) -> str:
+    is_quoted = len(text) > 1 and text[0] == text[-1] == "'"
+    return text[1:-1] if is_quoted else text

@@ -11,10 +11,8 @@ is *restarts*, and *down* is the time between two starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from sys import float_info
 from typing import Any
 
 from automodel_ckpt.base.units import counted
@@ -40,7 +38,7 @@ from automodel_ckpt.checkpoint.run.timeline import (
     read_timeline,
 )
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.logs.log_records import read_records
+from automodel_ckpt.logs.log_records import number_of, read_records
 
 LOST, RESTARTS, DOWN = "lost_steps", "restarts", "down"
 CATEGORIES = {
@@ -149,15 +147,15 @@ def read_goodput(directory: Path) -> Goodput:
     return Goodput(seconds, tuple(starts), len(steps), num_lost, tuple(_slow_ranks(records)))
 
 
-def _slow_ranks(records: list[dict[str, Any]]) -> Iterator[SlowRank]:
-    """Yield a rank for all windows of steps in which it was slow, those with the most steps first."""
+def _slow_ranks(records: list[dict[str, Any]]) -> list[SlowRank]:
+    """Return each slow rank once for all windows of steps in which it was slow, those with the most steps first."""
     by_rank: dict[tuple[int, str, str], list[tuple[int, float, float]]] = {}
     for record in records:
         if record.get("event") != STRAGGLER:
             continue
         rank, node, part = record.get("rank"), record.get("node"), record.get("part")
         num_steps = record.get("steps")
-        share, seconds = _finite(record.get("share")), _finite(record.get("seconds"))
+        share, seconds = number_of(record.get("share")), number_of(record.get("seconds"))
         # type(), because a bool is an int for isinstance(). Damaged records are left out.
         if type(rank) is not int or type(num_steps) is not int or num_steps <= 0:
             continue
@@ -170,13 +168,7 @@ def _slow_ranks(records: list[dict[str, Any]]) -> Iterator[SlowRank]:
         share = sum(count * each for count, each, _ in windows) / total
         waited = sum(count * each for count, _, each in windows) if part == ARRIVAL else 0.0
         found.append(SlowRank(rank, node, part, total, share, waited))
-    yield from sorted(found, key=lambda slow: (-slow.num_steps, slow.rank, slow.part))
-
-
-def _finite(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # isfinite() raises for an integer beyond the range of floats.
-    return float(value) if is_number and abs(value) <= float_info.max else None
+    return sorted(found, key=lambda slow: (-slow.num_steps, slow.rank, slow.part))
 
 
 def slow_rank_text(slow: SlowRank) -> str:
@@ -190,7 +182,7 @@ def slow_rank_text(slow: SlowRank) -> str:
 
 
 def _is_step(record: dict[str, Any]) -> bool:
-    seconds = _finite(record.get("seconds"))
+    seconds = number_of(record.get("seconds"))
     return "event" not in record and seconds is not None and seconds >= 0
 
 
@@ -204,48 +196,32 @@ def _starts(directory: Path, steps: list[dict[str, Any]]) -> list[Start]:
     begins = [record for record in lines if record["event"] == START]
     starts = []
     for number, begin in enumerate(begins):
-        end = ends.get(begin["start"])
-        if end is not None:
-            starts.append(_start(begin, end))
-            continue
-        # Its end was on a disk that the next start did not have.
         until = begins[number + 1]["time"] if number + 1 < len(begins) else float("inf")
-        own = [record for record in steps if begin["time"] <= _timestamp(record) < until]
-        starts.append(_start_from_log(begin, own))
+        end = ends.get(begin["start"]) or _end_in_log(begin, until, steps)
+        first_step, outcome = begin["step"], end.get("outcome")
+        last_step = max(end["step"], first_step)
+        start = Start(
+            float(begin["time"]),
+            {phase: float(end["seconds"][phase]) for phase in PHASES},
+            first_step,
+            last_step,
+            # Earlier versions did not count them.
+            end.get("num_steps", last_step - first_step),
+            float(end["logged"]),
+            outcome if outcome in (*OUTCOMES, RUNNING) else FAILED,
+        )
+        starts.append(start)
     return starts
 
 
-def _start(begin: dict[str, Any], end: dict[str, Any]) -> Start:
-    outcome = end.get("outcome")
-    first_step = begin["step"]
-    last_step = max(end["step"], first_step)
-    return Start(
-        float(begin["time"]),
-        {phase: float(end["seconds"][phase]) for phase in PHASES},
-        first_step,
-        last_step,
-        # Earlier versions did not count them.
-        end.get("num_steps", last_step - first_step),
-        float(end["logged"]),
-        outcome if outcome in (*OUTCOMES, RUNNING) else FAILED,
-    )
-
-
-def _start_from_log(begin: dict[str, Any], steps: list[dict[str, Any]]) -> Start:
-    """Return a start whose end is unknown, from the lines of its *steps*."""
-    first_step = begin["step"]
+def _end_in_log(begin: dict[str, Any], until: float, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the end of a start that left none, as on a disk that was lost, from the lines of its steps."""
+    times = {record["step"]: number_of(record.get("timestamp")) or 0.0 for record in steps}
+    own = [record for record in steps if begin["time"] <= times[record["step"]] < until]
     seconds = dict.fromkeys(PHASES, 0.0)
-    start = Start(float(begin["time"]), seconds, first_step, first_step, 0, 0.0, KILLED)
-    if not steps:
-        return start
-    logged = float(sum(record["seconds"] for record in steps))
-    duration = _timestamp(steps[-1]) - start.began
-    seconds[STEPS] = logged
-    seconds[OTHER] = max(0.0, duration - logged)
-    last_step = max(first_step, steps[-1]["step"])
-    num_steps = last_step - first_step
-    return replace(start, last_step=last_step, num_steps=num_steps, logged=logged)
-
-
-def _timestamp(record: dict[str, Any]) -> float:
-    return _finite(record.get("timestamp")) or 0.0
+    last = begin["step"]
+    if own:
+        last = own[-1]["step"]
+        seconds[STEPS] = float(sum(record["seconds"] for record in own))
+        seconds[OTHER] = max(0.0, times[last] - begin["time"] - seconds[STEPS])
+    return {"step": last, "seconds": seconds, "logged": seconds[STEPS], "outcome": KILLED}

@@ -14,6 +14,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_STEP = 2**53
 """Within this limit, differences of steps stay exact as floating-point numbers."""
+_MAX_VALUE = 1e100
+"""Within this limit, sums and differences of values stay finite and exact."""
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -38,13 +40,15 @@ def records_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):
             record = parse_json(line)
-            if _has_valid_step(record):
+            step = record.get("step") if isinstance(record, dict) else None
+            # Not isinstance, which accepts true and false.
+            if type(step) is int and 0 <= step <= _MAX_STEP:
                 yield record
 
 
-def _has_valid_step(record: Any) -> bool:
-    """Whether a parsed line of a log is a record of a step that reports and trackers can represent."""
-    step = record.get("step") if isinstance(record, dict) else None
-    if isinstance(step, bool) or not isinstance(step, int):
-        return False
-    return 0 <= step <= _MAX_STEP
+def number_of(value: object) -> float | None:
+    """Return a value of a record as a float. Returns None unless it is a finite number of a usual size."""
+    if type(value) not in (int, float):
+        return None
+    # Comparing does not convert: an integer may have hundreds of digits. It is False for NaN.
+    return float(value) if abs(value) <= _MAX_VALUE else None  # type: ignore[arg-type]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 from automodel_ckpt.base.units import counted, exact_time, size_text
-from automodel_ckpt.logs.charts import MAX_POINTS, NUM_COLORS, Chart, charts_of, legend_of
+from automodel_ckpt.logs import charts
+from automodel_ckpt.logs.charts import NUM_COLORS, Chart
 from automodel_ckpt.logs.goodput import CATEGORIES, Goodput, slow_rank_text
-from automodel_ckpt.logs.history import Checkpoint, Completion, History, Series
+from automodel_ckpt.logs.history import Checkpoint, History, Series
 
 _CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
+_FOLDER = Path(__file__).parent
+_FIGURES: Sequence[tuple[str, str, Callable[[Sequence[float]], str]]] = (
+    ("tps", "tokens per second", lambda values: f"{median(values):,.0f}"),
+    ("mfu", "MFU", lambda values: f"{median(values):.1f}%"),
+    ("mem", "peak memory", lambda values: size_text(max(values))),
+)
+"""Fields of steps, and how the summary of a run shows them."""
 
 
 def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -24,22 +31,21 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
     """
     from jinja2 import Environment, FileSystemLoader
 
-    charts = charts_of(runs)
+    drawn = charts.charts_of(runs)
     figures = [dict(summary(run)) for run in runs]
     # Names of runs and checkpoints are names of directories: any text, also HTML.
-    environment = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent))
+    environment = Environment(autoescape=True, loader=FileSystemLoader(_FOLDER))
     environment.filters["checkpoint_row"] = _checkpoint_row
-    environment.filters["completion_row"] = _completion_row
+    environment.globals.update(num_colors=NUM_COLORS, size=charts, short=charts.short)
     return environment.get_template("page.html.jinja").render(
         runs=list(runs),
-        style=_resource("page.css"),
-        script=_resource("page.js"),
+        style=(_FOLDER / "page.css").read_text("utf-8"),
+        script=(_FOLDER / "page.js").read_text("utf-8"),
         figures=figures,
         titles=list(dict.fromkeys(title for found in figures for title in found)),
         differences=differences,
-        legend=legend_of(charts),
-        charts=[(chart.title, chart.svg, _data(chart)) for chart in charts],
-        num_colors=NUM_COLORS,
+        legend=charts.legend_of(drawn),
+        charts=[(chart, _data(chart)) for chart in drawn],
         checkpoint_titles=_CHECKPOINT_TITLES,
         times=lambda goodput: list(_times(goodput)),
         counted=counted,
@@ -47,16 +53,11 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
     )
 
 
-def _resource(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
-
-
 def _data(chart: Chart) -> str:
     """Return the values of a chart as JSON, which page.js shows at the pointer."""
     data = []
     for line in chart.lines:
-        series = line.series.at_most(MAX_POINTS)
-        values = {"steps": series.steps, "values": series.values}
+        values = {"steps": line.series.steps, "values": line.series.values}
         data.append({"label": line.label, "colour": line.run % NUM_COLORS, **values})
     # In a script element, "</script>" in a label would end the element.
     return json.dumps(data).replace("<", "\\u003c")
@@ -71,16 +72,18 @@ def _times(goodput: Goodput) -> Iterator[tuple[int, float, str]]:
             yield color, round(share, 6), f"{title} {exact_time(seconds)}: {share:.1%}"
 
 
-def _completion_row(completion: Completion) -> tuple[str, ...]:
-    return f"{completion.step:,}", completion.prompt, completion.text
-
-
 def _checkpoint_row(checkpoint: Checkpoint) -> list[str]:
-    cells = [checkpoint.name, _date(checkpoint.created), str(checkpoint.step)]
-    cells.append(str(checkpoint.epoch))
-    for loss in (checkpoint.train_loss, checkpoint.val_loss):
-        cells.append("" if loss is None else f"{loss:.4f}")
-    return [*cells, size_text(checkpoint.nbytes), ", ".join(checkpoint.pointers)]
+    found = checkpoint.summary
+    losses = (checkpoint.train_loss, checkpoint.val_loss)
+    return [
+        checkpoint.name,
+        _date(found.created),
+        str(found.step),
+        str(found.epoch),
+        *("" if loss is None else f"{loss:.4f}" for loss in losses),
+        size_text(found.nbytes),
+        ", ".join(checkpoint.pointers),
+    ]
 
 
 def _date(timestamp: float) -> str:
@@ -93,46 +96,38 @@ def _date(timestamp: float) -> str:
 
 def summary(run: History) -> Iterator[tuple[str, str]]:
     """Yield the main figures of a run, as pairs of name and value."""
-    loss, validation = run.series["loss"], run.series["val_loss"]
+
+    def of(field: str) -> Series:
+        return run.series.get(field, Series())
+
     yield "steps", f"{run.last_step:,}"
-    if len(loss):
+    if loss := of("loss"):
         at = "" if loss.steps[-1] == run.last_step else f" at step {loss.steps[-1]:,}"
         yield "training loss", f"{loss.values[-1]:.4f}{at}"
     if run.not_finite:
-        yield (
-            "loss not finite",
-            f"{counted(len(run.not_finite), 'step')}, first {run.not_finite[0]:,}",
-        )
-    if len(validation):
-        lowest = min(validation.values)
-        step = validation.steps[validation.values.index(lowest)]
-        yield "lowest validation loss", f"{lowest:.4f} at step {step:,}"
-    accuracy = run.series.get("val_accuracy", Series())
-    if len(accuracy):
-        highest = max(accuracy.values)
-        step = accuracy.steps[accuracy.values.index(highest)]
-        yield "highest validation accuracy", f"{highest:.2%} at step {step:,}"
+        steps = counted(len(run.not_finite), "step")
+        yield "loss not finite", f"{steps}, first {run.not_finite[0]:,}"
+    for field, name, best, form in (
+        ("val_loss", "lowest validation loss", min, ".4f"),
+        ("val_accuracy", "highest validation accuracy", max, ".2%"),
+    ):
+        if series := of(field):
+            value = best(series.values)
+            step = series.steps[series.values.index(value)]
+            yield name, f"{value:{form}} at step {step:,}"
     yield "tokens", f"{run.num_tokens:,}"
-    times = run.timestamps.values
-    if times and all(map(_date, (times[0], times[-1]))):
-        yield "trained", f"{_date(times[0])} to {_date(times[-1])}"
-    for field, name, text in (("tps", "tokens per second", "{:,.0f}"), ("mfu", "MFU", "{:.1f}%")):
-        values = run.series[field].values
-        if values:
-            yield name, text.format(median(values))
-    memory = run.series["mem"].values
-    if memory:
-        yield "peak memory", size_text(max(memory))
+    if run.trained is not None and all(map(_date, run.trained)):
+        yield "trained", " to ".join(map(_date, run.trained))
+    for field, name, text in _FIGURES:
+        if series := of(field):
+            yield name, text(series.values)
     yield "checkpoints", str(len(run.checkpoints))
     if run.goodput is not None:
         yield "goodput", f"{run.goodput.share:.1%}"
-    stalls = run.series["stall_seconds"]
-    if len(stalls):
+    if stalls := of("stall_seconds"):
         waited = sum(stalls.values)
-        # The logged steps end before the last save.
-        total = run.goodput.total if run.goodput is not None else run.seconds
+        total = run.goodput.total if run.goodput is not None else 0.0
         share = f" ({waited / total:.1%} of the run)" if total > waited else ""
         yield "waited for saves", f"{waited:.2f} s{share}"
-    num_resumes = len(run.resumed_at)
-    if num_resumes:
+    if num_resumes := len(run.resumed_at):
         yield "resumed", "once" if num_resumes == 1 else f"{num_resumes} times"

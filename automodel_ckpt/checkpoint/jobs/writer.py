@@ -1,8 +1,7 @@
 """The process that writes a rank's asynchronous saves. It imports no torch and does not communicate with other ranks.
 
-The trainer starts it once and sends it commands through a pipe; the bytes to write are in shared memory. It runs at a
-low priority, blocks signals, and exits immediately when the trainer has ended: the next start removes an unpublished
-checkpoint.
+The trainer starts it once and sends it commands; the bytes to write are in shared memory. It exits immediately when the
+trainer has ended: the next start removes an unpublished checkpoint.
 """
 
 from __future__ import annotations
@@ -11,18 +10,12 @@ import contextlib
 import mmap
 import os
 import pickle
-import queue
-import select
-import signal
-import subprocess
-import threading
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from automodel_ckpt.base.python_child import start_python
+from automodel_ckpt.base.python_child import CommandProcess, run_commands
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
@@ -37,14 +30,7 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import RESUME
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run.lease import check_token
-from automodel_ckpt.errors import AutomodelError, SaveFailed
-
-# Not SCHED_IDLE: on a busy machine, a save took twice as long.
-NICENESS = 10
-_POLL_SECONDS = 1.0
-_REPORT_SECONDS = 0.25
-_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-_ENDED = "the process that writes this rank's checkpoints ended unexpectedly"
+from automodel_ckpt.errors import SaveFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,41 +108,12 @@ class Finalize:
 Command = Write | Finalize | Export
 
 
-class Writer:
+class Writer(CommandProcess):
     """The trainer's handle of a writer process that shares the memory behind a file descriptor."""
 
     def __init__(self, memory: int) -> None:
         """Start the process. Raises OSError."""
-        commands_read, commands_write = os.pipe()
-        answers_read, answers_write = os.pipe()
-        numbers = (memory, commands_read, answers_write, os.getpid())
-        # The process inherits the mask, so that a signal to the process group does not end it before the trainer.
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        try:
-            self._process = start_python(
-                __name__,
-                *map(str, numbers),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(memory, commands_read, answers_write),
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-            # Only the process may have these ends: each side notices the end of the other by a closed pipe.
-            os.close(commands_read)
-            os.close(answers_write)
-        self._commands: IO[bytes] = open(commands_write, "wb")  # noqa: SIM115 (closed by end)
-        self._answers: IO[bytes] = open(answers_read, "rb")  # noqa: SIM115 (closed by end)
-        self.written_bytes = 0
-        """Bytes written by the :class:`Write` in progress, or by the last one."""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
+        super().__init__(__name__, str(memory), pass_fds=(memory,))
 
     def activity(self) -> tuple[bytes, ...]:
         """Counters that change when the process has computed, read or written anything; empty after its end."""
@@ -166,61 +123,24 @@ class Writer:
             _, _, fields = (process / "stat").read_bytes().rpartition(b")")
         except OSError:  # the process has ended
             return ()
-        counters = [*fields.split()[11:13], b"%d" % self.written_bytes]
+        counters = [*fields.split()[11:13], b"%d" % self.progress]
         # Hardened systems restrict this file to debuggers (ptrace_scope, hidepid). The other counters remain.
         with contextlib.suppress(OSError):
             counters.append((process / "io").read_bytes())
         return tuple(counters)
 
-    def do(self, command: Command) -> Any:
+    def run(self, command: Command) -> Any:
         """Run a command and return its result. Raises its exception, or :class:`SaveFailed` where the process died."""
         try:
-            pickle.dump(command, self._commands)
-            self._commands.flush()
-            is_write = isinstance(command, Write)
-            if is_write:
-                self.written_bytes = 0
-            failed, value = pickle.load(self._answers)
-            while failed is None:  # a report of progress
-                if is_write:
-                    self.written_bytes = value
-                failed, value = pickle.load(self._answers)
-        # UnpicklingError: the process died while it wrote an answer.
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            raise self._died(command) from error
-        if failed:
-            raise value
-        return value
-
-    def _died(self, command: Command) -> SaveFailed:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.poll()
-        how = f"code {code}"
-        if code is not None and code < 0:
-            how = f"signal {-code} ({signal.Signals(-code).name})"
-        where = command.sources[0] if isinstance(command, Export) else command.staging
-        return SaveFailed(
-            _ENDED,
-            where=where,
-            value=f"process {self.pid}: {how}",
-            hint="check what killed it (the system log reports out-of-memory kills)",
-            restart=RESUME,
-        )
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        # A process in a call to a disk that does not respond ends only when the call returns.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-
-    def end(self) -> None:
-        """End the process after its current command."""
-        for stream in (self._commands, self._answers):
-            with contextlib.suppress(OSError):
-                stream.close()
-        self._process.wait()
+            return self.do(command)
+        except ChildProcessError as error:
+            raise SaveFailed(
+                "the process that writes this rank's checkpoints ended unexpectedly",
+                where=command.sources[0] if isinstance(command, Export) else command.staging,
+                value=str(error),
+                hint="check what killed it (the system log reports out-of-memory kills)",
+                restart=RESUME,
+            ) from error
 
 
 class SharedMemory:
@@ -240,98 +160,14 @@ class SharedMemory:
 
 
 def main(arguments: list[str]) -> None:
-    """Run commands from the pipe until it closes.
+    """Run commands. *arguments*: those of :func:`~.python_child.run_commands`; the descriptor of the memory."""
+    descriptor, trainer, memory = arguments
+    shared = SharedMemory(int(memory))
+    bytes_before = 0
 
-    *arguments*: descriptors of the memory, of the pipes for commands and answers; the trainer's process id.
-    """
-    memory, commands, answers, trainer = map(int, arguments)
-    os.nice(NICENESS)
-    todo: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-    idle = threading.Event()
-    idle.set()
-    threading.Thread(target=_listen, args=(commands, trainer, todo, idle), daemon=True).start()
-    shared = SharedMemory(memory)
-    # A broken pipe means that the trainer has ended.
-    with contextlib.suppress(BrokenPipeError), open(answers, "wb") as out:
-        while (command := todo.get()) is not None:
-            with _reporting(out):
-                outcome = _outcome(command, shared)
-            idle.set()  # before the answer: the trainer may then send the next command
-            pickle.dump(outcome, out)
-            out.flush()
+    def run(command: Command) -> Any:
+        nonlocal bytes_before
+        bytes_before = METER.nbytes
+        return command.run(shared)
 
-
-def _listen(
-    commands: int, trainer: int, todo: queue.SimpleQueue[Command | None], idle: threading.Event
-) -> None:
-    """Queue commands; end the process when the trainer has ended.
-
-    The parent process is checked too: a data-loader worker of the trainer may keep its end of the pipe open.
-    """
-    poll = select.poll()
-    poll.register(commands, select.POLLIN)
-    # The trainer sends one command and waits for its answer. A second one in the buffer of this
-    # file would be invisible to poll.
-    with open(commands, "rb") as incoming:
-        while True:
-            if not poll.poll(_POLL_SECONDS * 1000):
-                # os._exit: in a thread, sys.exit would end only the thread.
-                if os.getppid() != trainer:
-                    os._exit(1)
-                continue
-            try:
-                command = pickle.load(incoming)
-            except (EOFError, pickle.UnpicklingError):
-                # The trainer ended during a command: no process awaits its result.
-                if not idle.is_set():
-                    os._exit(1)
-                todo.put(None)
-                return
-            except Exception:
-                # Another version of the package was installed since the trainer was started.
-                traceback.print_exc()
-                os._exit(1)
-            idle.clear()
-            todo.put(command)
-
-
-@contextlib.contextmanager
-def _reporting(out: IO[bytes]) -> Iterator[None]:
-    """During the block and at its end, send the number of written bytes to the trainer as (None, number)."""
-    bytes_before = METER.nbytes
-    ended = threading.Event()
-
-    def report() -> None:
-        with contextlib.suppress(OSError):  # the trainer has ended
-            pickle.dump((None, METER.nbytes - bytes_before), out)
-            out.flush()
-
-    def report_repeatedly() -> None:
-        while not ended.wait(_REPORT_SECONDS):
-            report()
-
-    thread = threading.Thread(target=report_repeatedly, name="report", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        # The thread must not write to the pipe any more: the answer follows.
-        ended.set()
-        thread.join()
-        report()
-
-
-def _outcome(command: Command, shared: SharedMemory) -> tuple[bool, Any]:
-    """Run a command. Returns (whether it failed, the answer or the exception)."""
-    try:
-        return False, command.run(shared)
-    except (OSError, AutomodelError) as error:
-        return True, _portable(error)
-    except Exception:
-        return True, RuntimeError(traceback.format_exc())
-
-
-def _portable(error: OSError | AutomodelError) -> Exception:
-    if isinstance(error, OSError):
-        return OSError(error.errno, error.strerror, error.filename)
-    return error
+    run_commands(descriptor, trainer, run, lambda: METER.nbytes - bytes_before)

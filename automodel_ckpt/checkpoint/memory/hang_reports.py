@@ -31,8 +31,10 @@ _FILE = re.compile(
     r"step_[0-9]{1,18}/(rank_[0-9]{1,9}|stacks_of_rank_[0-9]{1,9}|report)\.txt", re.ASCII
 )
 
-Stamps = Mapping[str, tuple[int, int]]
-"""The inode and the time of the last change in nanoseconds, by the path of a file relative to the directory."""
+Stamp = tuple[int, int]
+"""The inode of a file, and the time of its last change in nanoseconds."""
+Stamps = Mapping[str, Stamp]
+"""By the path of a file relative to the directory of all reports."""
 
 
 def is_report(file: str) -> bool:
@@ -41,14 +43,23 @@ def is_report(file: str) -> bool:
 
 
 class HangReports:
-    """The reports in the directory of one node. Several threads use it."""
+    """The reports in the directory of one node, which are sent to other nodes in a thread.
 
-    def __init__(self, run: Path) -> None:
+    *send* sends the content of a report to a node, and raises :class:`~.requests.NodeFailed`. Several threads use it.
+    """
+
+    def __init__(self, run: Path, send: Callable[[Address, str, bytes], None]) -> None:
         """*run* is the run directory of the node. What it has now is of earlier starts."""
         self.root = run / layout.HANGS
+        self._send = send
         self._lock = threading.Lock()
         self._of_others = self._stamps()
         """Files that are not sent: those of earlier starts, and what other nodes have sent."""
+        self._targets: Sequence[Address] = ()
+        self._sent: dict[Address, dict[str, Stamp]] = {}
+        self._sending: dict[Address, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "reports")
+        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
 
     def receive(self, file: str, data: bytes) -> None:
         """Write a report of another node. Raises OSError."""
@@ -58,7 +69,7 @@ class HangReports:
             raise NotADirectoryError(f"{directory} is a symbolic link")
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{uuid.uuid4().hex}"
-        # Otherwise, written() could take it for a report of this node, and send it back.
+        # Otherwise, the thread could take it for a report of this node, and send it back.
         with self._lock:
             try:
                 temporary.write_bytes(data)
@@ -67,16 +78,38 @@ class HangReports:
                 temporary.unlink(missing_ok=True)
             self._of_others[file] = _stamp((self.root / file).stat())
 
-    def written(self) -> Stamps:
-        """Return the reports of this node. Raises OSError."""
+    def start(self, targets: Sequence[Address]) -> None:
+        """Send reports to *targets* from now on."""
+        self._targets = targets
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # It may be unable to read them now.
+            with contextlib.suppress(OSError):
+                self._begin_to_send()
+            time.sleep(_POLL_SECONDS)
+
+    def _begin_to_send(self) -> None:
+        """Send what was not sent yet. A node that does not respond does not delay others. Raises OSError."""
         with self._lock:
-            return _without(self._stamps(), self._of_others)
+            written = _without(self._stamps(), self._of_others)
+        for target in self._targets:
+            sending = self._sending.get(target)
+            new = _without(written, self._sent.setdefault(target, {}))
+            if new and (sending is None or sending.done()):
+                self._sending[target] = self._pool.submit(self._send_all, target, new)
 
-    def read(self, file: str) -> bytes:
-        """Read a report. Raises OSError."""
-        return read_safely(self.root, file, limit=MAX_BYTES)
+    def _send_all(self, target: Address, files: Stamps) -> None:
+        """Send *files* to *target*. What fails is sent again."""
+        with contextlib.suppress(NodeFailed):
+            for file, stamp in files.items():
+                with contextlib.suppress(OSError):
+                    self._send(target, file, read_safely(self.root, file, limit=MAX_BYTES))
+                self._sent[target][file] = stamp
 
-    def _stamps(self) -> dict[str, tuple[int, int]]:
+    def _stamps(self) -> dict[str, Stamp]:
         found = {}
         for path in self.root.glob("step_*/*.txt"):
             file = f"{path.parent.name}/{path.name}"
@@ -91,53 +124,5 @@ def _without(files: Stamps, known: Stamps) -> Stamps:
     return {file: stamp for file, stamp in files.items() if known.get(file) != stamp}
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int]:
+def _stamp(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_mtime_ns
-
-
-class ReportSender:
-    """Sends the reports of this node to other nodes, in a thread.
-
-    *send* sends the content of a report to a node, and raises :class:`~.requests.NodeFailed`. A node that does not
-    respond does not delay what is sent to others.
-    """
-
-    def __init__(self, reports: HangReports, send: Callable[[Address, str, bytes], None]) -> None:
-        self._reports = reports
-        self._send = send
-        self._targets: Sequence[Address] = ()
-        self._sent: dict[Address, dict[str, tuple[int, int]]] = {}
-        self._sending: dict[Address, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, "reports")
-        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
-
-    def start(self, targets: Sequence[Address]) -> None:
-        """Send reports to *targets* from now on."""
-        self._targets = targets
-        if not self._thread.is_alive():
-            self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            # It may be unable to read them now.
-            with contextlib.suppress(OSError):
-                self.poll()
-            time.sleep(_POLL_SECONDS)
-
-    def poll(self) -> None:
-        """Begin to send what was not sent yet. Raises OSError."""
-        written = self._reports.written()
-        for target in self._targets:
-            sending = self._sending.get(target)
-            if sending is not None and not sending.done():
-                continue
-            if new := _without(written, self._sent.setdefault(target, {})):
-                self._sending[target] = self._pool.submit(self._send_all, target, new)
-
-    def _send_all(self, target: Address, files: Stamps) -> None:
-        """Send *files* to *target*. What fails is sent again by a later :meth:`poll`."""
-        with contextlib.suppress(NodeFailed):
-            for file, stamp in files.items():
-                with contextlib.suppress(OSError):
-                    self._send(target, file, self._reports.read(file))
-                self._sent[target][file] = stamp

@@ -12,7 +12,6 @@ import re
 import socket
 import threading
 import uuid
-from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,7 +23,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.memory.hang_reports import MAX_BYTES as MAX_REPORT_BYTES
 from automodel_ckpt.checkpoint.memory.hang_reports import HangReports, is_report
-from automodel_ckpt.checkpoint.memory.requests import SILENCE_SECONDS, Address
+from automodel_ckpt.checkpoint.memory.requests import SILENCE_SECONDS, Address, send_report
 from automodel_ckpt.checkpoint.memory.save_files import (
     RECEIVING,
     is_of_save,
@@ -61,7 +60,11 @@ class NodeServer(ThreadingHTTPServer):
         if ":" in address.host:
             self.address_family = socket.AF_INET6
         self.root, self.token = root, token
-        self.hang_reports = HangReports(root)
+
+        def send(target: Address, file: str, data: bytes) -> None:
+            send_report(target, token, file, data)
+
+        self.hang_reports = HangReports(root, send)
         self._received: dict[str, set[str]] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
@@ -127,23 +130,22 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_SECONDS
     server: NodeServer
 
-    def do_GET(self) -> None:
-        self._answer(self._send_range)
-
-    def do_PUT(self) -> None:
-        self._answer(self._receive)
-
-    def do_POST(self) -> None:
-        self._answer(self._run_command)
-
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: the terminal is that of the run."""
 
-    def _answer(self, serve: Callable[[], None]) -> None:
+    def _answer(self) -> None:
         # The body of a request that is refused was not read, so the connection cannot be used again.
         try:
-            self._check_token()
-            serve()
+            expected = f"Bearer {self.server.token}".encode()
+            given = self.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(given, expected):
+                raise Refused(HTTPStatus.FORBIDDEN)
+            if self.command == "GET":
+                self._send_range()
+            elif self.command == "PUT":
+                self._receive()
+            else:
+                self._run_command()
         except Refused as refused:
             self._refuse(refused.status, str(refused))
         except FileNotFoundError as error:
@@ -153,11 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             self._refuse(HTTPStatus.INSUFFICIENT_STORAGE, error.strerror or str(error))
 
-    def _check_token(self) -> None:
-        expected = f"Bearer {self.server.token}".encode()
-        given = self.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
-            raise Refused(HTTPStatus.FORBIDDEN)
+    do_GET = do_PUT = do_POST = _answer  # noqa: N815 (the names that the base class calls)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         self.close_connection = True

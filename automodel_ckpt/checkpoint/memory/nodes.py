@@ -136,19 +136,9 @@ class Nodes:
                 # Otherwise, another run would remove the directory. Rank 0's checkpointer holds that of its node.
                 if rank != 0:
                     self._lease = Lease(directory)
-        address = None if self._process is None else self._process.address
-        addresses = agree.gather_objects(group, address)
-        self.nodes: list[Node] = []
-        for ranks in of_ranks:
-            found = addresses[ranks[0]]
-            assert found is not None
-            self.nodes.append(Node(ranks, found))
+        addresses = agree.gather_objects(group, self._process and self._process.address)
+        self.nodes = [Node(ranks, Address(*addresses[ranks[0]])) for ranks in of_ranks]
         self.replicas = min(replicas, len(self.nodes) - 1)
-
-    @property
-    def process_id(self) -> int | None:
-        """The ID of the process that this rank has started; None if it does not lead its node."""
-        return None if self._process is None else self._process.pid
 
     @property
     def share(self) -> float:

@@ -50,12 +50,13 @@ class _Copy:
     staging: Path
     final: Path
     digest: str
+    record: MemoryRecord
 
     @classmethod
-    def of(cls, run: Path, name: str, digest: str) -> _Copy:
+    def of(cls, run: Path, name: str, digest: str, record: MemoryRecord) -> _Copy:
         # The same for all nodes.
         unique = uuid.uuid5(uuid.NAMESPACE_OID, digest).hex
-        return cls(run / layout.staging_name(name, unique), run / name, digest)
+        return cls(run / layout.staging_name(name, unique), run / name, digest, record)
 
     @property
     def is_published(self) -> bool:
@@ -64,14 +65,27 @@ class _Copy:
             return Summary.read(self.final).digest == self.digest
         return False
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is published, or has the manifest, which is of the present generation, and all files in it."""
+        if self.is_published:
+            return True
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            if self.record.is_current(Summary.read(self.staging)):
+                files = Manifest.read(self.staging).files.items()
+                return all(
+                    (self.staging / file).stat().st_size == each.size for file, each in files
+                )
+        return False
+
 
 def copy_to_disk(directory: Path, run: Path, wait_seconds: float = _WAIT_SECONDS) -> Path | None:
     """Copy the checkpoints in *directory*, the memory of this node, to the directory *run*, and publish the newest.
 
     Nothing is copied that is older than the newest checkpoint of *run*, or that the run has abandoned. Returns the path
-    of what this or another node has published; None if *run* has a later one. Raises :class:`CheckpointUnusable` if the
-    parts of other nodes do not arrive in *wait_seconds*, or what arrived is damaged, :class:`RecipeError` if another
-    live run uses *run*, OSError.
+    of what this or another node has published, None when *run* has a later one. Raises :class:`CheckpointUnusable` if
+    the parts of other nodes do not arrive in *wait_seconds*, or what arrived is damaged, :class:`RecipeError` if
+    another live run uses *run*, OSError.
     """
     record = MemoryRecord.read(run)
     # Those of a start that has failed before it trained: its nodes did not have them completely.
@@ -88,22 +102,20 @@ def copy_to_disk(directory: Path, run: Path, wait_seconds: float = _WAIT_SECONDS
         # A node that was absent may have later steps than those that the others went back to.
         if has_manifest and not record.is_current(Summary.read(source)):
             continue
-        copy = _Copy.of(run, str(name), digest)
+        copy = _Copy.of(run, str(name), digest, record)
         _copy_missing(source, copy)
         copies.append(copy)
-        if copy.is_published or _is_complete(copy.staging, record):
+        if copy.is_complete:
             break
-    return _publish_first(copies, run, record, wait_seconds) if record and copies else None
+    return _publish_first(copies, run, wait_seconds) if copies else None
 
 
-def _publish_first(
-    copies: Sequence[_Copy], run: Path, record: MemoryRecord, wait_seconds: float
-) -> Path:
+def _publish_first(copies: Sequence[_Copy], run: Path, wait_seconds: float) -> Path:
     """Publish the first copy that is complete, and remove the others."""
     end = time.monotonic() + wait_seconds
     while True:
         for copy in copies:
-            if copy.is_published or _is_complete(copy.staging, record):
+            if copy.is_complete:
                 _publish(run, copy)
                 for other in copies:
                     commit.discard(other.staging)
@@ -145,36 +157,29 @@ def _copy_missing(source: Path, copy: _Copy) -> None:
     except BaseException:
         for path in copied:
             path.unlink(missing_ok=True)
-        _remove_if_empty(copy.staging)
+        for folder, _, _ in os.walk(copy.staging, topdown=False):
+            # Another node may have copied files into it.
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
         if not copy.is_published:
             raise
     finally:
         commit.discard(own)
 
 
-def _remove_if_empty(staging: Path) -> None:
-    """Remove the directory unless another node has copied files into it."""
-    for folder, _, _ in os.walk(staging, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
-
-
-def _is_complete(staging: Path, record: MemoryRecord) -> bool:
-    """Whether *staging* has the manifest, which is of the present generation, and all files in it with their sizes."""
-    try:
-        if not record.is_current(Summary.read(staging)):
-            return False
-        files = Manifest.read(staging).files
-        return all((staging / file).stat().st_size == each.size for file, each in files.items())
-    except (OSError, CheckpointUnusable):
-        return False
-
-
 def _publish(run: Path, copy: _Copy) -> None:
     """Publish a complete copy, unless another node has. Raises :class:`CheckpointUnusable` if it is damaged."""
     # Without the lease, which the others wait for: it can take minutes.
     _check(copy)
-    lease = _lease_of(run)
+    end = time.monotonic() + _LEASE_SECONDS
+    while True:
+        try:
+            lease = Lease(run)
+            break
+        except RecipeError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_PAUSE_SECONDS)
     try:
         if copy.is_published:
             return
@@ -209,19 +214,8 @@ def _check(copy: _Copy) -> None:
         )
 
 
-def _lease_of(run: Path) -> Lease:
-    end = time.monotonic() + _LEASE_SECONDS
-    while True:
-        try:
-            return Lease(run)
-        except RecipeError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_PAUSE_SECONDS)
-
-
 def _complete_names(run: Path) -> Iterator[layout.CheckpointName]:
-    """Yield the names of the checkpoints on disk whose manifest can be read, newest first."""
+    """Yield the names of the checkpoints on disk with a manifest that can be read, newest first."""
     for name in checkpoint_names(run):
         with contextlib.suppress(OSError, CheckpointUnusable):
             Summary.read(run / str(name))

@@ -11,10 +11,10 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -46,12 +46,13 @@ from automodel_ckpt.parallel.ranks import agree
 log = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class _Holding:
+_Save = tuple[str, str]
+"""The name of a checkpoint, and the digest of its manifest."""
+
+
+class _Holding(NamedTuple):
     """What a node has of a save: the sizes of its files, and whether it has the manifest."""
 
-    name: str
-    digest: str
     sizes: Mapping[str, int]
     has_manifest: bool
 
@@ -115,38 +116,31 @@ class CheckpointOnNodes:
             return opened.read(end - start)
 
 
-class Generation(Protocol):
-    """The present generation of a run. Checkpoints of another one are abandoned."""
-
-    def is_current(self, summary: Summary) -> bool:
-        """Whether the checkpoint with this manifest is of the present generation."""
-
-
 def survey(
-    nodes: Nodes, group: ProcessGroup | None, level: Level, generation: Generation
+    nodes: Nodes,
+    group: ProcessGroup | None,
+    level: Level,
+    is_current: Callable[[Summary], bool],
 ) -> dict[Path, CheckpointOnNodes]:
     """Find the usable checkpoints in the directories of all nodes, by path. Collective.
 
-    *level* is how files are verified. Incomplete checkpoints are set aside (:func:`~.save_files.set_aside`), and those
-    that *generation* of the run does not continue. The next survey examines them again: a node may have been absent.
-    Directories that no save has written are left alone, or renamed where a checkpoint has their name. Raises OSError
-    and :class:`NodeFailed` on all ranks.
+    *level* is how files are verified. *is_current* states whether the present generation of the run continues a
+    checkpoint. Incomplete checkpoints are set aside (:func:`~.save_files.set_aside`), and abandoned ones. The next
+    survey examines them again: a node may have been absent. Directories that no save has written are left alone, or
+    renamed where a checkpoint has their name. Raises OSError and :class:`NodeFailed` on all ranks.
     """
-    mine: dict[tuple[str, str], _Holding] = {}
+    mine: dict[_Save, _Holding] = {}
     with agree.raise_on_all_ranks(group):
         if nodes.is_leader:
             bring_back(nodes.directory)
-            mine = {(each.name, each.digest): each for each in _holdings(nodes.directory)}
+            mine = dict(_holdings(nodes.directory))
     of_ranks = agree.gather_objects(group, mine)
+    of_nodes = [of_ranks[node.ranks[0]] for node in nodes.nodes]
     found: dict[Path, CheckpointOnNodes] = {}
-    saves = {save for of_rank in of_ranks for save in of_rank}
     # Sorted: all ranks must examine the same saves in the same order.
-    for save in sorted(saves):
-        holdings: dict[int, _Holding] = {}
-        for number, node in enumerate(nodes.nodes):
-            if save in of_ranks[node.ranks[0]]:
-                holdings[number] = of_ranks[node.ranks[0]][save]
-        checkpoint = _examine(nodes, group, level, generation, save, holdings)
+    for save in sorted({save for of_node in of_nodes for save in of_node}):
+        holdings = [of_node.get(save) for of_node in of_nodes]
+        checkpoint = _examine(nodes, group, level, is_current, save, holdings)
         if checkpoint is not None:
             found[checkpoint.path] = checkpoint
     with agree.raise_on_all_ranks(group):
@@ -157,9 +151,8 @@ def survey(
     return found
 
 
-def _holdings(directory: Path) -> list[_Holding]:
-    """The checkpoints in the memory of this node, or what it has of them. Others are left out."""
-    found = []
+def _holdings(directory: Path) -> Iterator[tuple[_Save, _Holding]]:
+    """Yield the checkpoints in the memory of this node, or what it has of them. Others are left out."""
     for name in checkpoint_names(directory):
         path = directory / str(name)
         digest, has_manifest = save_digest(path)
@@ -169,48 +162,54 @@ def _holdings(directory: Path) -> list[_Holding]:
             except OSError as error:
                 log.warning("%s in memory is not used: %s", path, error)
                 continue
-            found.append(_Holding(str(name), digest, sizes, has_manifest))
-    return found
+            yield (str(name), digest), _Holding(sizes, has_manifest)
 
 
 def _examine(
     nodes: Nodes,
     group: ProcessGroup | None,
     level: Level,
-    generation: Generation,
-    save: tuple[str, str],
-    holdings: Mapping[int, _Holding],
+    is_current: Callable[[Summary], bool],
+    save: _Save,
+    holdings: Sequence[_Holding | None],
 ) -> CheckpointOnNodes | None:
-    """Find where the files of a save are; None if it is incomplete or not of the present generation. Collective."""
+    """Find where the files of a save are. Collective.
+
+    *holdings* are those of all nodes. Returns None if it is incomplete or not of the present generation.
+    """
     name, digest = save
-    with_manifest = [number for number, each in holdings.items() if each.has_manifest]
-    if not with_manifest:
+    sources = [
+        node.ranks[0]
+        for node, holding in zip(nodes.nodes, holdings, strict=True)
+        if holding is not None and holding.has_manifest
+    ]
+    if not sources:
         return None
-    source = nodes.nodes[with_manifest[0]].ranks[0]
     path = nodes.directory / name
     data = b""
     with agree.raise_on_all_ranks(group):
-        if nodes.rank == source:
+        if nodes.rank == sources[0]:
             data = read_safely(path, layout.MANIFEST, limit=MAX_BYTES)
-    data = agree.broadcast_object(group, data, source)
+    data = agree.broadcast_object(group, data, sources[0])
     # All ranks parse the same bytes, and so all reach the same result.
     try:
         summary = Summary.parse(data, path)
     except CheckpointUnusable:
         return None
-    if summary.digest != digest or not generation.is_current(summary):
+    if summary.digest != digest or not is_current(summary):
         return None
     records = _without_tables(data, path).files
-    mine = holdings.get(nodes.own)
     whole: list[str] = []
     with agree.raise_on_all_ranks(group):
+        mine = holdings[nodes.own]
         if mine is not None:
-            whole = _whole_files(nodes, path, mine, records, level)
+            whole = _whole_files(nodes, path, mine.sizes, records, level)
+    of_ranks = agree.gather_objects(group, whole)
     holders: dict[str, list[int]] = {file: [] for file in records}
-    for rank, files in enumerate(agree.gather_objects(group, whole)):
-        number = next(number for number, node in enumerate(nodes.nodes) if rank in node.ranks)
-        for file in files:
-            holders[file].append(number)
+    for number, node in enumerate(nodes.nodes):
+        for rank in node.ranks:
+            for file in of_ranks[rank]:
+                holders[file].append(number)
     if not all(holders.values()):
         return None
     return CheckpointOnNodes(path, digest, data, holders, nodes, {})
@@ -224,32 +223,25 @@ def _without_tables(data: bytes, path: Path) -> Manifest:
 def _whole_files(
     nodes: Nodes,
     path: Path,
-    mine: _Holding,
+    sizes: Mapping[str, int],
     records: Mapping[str, FileRecord],
     level: Level,
 ) -> list[str]:
     """The files of this node that match their records. Each rank of the node examines a part of them."""
     ranks = nodes.nodes[nodes.own].ranks
-    present = sorted(
-        file for file, record in records.items() if mine.sizes.get(file) == record.size
-    )
+    present = sorted(file for file, record in records.items() if sizes.get(file) == record.size)
     share = present[ranks.index(nodes.rank) :: len(ranks)]
     if level != "digest":
         return share
     whole = []
     for file in share:
+        record = records[file]
         # A file that cannot be read is as good as missing: another node may have it.
         with contextlib.suppress(OSError):
-            if _is_whole(path / file, records[file]):
+            # The slices of the first kind are compared with their digests when they are read.
+            if has_merkle_digest(record) or file_record(path / file) == record:
                 whole.append(file)
     return whole
-
-
-def _is_whole(path: Path, record: FileRecord) -> bool:
-    if has_merkle_digest(record):
-        # Its slices are compared with their digests when they are read.
-        return True
-    return file_record(path) == record
 
 
 def _set_aside_unusable(directory: Path, found: Mapping[Path, CheckpointOnNodes]) -> None:

@@ -1,11 +1,10 @@
-"""The uploads of a run, seen from rank 0 of the trainer, which starts the uploading process and waits for it."""
+"""The uploads of a run, seen from the trainer, which starts the uploading processes and waits for them."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
-from automodel_ckpt.checkpoint.remote.part_uploader import PartJob
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS, Job
+from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.store import gone_back
@@ -29,7 +27,6 @@ log = logging.getLogger("automodel_ckpt")
 
 _KEY = "checkpoint.remote"
 _MODULE = "automodel_ckpt.checkpoint.remote.uploader"
-_MAX_COMMANDS = 3
 _PART_MODULE = "automodel_ckpt.checkpoint.remote.part_uploader"
 
 
@@ -37,6 +34,29 @@ def check_remote(settings: RemoteOptions) -> None:
     """Raise :class:`RecipeError` for a URL or options that cannot be used. Makes no request."""
     check_library(check_url(settings.url, f"{_KEY}.url"), f"{_KEY}.url")
     check_options(settings.options, f"{_KEY}.options")
+
+
+def _job(settings: RemoteOptions, token: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of a :class:`~.uploader.Job`."""
+    rate = settings.max_mb_per_second
+    return {
+        "url": settings.url,
+        "options": dict(settings.options),
+        "token": token,
+        "bytes_per_second": None if rate is None else 1e6 * rate,
+        "num_threads": settings.num_threads,
+        **fields,
+    }
+
+
+def part_uploads(root: Path, settings: RemoteOptions, token: str, node: int) -> UploadingProcess:
+    """Return the process that uploads the files of a node other than rank 0's, with the run directory *root*.
+
+    The first rank of the node *node* uses it. *token* is the token of rank 0's uploads. Nothing waits for the network.
+    """
+    job = _job(settings, token, node=node)
+    name = "the uploading process of this node"
+    return UploadingProcess(_PART_MODULE, root, LOCK, PART_STATUS, lambda: job, name=name)
 
 
 class Uploads:
@@ -50,26 +70,20 @@ class Uploads:
     ) -> None:
         """Raises :class:`RecipeError` for a URL or options that cannot be used."""
         self.root = root
-        self._settings = settings
+        self._is_required = settings.required
         self._run = RemoteRun(Store(settings.url, settings.options, where=_KEY))
-        self.job = Job(
-            url=settings.url,
-            options=dict(settings.options),
-            token=self._run.token,
-            metric_key=metric_key,
-            mode=mode,
-            keep_last=settings.keep_last,
-            keep_best=settings.keep_best,
-            keep_every_steps=settings.keep_every_steps,
-            keep_steps=list(settings.keep_steps),
-            bytes_per_second=_bytes_per_second(settings),
-            num_threads=settings.num_threads,
-        )
+        self.token = self._run.token
+        keep = {
+            "last": settings.keep_last,
+            "best": settings.keep_best,
+            "every_steps": settings.keep_every_steps,
+            "steps": list(settings.keep_steps),
+            "mode": mode,
+        }
+        self.job = _job(settings, self.token, metric_key=metric_key, keep=keep, num_nodes=1)
         self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, self._present_job)
         self._newest: str | None = None
         self._went_back_to = 0
-        self._only_exports: set[str] = set()
-        """Checkpoints that were in the store when the upload of an export of them was requested."""
 
     # ---------------------------------------------------------------- the start
 
@@ -87,7 +101,7 @@ class Uploads:
                 unlink(self.root, LINK, name)
         if resumed_name is not None:
             link(self.root, LINK, resumed_name)
-        self._went_back_to = gone_back.note(self.root, resumed_step or 0, self.job.token)
+        self._went_back_to = gone_back.note(self.root, resumed_step or 0, self.token)
         self.process.start()
 
     def roll_back(self, step: int) -> None:
@@ -107,21 +121,15 @@ class Uploads:
         """
         record = gone_back.GoneBack.read(self.root)
         step = self._went_back_to if self._newest is None else step_of(self._newest)
-        return asdict(replace(self.job, went_back_to=step if record is None else record.step))
+        return {**self.job, "went_back_to": step if record is None else record.step}
 
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
         self._newest = name
-        self._only_exports.discard(name)
-        self._request(name)
+        self.request(name)
 
-    def note_exported(self, name: str) -> None:
-        """Have an export of a checkpoint uploaded. The checkpoint may be in the store already."""
-        if name not in pending(self.root, LINK):
-            self._only_exports.add(name)
-        self._request(name)
-
-    def _request(self, name: str) -> None:
+    def request(self, name: str) -> None:
+        """Have a checkpoint and its exports uploaded. They may be in the store already."""
         if self.process.is_over:
             # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
             log.warning("%s is not uploaded: %s", name, self.process.status.error)
@@ -139,49 +147,33 @@ class Uploads:
         """
         if not self.process.is_started:
             return
-        waiting = pending(self.root, LINK)
         for pointer in layout.POINTERS:
             name = commit.pointed(self.root, pointer)
             if name is not None and (self.root / name).is_dir() and exports_in(self.root / name):
                 # An earlier start or `ckpt` may have made it. The rules of the store never remove these two.
-                if name not in waiting:
-                    self._only_exports.add(name)
                 link(self.root, LINK, name)
         if missing := pending(self.root, LINK):
             log.info("waiting for the upload of %s", ", ".join(missing))
-        self.process.finish(waits=self._settings.required, must_end=must_end)
+        self.process.finish(waits=self._is_required, must_end=must_end)
         missing = pending(self.root, LINK)
+        newest = layout.parse_checkpoint_name(self._newest or "")
+        # The status is not enough: the process of an earlier start may have written it.
+        if not missing and newest is not None and self._run.checkpoint(newest) is None:
+            missing = [str(newest)]
         if missing:
             raise self._failure(missing)
-        if not self._newest_is_stored():
-            raise self._failure([str(self._newest)])
 
     def _failure(self, missing: Sequence[str]) -> SaveFailed:
-        """Return the error for checkpoints that are *missing* in the store, or whose exports are, newest first."""
-        in_store = self._only_exports.union(self.process.status.complete)
-        checkpoints = [name for name in missing if name not in in_store]
-        # This start may have saved nothing, and continue the uploads of an earlier one.
-        newest = self._newest or commit.pointed(self.root, layout.LATEST)
-        if not checkpoints:
-            what = "exports are not in the store; the checkpoints are"
-        elif newest in checkpoints:
-            what = "the newest checkpoint is not in the store"
-        else:
-            what = "older checkpoints are not in the store; the newest one is"
-        place = "the local disk"
-        sources = [self.root if name == newest else self.root / name for name in missing]
-        commands = [f"`ckpt push {source} {self._run.store}`" for source in sources[:_MAX_COMMANDS]]
-        hint = f"upload {'it' if len(missing) == 1 else 'them'} with {', '.join(commands)}"
-        if len(sources) > _MAX_COMMANDS:
-            hint += ", ..."
-        restart = ""
-        if self.job.num_nodes > 1:
+        """Return the error for checkpoints that are *missing* in the store, or lack an export there, newest first."""
+        place, restart = "the local disk", ""
+        hint = f"upload each with `ckpt push {self.root / missing[0]} {self._run.store}`"
+        if self.job["num_nodes"] > 1:
             place, hint = "the disks of the nodes", ""
             restart = "run the same command on the same nodes"
-        error = self.process.status.error
         value = ", ".join(missing)
+        error = self.process.status.error
         return SaveFailed(
-            f"{what}; {'it is' if len(missing) == 1 else 'all are'} complete on {place}",
+            f"checkpoints or their exports are not in the store; they are complete on {place}",
             where=str(self._run.store),
             value=f"{value}; {error}" if error else value,
             hint=hint,
@@ -209,36 +201,6 @@ class Uploads:
                 ", ".join(missing),
             )
 
-    def _newest_is_stored(self) -> bool:
-        """Read from the store whether it has the newest checkpoint that was published, if there is one.
-
-        The status is not enough: the process of an earlier start may have written it.
-        """
-        name = layout.parse_checkpoint_name(self._newest) if self._newest is not None else None
-        return name is None or self._run.checkpoint(name) is not None
-
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
         self.process.leave()
-
-
-def part_uploads(root: Path, settings: RemoteOptions, token: str, node: int) -> UploadingProcess:
-    """Return the process that uploads the files of a node other than rank 0's, whose directory is *root*.
-
-    The first rank of the node *node* uses it. *token* is the token of rank 0's uploads. Nothing waits for the network.
-    """
-    job = PartJob(
-        url=settings.url,
-        options=dict(settings.options),
-        token=token,
-        node=node,
-        bytes_per_second=_bytes_per_second(settings),
-        num_threads=settings.num_threads,
-    )
-    name = "the uploading process of this node"
-    return UploadingProcess(_PART_MODULE, root, LOCK, PART_STATUS, lambda: asdict(job), name=name)
-
-
-def _bytes_per_second(settings: RemoteOptions) -> float | None:
-    rate = settings.max_mb_per_second
-    return None if rate is None else 1e6 * rate

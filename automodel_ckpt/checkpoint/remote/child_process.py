@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,7 @@ class Status:
 
     *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, *failures* counts
     failed attempts since the last success, and *error* is the message of the last one. *is_over*: the process does not
-    upload any more, because another run took over. *owner* is the token of the start that took over the URL. *complete*
-    are pending checkpoints that are in the store, of which an export is not.
+    upload any more, because another run took over. *owner* is the token of the start that took over the URL.
     """
 
     uploaded: str | None = None
@@ -68,7 +67,6 @@ class Status:
     error: str = ""
     is_over: bool = False
     owner: str = ""
-    complete: Sequence[str] = ()
 
     @classmethod
     def read(cls, root: Path, file: str) -> Status:
@@ -255,19 +253,13 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
                     # The trainer has ended.
                     deadline = time.monotonic() + LAST_SECONDS
             now = time.monotonic()
-            if now > deadline or not _is_newest(uploads):
-                uploads.stop()
+            with contextlib.suppress(OSError):
+                if now > deadline or not is_newest():
+                    uploads.stop()
             if now - noted > _NOTE_SECONDS:
                 uploads.note_progress()
                 noted = now
     return 0
-
-
-def _is_newest(uploads: UploadLoop) -> bool:
-    """Whether no later start of the run is known to have a process."""
-    with contextlib.suppress(OSError):
-        return uploads.is_newest()
-    return True
 
 
 def _line(commands: Any) -> bytes:
@@ -281,15 +273,6 @@ def _line(commands: Any) -> bytes:
 
 
 # ---------------------------------------------------------------- in the trainer
-
-
-def restart_pause_seconds(num_restarts: int) -> float:
-    """The pause before a process that was killed is started again, after so many restarts.
-
-    It may have been killed for want of memory, or fail again and again.
-    """
-    pause = _RESTART_SECONDS * 2.0 ** min(num_restarts, 30)
-    return min(pause, _LONGEST_RESTART_SECONDS)
 
 
 class UploadingProcess:
@@ -313,7 +296,7 @@ class UploadingProcess:
         self._status_file, self._name = status_file, name
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_restarts = 0
+        self._pause_seconds = _RESTART_SECONDS
 
     @property
     def status(self) -> Status:
@@ -336,23 +319,11 @@ class UploadingProcess:
         with self._lock:
             self._start()
 
-    def ensure(self) -> bool:
-        """Start the process again if it has ended, and not because another run took over.
-
-        Returns False if that fails, which is logged.
-        """
-        with self._lock:
-            process = self._process
-            if process is None or process.poll() is None or self.status.is_over:
-                return True
-            log.warning("%s ended unexpectedly; it is started again", self._name)
-            self._close(process)
-            try:
-                self._start()
-            except OSError as error:
-                log.warning("it could not be started: %s", error)
-                return False
-            return True
+    def ensure(self) -> None:
+        """Start the process again if it has ended, also after :meth:`finish`, but not if another run took over."""
+        process = self._process
+        if process is not None and process.poll() is not None and not self.status.is_over:
+            self._restart(process)
 
     def finish(self, *, waits: bool, must_end: Callable[[], bool] = lambda: False) -> None:
         """Let the process finish what is pending, and wait for it; unless it *waits*, only while it makes progress.
@@ -364,9 +335,10 @@ class UploadingProcess:
             if process is None:
                 return
             self._finish(process, waits=waits, must_end=must_end)
+            # It still runs, or has ended as it should.
             if not process.poll() or must_end():
                 return
-            self.ensure()
+            self._restart(process)
 
     def leave(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
@@ -374,7 +346,7 @@ class UploadingProcess:
             process, self._process = self._process, None
         if process is not None:
             _send(process, FINISH)
-            self._close(process)
+            _close(process)
 
     def _start(self) -> None:
         token = uuid.uuid4().hex
@@ -394,11 +366,26 @@ class UploadingProcess:
         ).start()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        is_needed = process.wait() != 0
-        while is_needed:
-            time.sleep(restart_pause_seconds(self._num_restarts))
-            self._num_restarts += 1
-            is_needed = self._process is process and not self.ensure()
+        if process.wait() == 0:
+            return
+        while self._process is process:
+            time.sleep(self._pause_seconds)
+            # It may have been killed for want of memory, or fail again and again.
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_RESTART_SECONDS)
+            self._restart(process)
+
+    def _restart(self, ended: subprocess.Popen[bytes]) -> None:
+        """Replace a process that has ended, unless another thread has. A failure is logged."""
+        with self._lock:
+            if self._process is not ended:
+                return
+            if ended.poll() != 0:
+                log.warning("%s ended unexpectedly; it is started again", self._name)
+            _close(ended)
+            try:
+                self._start()
+            except OSError as error:
+                log.warning("it could not be started: %s", error)
 
     def _finish(
         self, process: subprocess.Popen[bytes], *, waits: bool, must_end: Callable[[], bool]
@@ -420,12 +407,12 @@ class UploadingProcess:
             if idle_seconds > STALLED_SECONDS and not waits:
                 return
 
-    @staticmethod
-    def _close(process: subprocess.Popen[bytes]) -> None:
-        """Close the connection to the process, which then ends after some time at the latest."""
-        with contextlib.suppress(OSError):
-            assert process.stdin is not None
-            process.stdin.close()
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Close the connection to the process, which then ends after some time at the latest."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
 
 
 def _send(process: subprocess.Popen[bytes], line: bytes) -> None:

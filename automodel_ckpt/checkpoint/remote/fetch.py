@@ -63,15 +63,13 @@ class Fetched:
         return replace(manifest, files=files, trees={}, state={})
 
     def bring(self, root: Path) -> None:
-        """Download the files of the local directory to that of another node, whose run directory is *root*.
+        """Download the files of the local directory to that of another node, with the run directory *root*.
 
         Raises :class:`StoreError`, and what :func:`~.pull.pull_files` raises.
         """
         remove_fetched(root)
         run = RemoteRun(Store(self.url, self.options, where=_KEY))
-        _, manifest = run.complete_manifest(self.path.name)
-        (root / DIRECTORY).mkdir()
-        _pull_files_without_tensors(run, manifest, self.path.name, root, self.num_threads)
+        _pull_files_without_tensors(run, self.path.name, root, self.num_threads)
 
     def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
         """Open the other files, to read them by byte ranges; None if there are none."""
@@ -108,14 +106,15 @@ class Fetcher:
         otherwise, and what :func:`~.pull.pull_checkpoint` raises.
         """
         remove_fetched(self._root)
-        found = self._find_if_needed(restore_from, memory)
-        if found is None:
-            self._pull_missing_logs()
-            return None
-        run, name, is_own = found
-        fetched = self._bring(run, name, is_own=is_own)
-        if is_own:
-            pull_logs(run, self._root)
+        found = self.find(restore_from, memory)
+        fetched = None if found is None else self._bring(*found)
+        if found is not None and found[0] is self._run:
+            pull_logs(found[0], self._root)
+        had_nodes = self.always_streams or (self._root / layout.GENERATION).exists()
+        if found is None and self._run is not None and had_nodes:
+            # Another node had the logs, and the checkpoint is on the disks of the nodes, which does not need them.
+            with contextlib.suppress(StoreError):
+                pull_logs(self._run, self._root)
         return fetched
 
     def fetch_up_to(self, step: int, memory: Path | None = None) -> Fetched | None:
@@ -132,109 +131,86 @@ class Fetcher:
             found = _newest(self._run, self._root, step)
             if found is None or (local is not None and local.step >= found.name.step):
                 return None
-            return self._bring(self._run, str(found.name), is_own=True)
+            return self._bring(self._run, str(found.name))
         except (StoreError, CheckpointUnusable) as error:
             log.warning(
                 "checkpoints in the store are not used to go back to step %d: %s", step, error
             )
             return None
 
-    def _pull_missing_logs(self) -> None:
-        """Download the logs if another node had them, and continues from a checkpoint on the disks of the nodes."""
-        had_nodes = self.always_streams or (self._root / layout.GENERATION).exists()
-        if self._run is None or not had_nodes:
-            return
-        # The checkpoint does not need them.
-        with contextlib.suppress(StoreError):
-            pull_logs(self._run, self._root)
-
     def expected(self, restore_from: str | None, memory: Path | None = None) -> Summary | None:
-        """Read the summary of the checkpoint that :meth:`fetch` would fetch; None if it would fetch none.
+        """Read the summary of the checkpoint that :meth:`fetch` would fetch. Returns None if it would fetch none.
 
         Raises as :meth:`fetch`.
         """
-        found = self._find_if_needed(restore_from, memory, logging.DEBUG)
+        found = self.find(restore_from, memory, logging.DEBUG)
         if found is None:
             return None
-        run, name, _ = found
+        run, name = found
         data = run.manifest(name)
         return None if data is None else Summary.parse(data, f"{run.store}/{name}")
 
-    def _find_if_needed(
-        self, restore_from: str | None, memory: Path | None, level: int = logging.WARNING
-    ) -> tuple[RemoteRun, str, bool] | None:
-        """Find the checkpoint to load.
-
-        Returns None, and logs it, if the store cannot be read and there is a local checkpoint.
-        """
-        try:
-            return self.find(restore_from, memory)
-        except StoreError as error:
-            if not self._can_do_without(restore_from, memory):
-                raise
-            message = "the store cannot be read, resuming from the local disk: %s"
-            log.log(level, message, error)
-            return None
-
-    def _can_do_without(self, restore_from: str | None, memory: Path | None) -> bool:
-        """Whether a local checkpoint is the one to resume from, as far as this can be known without the store."""
-        name = own_name(restore_from, self._settings)
-        if name is not None and is_url(name):
-            return resume.is_continued(self._root, name)
-        return resume.newest(self._root, memory) is not None
-
     def find(
-        self, restore_from: str | None, memory: Path | None = None
-    ) -> tuple[RemoteRun, str, bool] | None:
-        """Find the checkpoint that :meth:`fetch` fetches: its run, its name, and whether the run is this one.
+        self,
+        restore_from: str | None,
+        memory: Path | None = None,
+        level: int = logging.WARNING,
+    ) -> tuple[RemoteRun, str] | None:
+        """Find the checkpoint that :meth:`fetch` fetches: its run and its name.
 
-        Returns None if it is in the run directory, or in no store. Raises :class:`StoreError`, and
-        :class:`CheckpointUnusable` if *restore_from* is the URL of no checkpoint.
+        Returns None if it is in the run directory, or in no store; also, and logs it at *level*, if the store cannot be
+        read and a local checkpoint is the one to resume from, as far as this can be known without the store. Raises
+        :class:`StoreError`, and :class:`CheckpointUnusable` if *restore_from* is the URL of no checkpoint.
         """
         name = own_name(restore_from, self._settings)
-        if self._run is not None:
-            newest = resume.newest(self._root, memory)
-            found = wanted(self._run, self._root, name, newest)
-            if found is not None:
-                return self._run, str(found.name), True
-        if name is None or not is_url(name) or resume.is_continued(self._root, name):
+        is_elsewhere = name is not None and is_url(name)
+        is_continued = name is not None and is_elsewhere and resume.is_continued(self._root, name)
+        newest = resume.newest(self._root, memory)
+        try:
+            if self._run is not None:
+                found = _wanted(self._run, self._root, name, newest)
+                if found is not None:
+                    return self._run, str(found.name)
+            if name is None or not is_elsewhere or is_continued:
+                return None
+            options = options_for(name, self._settings)
+            return locate_checkpoint(name, options, where="checkpoint.restore_from")
+        except StoreError as error:
+            if not (is_continued if is_elsewhere else newest is not None):
+                raise
+            log.log(level, "the store cannot be read, resuming from the local disk: %s", error)
             return None
-        options = options_for(name, self._settings)
-        run, checkpoint = locate_checkpoint(name, options, where="checkpoint.restore_from")
-        return run, checkpoint, False
 
-    def _bring(self, run: RemoteRun, name: str, *, is_own: bool) -> Fetched | None:
+    def _bring(self, run: RemoteRun, name: str) -> Fetched | None:
         """Download the checkpoint *name*, or the files of it without tensors if the disk lacks the space."""
+        root, is_own = self._root, run is self._run
         num_threads = _NUM_THREADS if self._settings is None else self._settings.num_threads
         _, manifest = run.complete_manifest(name)
-        is_streamed = self.always_streams or not _has_space(self._root, manifest)
+        # For the checkpoint, and for the next one, which is saved before it is removed.
+        free = shutil.disk_usage(root).free
+        is_streamed = self.always_streams or free < 2 * manifest.nbytes
         started = time.monotonic()
-        target = self._root
         if self.always_streams:
             log.info("%s/%s: each rank reads what it needs", run.store, name)
         elif is_streamed:
-            free = size_text(shutil.disk_usage(self._root).free)
             message = "%s/%s is not downloaded: %s, %s free in %s; each rank reads what it needs"
-            size = size_text(manifest.nbytes)
-            log.info(message, run.store, name, size, free, self._root)
-        elif is_own and os.path.lexists(self._root / name):
-            aside = links.set_aside(self._root, name)
-            log.warning("%s in %s is incomplete; renamed to %s", name, self._root, aside)
-        if is_streamed or not is_own:
-            target = self._root / DIRECTORY
-            target.mkdir()
+            sizes = size_text(manifest.nbytes), size_text(free)
+            log.info(message, run.store, name, *sizes, root)
+        elif is_own and os.path.lexists(root / name):
+            aside = links.set_aside(root, name)
+            log.warning("%s in %s is incomplete; renamed to %s", name, root, aside)
         if is_streamed:
-            path = _pull_files_without_tensors(
-                run, manifest, name, self._root, num_threads, self.stopping
-            )
+            path = _pull_files_without_tensors(run, name, root, num_threads, self.stopping)
         else:
+            target = root if is_own else root / DIRECTORY
+            target.mkdir(exist_ok=True)
             log.info("downloading %s from %s", name, run.store)
             path = pull_checkpoint(
                 run, name, target, num_threads=num_threads, stopping=self.stopping
             )
-            seconds = max(time.monotonic() - started, 1e-3)
+            seconds = time.monotonic() - started
             log.info("downloaded %s: %.1f MB in %.1f s", name, manifest.nbytes / 1e6, seconds)
-        if target == self._root:
+        if path.parent == root:
             return None
         options = options_for(run.store.url, self._settings)
         return Fetched(path, run.store.url, is_streamed, options, num_threads)
@@ -242,18 +218,19 @@ class Fetcher:
 
 def _pull_files_without_tensors(
     run: RemoteRun,
-    manifest: Manifest,
     name: str,
     root: Path,
     num_threads: int,
     stopping: threading.Event | None = None,
 ) -> Path:
+    _, manifest = run.complete_manifest(name)
     files = manifest.files.keys() - files_with_tensors(manifest)
     target = root / DIRECTORY
+    target.mkdir()
     return pull_files(run, name, files, target, num_threads=num_threads, stopping=stopping)
 
 
-def wanted(
+def _wanted(
     run: RemoteRun, root: Path, restore_from: str | None, local: policy.Record | None
 ) -> RemoteCheckpoint | None:
     """Return the checkpoint of *run* to resume from; None if it is in the run directory *root*, or in no store.
@@ -284,16 +261,11 @@ def _newest(run: RemoteRun, root: Path, newest_step: int | None = None) -> Remot
 
     With *newest_step*, later steps are left out.
     """
-    gone_back = GoneBack.read(root)
-    owner = run.owner() if gone_back is not None else None
-    if gone_back is not None and owner is not None and gone_back.is_outdated(owner):
-        gone_back = None
+    record = GoneBack.read(root)
+    owner = None if record is None else run.owner()
+    if record is not None and owner is not None and record.is_outdated(owner):
+        record = None
     limits = [math.inf if newest_step is None else newest_step]
-    if gone_back is not None:
-        limits.append(gone_back.step)
+    if record is not None:
+        limits.append(record.step)
     return next((each for each in run.checkpoints() if each.name.step <= min(limits)), None)
-
-
-def _has_space(root: Path, manifest: Manifest) -> bool:
-    """Whether the disk has the space for a checkpoint, and for the next one, which is saved before it is removed."""
-    return shutil.disk_usage(root).free >= 2 * manifest.nbytes

@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, serve
+from automodel_ckpt.checkpoint.remote.child_process import serve
 from automodel_ckpt.checkpoint.remote.parts import (
     PartAnswer,
     PartRequest,
@@ -25,37 +23,20 @@ from automodel_ckpt.checkpoint.remote.parts import (
     seconds_to_next_look,
 )
 from automodel_ckpt.checkpoint.remote.push import only, send_files
-from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK
+from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, Job, StoreLoop
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.store.store import Store, StoreError
-from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
+from automodel_ckpt.checkpoint.store.store import StoreError
+from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable
 
 STATUS = ".remote-part.json"
 
 
-@dataclass(frozen=True, slots=True)
-class PartJob:
-    """What the process of the node with the number *node* uploads where. *token* is that of the run's start."""
-
-    url: str
-    options: Mapping[str, Any]
-    token: str
-    node: int
-    bytes_per_second: float | None = None
-    num_threads: int = 8
-
-
-class PartUploader(UploadLoop):
+class PartUploader(StoreLoop):
     """Uploads the files in *root* that the coordinator asks for."""
 
-    def __init__(self, root: Path, job: PartJob) -> None:
-        super().__init__(root, LINK, STATUS)
-        self._job = job
-        self._store = Store(job.url, job.options, where="checkpoint.remote")
-        self._run = RemoteRun(self._store, token=job.token)
-        self._throttle = Throttle(job.bytes_per_second)
+    def __init__(self, root: Path, job: Job) -> None:
+        super().__init__(root, STATUS, job)
         self._is_owner = False
         self._answered: set[str] = set()
         self._stored: set[str] = set()
@@ -67,17 +48,6 @@ class PartUploader(UploadLoop):
         self._answering = threading.Lock()
         self._current: tuple[str, str, int] | None = None
         """The checkpoint that is being uploaded, the attempt, and the bytes that were sent before."""
-        self.note(error="", failures=0, is_over=False)
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes that were sent."""
-        return self._throttle.nbytes
-
-    def stop(self) -> None:
-        """Make :meth:`run` return after the request in progress."""
-        super().stop()
-        self._throttle.stop()
 
     @property
     def is_done(self) -> bool:
@@ -112,10 +82,10 @@ class PartUploader(UploadLoop):
                 continue
             if not self._is_due(manifest.digest):
                 continue
-            request = PartRequest.read(self._store, name)
+            request = PartRequest.read(self.store, name)
             if request is None:
                 self._note_if_stored(name, manifest)
-            elif request.start == self._job.token and request.digest == manifest.digest:
+            elif request.start == self.job.token and request.digest == manifest.digest:
                 self._answer(name, manifest, request)
 
     def _is_due(self, digest: str) -> bool:
@@ -133,7 +103,7 @@ class PartUploader(UploadLoop):
         here = read_safely(self.root / name, layout.MANIFEST, limit=MAX_BYTES)
         try:
             # It takes megabytes.
-            is_stored = self._store.size(place) == len(here) and self._store.read(place) == here
+            is_stored = self.store.size(place) == len(here) and self.store.read(place) == here
         except FileNotFoundError:
             return
         if is_stored:
@@ -142,14 +112,14 @@ class PartUploader(UploadLoop):
 
     def _memory(self, name: str, manifest: Manifest) -> UploadMemory:
         path = self.root / f"{LINK}{name}.json"
-        return UploadMemory.read(path, manifest.digest, str(self._store))
+        return UploadMemory.read(path, manifest.digest, str(self.store))
 
     def _answer(self, name: str, manifest: Manifest, request: PartRequest) -> None:
         if request.attempt in self._answered:
             return
         if not self._is_owner:
             # The coordinator has taken over the URL before its first request.
-            self._run.continue_ownership()
+            self.run_in_store.continue_ownership()
             self._is_owner = True
         before = self.sent_bytes
         self._current = (name, request.attempt, before)
@@ -166,7 +136,7 @@ class PartUploader(UploadLoop):
                 self._current = None
         sent_bytes = self.sent_bytes - before
         answer = PartAnswer(request.attempt, sent_bytes, True, tuple(files), failure)
-        answer.write(self._store, name, self._job.node)
+        answer.write(self.store, name, self.job.node)
         self._answered.add(request.attempt)
         # The wait for the other nodes begins.
         self._waiting_since.pop(manifest.digest, None)
@@ -180,12 +150,12 @@ class PartUploader(UploadLoop):
         if problems:
             raise CheckpointUnusable.all_of(problems)
         memory = self._memory(name, manifest)
-        arrived = self._store.sizes(name)
+        arrived = self.store.sizes(name)
         # An earlier attempt may have been removed from the store.
         memory.done = {
             file for file, record in mine.files.items() if arrived.get(file) == record.size
         } & memory.done
-        send_files(self._run, path, mine, memory, self._throttle, self._job.num_threads)
+        send_files(self.run_in_store, path, mine, memory, self.throttle, self.job.num_threads)
         return sorted(mine.files)
 
     def note_progress(self) -> None:
@@ -198,10 +168,10 @@ class PartUploader(UploadLoop):
             answer = PartAnswer(attempt, self.sent_bytes - before)
             # The next one counts them, too.
             with contextlib.suppress(StoreError):
-                answer.write(self._store, name, self._job.node)
+                answer.write(self.store, name, self.job.node)
 
 
 def main(arguments: list[str]) -> int:
     """Upload until some time after the trainer has ended, or until all is in the store then."""
     root = Path(arguments[0])
-    return serve(root, LOCK, lambda job: PartUploader(root, PartJob(**job)))
+    return serve(root, LOCK, lambda job: PartUploader(root, Job(**job)))

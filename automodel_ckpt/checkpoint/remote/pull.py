@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.remote.exports import exported_files
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
 from automodel_ckpt.checkpoint.store.store import Store
@@ -30,6 +29,7 @@ LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 """The logs of a run that are uploaded with each checkpoint."""
 _POLL_SECONDS = 0.2
 """How often a download checks whether it was stopped."""
+OnFile = Callable[[str], None]
 
 
 def pull_checkpoint(
@@ -38,7 +38,7 @@ def pull_checkpoint(
     root: Path,
     *,
     num_threads: int = 8,
-    on_file: Callable[[str], None] = lambda name: None,
+    on_file: OnFile = lambda name: None,
     with_exports: bool = False,
     stopping: threading.Event | None = None,
 ) -> Path:
@@ -55,13 +55,16 @@ def pull_checkpoint(
         StoreError: if the store fails.
     """
     data, manifest = run.complete_manifest(name)
-    exported = exported_files(run, name) if with_exports else {}
+    exported = _exported_files(run, name) if with_exports else {}
     _check_space(root, manifest.nbytes + sum(exported.values()))
     staging = commit.reserve(root, name)
     try:
-        transfer = _Transfer(run.store, num_threads, stopping)
-        _download(transfer, name, manifest, staging, on_file)
-        _download_exports(transfer, name, exported, staging)
+        _pull_verified(run, name, manifest, staging, num_threads, stopping, on_file)
+        _download(run.store, f"{name}/", exported, staging, num_threads, stopping)
+        problems = [each for path in complete_exports(staging) for each in export_problems(path)]
+        if problems:
+            hint = "download the checkpoint without its exports (--no-exports), or push it again"
+            raise CheckpointUnusable.all_of([replace(each, hint=hint) for each in problems])
         commit.finalize(staging, data)
         return commit.publish(staging, name)
     except BaseException:
@@ -88,7 +91,7 @@ def pull_files(
     path = target / name
     path.mkdir()
     only = replace(manifest, files=chosen, trees={}, state={})
-    _download(_Transfer(run.store, num_threads, stopping), name, only, path)
+    _pull_verified(run, name, only, path, num_threads, stopping)
     (path / layout.MANIFEST).write_bytes(data)
     return path
 
@@ -116,81 +119,16 @@ def pull_weights(
     It is a checkpoint without the state of optimizers. Without a *name*, all files at the URL of *run* are downloaded:
     a model that another program wrote, or an export. Raises as :func:`pull_checkpoint`.
     """
-    transfer = _Transfer(run.store, num_threads, stopping)
-    if name is None:
-        return _pull_directory(transfer, target)
-    _, whole = run.complete_manifest(name)
-    manifest = without_optimizer(whole)
-    _check_space(target, manifest.nbytes)
-    path = target / name
-    path.mkdir()
-    _download(transfer, name, manifest, path)
-    (path / layout.MANIFEST).write_bytes(manifest.to_bytes())
-    return path
-
-
-class _Transfer:
-    """The download of some files from *store*, which ends soon when *stopping* is set, or when it is interrupted."""
-
-    def __init__(self, store: Store, num_threads: int, stopping: threading.Event | None) -> None:
-        self.store = store
-        self._num_threads = num_threads
-        self._stopping = stopping
-        self._has_failed = False
-        self._creating = threading.Lock()
-        """Held while a file is created, so that none is after a failure: its directory is removed then."""
-
-    def each(self, fetch: Callable[[str], None], files: Iterable[str]) -> None:
-        """Call *fetch* with each of the *files*, in several threads. Raises the first failure, or InterruptedError."""
-        pool = ThreadPoolExecutor(self._num_threads, "pull")
-        try:
-            pending: set[Future[None]] = {pool.submit(fetch, file) for file in files}
-            while pending:
-                self.check()
-                done, pending = wait(pending, _POLL_SECONDS, return_when=FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
-        except BaseException:
-            # Also StoppedWaiting. Requests in progress are not waited for: they may take minutes. Their threads write
-            # nothing more, and end.
-            with self._creating:
-                self._has_failed = True
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        pool.shutdown()
-
-    def file(self, name: str, path: Path, size: int) -> None:
-        """Download the object *name* to *path*. Raises InterruptedError after a stop."""
-        with self._creating:
-            self.check()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            created = DurableFile(path, nbytes=size)
-        try:
-            with created as file:
-
-                def write(block: bytes) -> None:
-                    self.check()
-                    file.write(block)
-
-                self.store.stream(name, write)
-                file.close()
-        except FileNotFoundError:
-            raise CheckpointUnusable(
-                "a file of the checkpoint is missing in the store",
-                where=f"{self.store}/{name}",
-                value="",
-                hint="the checkpoint may have been removed meanwhile: try again",
-            ) from None
-
-    def check(self) -> None:
-        """Raise InterruptedError after a stop."""
-        if self._has_failed or (self._stopping is not None and self._stopping.is_set()):
-            raise InterruptedError("the download was stopped")
-
-
-def _pull_directory(transfer: _Transfer, target: Path) -> Path:
-    """Download all objects below the URL of the store into a new directory in *target*."""
-    store = transfer.store
+    if name is not None:
+        _, whole = run.complete_manifest(name)
+        manifest = without_optimizer(whole)
+        _check_space(target, manifest.nbytes)
+        path = target / name
+        path.mkdir()
+        _pull_verified(run, name, manifest, path, num_threads, stopping)
+        (path / layout.MANIFEST).write_bytes(manifest.to_bytes())
+        return path
+    store = run.store
     sizes = store.sizes()
     if not sizes:
         raise CheckpointUnusable(
@@ -202,63 +140,109 @@ def _pull_directory(transfer: _Transfer, target: Path) -> Path:
     _check_space(target, sum(sizes.values()))
     path = target / public(store.url).rpartition("/")[2]
     path.mkdir()
-    _fetch_all(transfer, "", sizes, path)
+    _download(store, "", sizes, path, num_threads, stopping)
     return path
 
 
-def _download_exports(
-    transfer: _Transfer, name: str, sizes: Mapping[str, int], target: Path
-) -> None:
-    """Download the exports of a checkpoint, whose files have *sizes*, into the checkpoint's directory *target*.
+def _exported_files(run: RemoteRun, name: str) -> dict[str, int]:
+    """List the files of the complete exports that the store has of the checkpoint *name*.
 
-    They are verified by their manifests. Raises :class:`CheckpointUnusable`.
+    Return their sizes in bytes by their paths in the checkpoint.
     """
-    _fetch_all(transfer, f"{name}/", sizes, target)
-    problems = []
-    for export in complete_exports(target):
-        problems += export_problems(export)
-    if problems:
-        hint = "download the checkpoint without its exports (--no-exports), or push it again"
-        raise CheckpointUnusable.all_of([replace(each, hint=hint) for each in problems])
+    sizes = run.store.sizes(name)
+    exported = {}
+    for file, size in sizes.items():
+        parts = file.split("/")
+        is_exported = len(parts) > 2 and parts[1] in layout.EXPORTS
+        if is_exported and f"{parts[0]}/{parts[1]}/{layout.EXPORT_MANIFEST}" in sizes:
+            exported[file] = size
+    return exported
 
 
-def _fetch_all(transfer: _Transfer, prefix: str, sizes: Mapping[str, int], target: Path) -> None:
-    """Download the objects that *sizes* names, below *prefix* in the store, into the directory *target*.
-
-    Raises :class:`CheckpointUnusable` for a name that is no file in *target*.
-    """
-    for file in sizes:
-        if reason := layout.unsafe_path(file):
-            raise CheckpointUnusable(
-                f"an object cannot be a file: {reason}",
-                where=str(transfer.store),
-                value=f"{prefix}{file}",
-                hint="remove it, or use another URL",
-            )
-
-    def fetch(file: str) -> None:
-        transfer.file(f"{prefix}{file}", target / file, sizes[file])
-
-    transfer.each(fetch, sizes)
-
-
-def _download(
-    transfer: _Transfer,
+def _pull_verified(
+    run: RemoteRun,
     name: str,
     manifest: Manifest,
     target: Path,
-    on_file: Callable[[str], None] = lambda file: None,
+    num_threads: int,
+    stopping: threading.Event | None,
+    on_file: OnFile = lambda file: None,
 ) -> None:
     """Download the files of *manifest* into *target*, and verify them. Raises :class:`CheckpointUnusable`."""
-
-    def fetch(file: str) -> None:
-        transfer.file(f"{name}/{file}", target / file, manifest.files[file].size)
-        on_file(file)
-
-    transfer.each(fetch, manifest.files)
+    sizes = {file: record.size for file, record in manifest.files.items()}
+    _download(run.store, f"{name}/", sizes, target, num_threads, stopping, on_file)
     problems = verify(target, manifest, "digest")
     if problems:
         raise CheckpointUnusable.all_of(problems)
+
+
+def _download(
+    store: Store,
+    prefix: str,
+    sizes: Mapping[str, int],
+    target: Path,
+    num_threads: int,
+    stopping: threading.Event | None,
+    on_file: OnFile = lambda file: None,
+) -> None:
+    """Download the objects that *sizes* names, below *prefix* in the store, into the directory *target*.
+
+    Ends soon when *stopping* is set, or when it is interrupted. Raises the first failure: :class:`CheckpointUnusable`
+    for a missing object or a name that is no file in *target*, InterruptedError after a stop.
+    """
+    has_failed = threading.Event()
+    # Held while a file is created, so that none is after a failure: its directory is removed then.
+    creating = threading.Lock()
+
+    def check() -> None:
+        if has_failed.is_set() or (stopping is not None and stopping.is_set()):
+            raise InterruptedError("the download was stopped")
+
+    def fetch(file: str) -> None:
+        path = target / file
+        with creating:
+            check()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            created = DurableFile(path, nbytes=sizes[file])
+        with created as out:
+
+            def write(block: bytes) -> None:
+                check()
+                out.write(block)
+
+            try:
+                store.stream(f"{prefix}{file}", write)
+            except FileNotFoundError:
+                what = "a file of the checkpoint is missing in the store"
+                hint = "the checkpoint may have been removed meanwhile: try again"
+                raise _unusable(store, f"{prefix}{file}", what, hint) from None
+            out.close()
+        on_file(file)
+
+    for file in sizes:
+        if reason := layout.unsafe_path(file):
+            what = f"an object cannot be a file: {reason}"
+            raise _unusable(store, f"{prefix}{file}", what, "remove it, or use another URL")
+    pool = ThreadPoolExecutor(num_threads, "pull")
+    try:
+        pending: set[Future[None]] = {pool.submit(fetch, file) for file in sizes}
+        while pending:
+            check()
+            done, pending = wait(pending, _POLL_SECONDS, return_when=FIRST_EXCEPTION)
+            for each in done:
+                each.result()
+    except BaseException:
+        # Also StoppedWaiting. Requests in progress are not waited for: they may take minutes. Their threads write
+        # nothing more, and end.
+        with creating:
+            has_failed.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _unusable(store: Store, name: str, what: str, hint: str) -> CheckpointUnusable:
+    return CheckpointUnusable(what, where=f"{store}/{name}", value="", hint=hint)
 
 
 def _check_space(directory: Path, nbytes: int) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.export.export_manifest import (
+    ExportManifest,
+    complete_exports,
+    export_problems,
+)
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
-from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.run import RemoteRun, conflict
 from automodel_ckpt.checkpoint.store.multipart import (
     PART_BYTES,
     abort_uploads,
@@ -63,8 +68,10 @@ def push_checkpoint(
     remote = run.manifest(name)
     is_superseded = run.is_superseded(name)
     if remote == data and not is_superseded:
-        # A kill may have prevented this.
-        _forget(UploadMemory.read(memory_file, manifest.digest, str(run.store)))
+        # A kill may have prevented this. Without files in it, it belongs to another upload.
+        memory = UploadMemory.read(memory_file, manifest.digest, str(run.store))
+        if memory.done:
+            memory.forget()
         if others is not None:
             others.remove(run.store, name)
         return 0
@@ -83,14 +90,7 @@ def push_checkpoint(
         others.request(run.store, name, manifest.digest, local.files)
     send_files(run, checkpoint, local, memory, throttle, num_threads, on_file)
     if others is not None:
-        try:
-            others.wait(run.store, checkpoint, manifest.files.keys() - local.files.keys())
-        except CheckpointUnusable:
-            others.remove(run.store, name)
-            # A pointer can only name a complete one.
-            with contextlib.suppress(ValueError):
-                run.withdraw(name)
-            raise
+        _wait_for(others, run, checkpoint, manifest.files.keys() - local.files.keys())
     _check_sizes(run, name, manifest, memory)
     run.publish(name, data)
     # Of attempts whose memory was lost: no run continues them.
@@ -115,27 +115,61 @@ def send_files(
     num_threads: int,
     on_file: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Upload the files of *manifest* that *memory* does not have. Raises as :func:`push_checkpoint`."""
+    """Upload the files of *manifest* that *memory* does not have. None replaces an object of a later start of the run.
+
+    Raises as :func:`push_checkpoint`.
+    """
+    store = run.store
+
+    def attempt(file: str, name: str) -> bool:
+        """Upload a file unless there is an object of this name. Return whether it was written."""
+        path, record = checkpoint / file, manifest.files[file]
+        if not has_parts(store):
+            return store.upload(name, blocks_of(path, throttle), exclusive=store.is_conditional)
+        if record.size > PART_BYTES:
+            return upload_in_parts(store, name, path, record.digest, memory, throttle, parts)
+        # In the pool of the parts, which limits how much memory and how many requests there are.
+        request = parts.submit(upload_in_one_request, store, name, path, record.digest, throttle)
+        return request.result()
+
+    def send(file: str) -> None:
+        name = f"{checkpoint.name}/{file}"
+        for _ in range(_MAX_CONFLICTS):
+            # If an earlier attempt sent it, that was interrupted before it noted that.
+            if attempt(file, name) or (
+                has_parts(store) and has_digest(store, name, manifest.files[file].digest)
+            ):
+                memory.note_done(file)
+                on_file(file)
+                return
+            # An interrupted attempt, or an earlier start of the run, left it.
+            version = store.version(name)
+            run.check_owner()
+            if version is not None:
+                store.delete_version(name, version)
+        raise conflict(store, name)
+
     missing = [file for file in manifest.files if file not in memory.done]
     with (
         ThreadPoolExecutor(num_threads, "push") as files,
         ThreadPoolExecutor(num_threads, "parts") as parts,
     ):
-        uploads = _Uploads(run, checkpoint, manifest, memory, throttle, parts)
-
-        def send(file: str) -> None:
-            uploads.send(file)
-            memory.note_done(file)
-            on_file(file)
-
         # list() raises the first failure. Files that arrived are in the memory.
         list(files.map(send, missing))
 
 
-def _forget(memory: UploadMemory) -> None:
-    """Remove the file of *memory* unless it belongs to another upload, and was therefore read as empty."""
-    if memory.done:
-        memory.forget()
+def _wait_for(
+    others: OtherNodes, run: RemoteRun, checkpoint: Path, missing: Collection[str]
+) -> None:
+    """Wait until other nodes have uploaded the *missing* files. What cannot become complete is removed."""
+    try:
+        others.wait(run.store, checkpoint, missing)
+    except CheckpointUnusable:
+        others.remove(run.store, checkpoint.name)
+        # A pointer can only name a complete one.
+        with contextlib.suppress(ValueError):
+            run.withdraw(checkpoint.name)
+        raise
 
 
 def _make_way(run: RemoteRun, name: str) -> None:
@@ -148,56 +182,6 @@ def _make_way(run: RemoteRun, name: str) -> None:
             value=str(error),
             hint="push to another URL, or remove it there with `ckpt prune`",
         ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Uploads:
-    """Uploads the files of a checkpoint. None replaces an object of a later start of the run."""
-
-    run: RemoteRun
-    checkpoint: Path
-    manifest: Manifest
-    memory: UploadMemory
-    throttle: Throttle
-    pool: Executor
-
-    def send(self, file: str) -> None:
-        """Upload a file of the checkpoint. Raises as :func:`push_checkpoint`."""
-        store = self.run.store
-        name = f"{self.checkpoint.name}/{file}"
-        for _ in range(_MAX_CONFLICTS):
-            if self._try(name, file):
-                return
-            if has_parts(store) and has_digest(store, name, self.manifest.files[file].digest):
-                # An earlier attempt sent it, and was interrupted before it noted that.
-                return
-            # An interrupted attempt, or an earlier start of the run, left it.
-            version = store.version(name)
-            self.run.check_owner()
-            if version is not None:
-                store.delete_version(name, version)
-        raise StoreError(
-            "an object is being changed by another writer",
-            where=f"{store}/{name}",
-            value="",
-            hint="it is tried again; give each run its own URL",
-        )
-
-    def _try(self, name: str, file: str) -> bool:
-        """Upload a file unless there is an object of this name. Return whether it was written."""
-        store, throttle = self.run.store, self.throttle
-        path, record = self.checkpoint / file, self.manifest.files[file]
-        if not has_parts(store):
-            return store.upload(name, blocks_of(path, throttle), exclusive=store.is_conditional)
-        if record.size > PART_BYTES:
-            return upload_in_parts(
-                store, name, path, record.digest, self.memory, throttle, self.pool
-            )
-        # In the pool of the parts, which limits how much memory and how many requests there are.
-        request = self.pool.submit(
-            upload_in_one_request, store, name, path, record.digest, throttle
-        )
-        return request.result()
 
 
 def blocks_of(path: Path, throttle: Throttle) -> Iterator[bytes]:
@@ -213,22 +197,65 @@ def _check_sizes(run: RemoteRun, name: str, manifest: Manifest, memory: UploadMe
     # One request for a thousand files. What it does not show may still be there: a listing can be behind.
     listed = run.store.sizes(name)
     for file, record in manifest.files.items():
-        size = listed.get(file, -1)
+        size: int | None = listed.get(file)
         if size != record.size:
-            size = _size(run, f"{name}/{file}")
+            with contextlib.suppress(FileNotFoundError):
+                size = run.store.size(f"{name}/{file}")
         if size != record.size:
             memory.forget()
             raise StoreError(
                 "an uploaded file is not in the store as it was sent",
                 where=f"{run.store}/{name}/{file}",
-                value="missing" if size < 0 else f"{size} bytes instead of {record.size}",
+                value="missing" if size is None else f"{size} bytes instead of {record.size}",
                 hint="it is sent again",
             )
 
 
-def _size(run: RemoteRun, name: str) -> int:
-    """The size of an object in bytes; -1 if there is none."""
+# ---------------------------------------------------------------- exports
+
+
+def push_exports(
+    run: RemoteRun, checkpoint: Path, *, throttle: Throttle | None = None, num_threads: int = 8
+) -> int:
+    """Upload the exports of *checkpoint*, which is in the store, unless they are there; return the bytes sent.
+
+    These are the Hugging Face files in addition to its own. An export in the store is complete if it has its manifest,
+    ``export_manifest.json``, which is written last. Raises :class:`CheckpointUnusable` for a damaged export,
+    :class:`StoreError`, and :class:`LeaseLost`.
+    """
+    throttle = throttle or Throttle()
+    sent_before = throttle.nbytes
+    for export in complete_exports(checkpoint):
+        name = f"{checkpoint.name}/{export.relative_to(checkpoint).as_posix()}"
+        _push_export(run, export, name, throttle, num_threads)
+    return throttle.nbytes - sent_before
+
+
+def _push_export(
+    run: RemoteRun, export: Path, name: str, throttle: Throttle, num_threads: int
+) -> None:
+    store = run.store
+    manifest_name = f"{name}/{layout.EXPORT_MANIFEST}"
+    data = read_safely(export, layout.EXPORT_MANIFEST, limit=MAX_BYTES)
     try:
-        return run.store.size(name)
+        if store.read(manifest_name) == data:
+            return
+        # Another export of this checkpoint: while its files are replaced, there is none.
+        run.check_owner()
+        store.delete([manifest_name])
     except FileNotFoundError:
-        return -1
+        pass
+    problems = export_problems(export)
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+    files = ExportManifest.read(export).files
+
+    def send(file: str) -> None:
+        store.upload(f"{name}/{file}", blocks_of(export / file, throttle))
+
+    run.check_owner()
+    with ThreadPoolExecutor(num_threads, "export") as pool:
+        # list() raises the first failure.
+        list(pool.map(send, files))
+    run.check_owner()
+    store.write(manifest_name, data)

@@ -85,7 +85,7 @@ class RemoteRun:
         version = self.store.version(OWNER)
         is_written = self.store.replace(OWNER, data, version)
         if not is_written and self.store.version(OWNER) == version:
-            raise _conflict(self.store, OWNER)
+            raise conflict(self.store, OWNER)
         self._is_owner = True
         if not is_written:
             # By another start; or by an attempt of this one whose reply was lost.
@@ -146,7 +146,10 @@ class RemoteRun:
             return None
 
     def complete_manifest(self, name: str) -> tuple[bytes, Manifest]:
-        """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is absent or damaged."""
+        """Read the manifest of a checkpoint, and parse it; its slice tables are then read from the store.
+
+        Raises :class:`CheckpointUnusable` if it is absent or damaged.
+        """
         data = self.manifest(name)
         if data is None:
             raise CheckpointUnusable(
@@ -155,18 +158,11 @@ class RemoteRun:
                 value=name,
                 hint="`ckpt ls URL` lists the checkpoints",
             )
-        return data, self.parse_manifest(name, data)
-
-    def parse_manifest(self, name: str, data: bytes) -> Manifest:
-        """Parse *data*, the manifest of a checkpoint, whose slice tables are then read from the store.
-
-        Raises :class:`CheckpointUnusable`.
-        """
 
         def read(file: str, start: int, nbytes: int) -> bytes:
             return self.store.read_patiently(f"{name}/{file}", start, start + nbytes)
 
-        return Manifest.parse(data, f"{self.store}/{name}/{layout.MANIFEST}", read)
+        return data, Manifest.parse(data, f"{self.store}/{name}/{layout.MANIFEST}", read)
 
     def checkpoint(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
         """Read the summary of a checkpoint; None if it is absent, incomplete, damaged or superseded."""
@@ -224,7 +220,7 @@ class RemoteRun:
             return
         found = self.manifest(name)
         if found is None:
-            raise _conflict(self.store, f"{name}/{layout.MANIFEST}")
+            raise conflict(self.store, f"{name}/{layout.MANIFEST}")
         # An earlier attempt may have written it.
         if found != manifest:
             raise CheckpointUnusable(
@@ -244,7 +240,7 @@ class RemoteRun:
             targets = self._targets(metric_key, mode)
             if all(self._set(each, targets[each], versions[each]) for each in _POINTERS):
                 return
-        raise _conflict(self.store, layout.LATEST)
+        raise conflict(self.store, layout.LATEST)
 
     def _targets(self, metric_key: str, mode: policy.Mode) -> dict[str, str | None]:
         records = [_record(each, metric_key) for each in self.checkpoints()]
@@ -271,11 +267,6 @@ class RemoteRun:
         self.check_owner()
         # A removal marks a checkpoint, and then reads the pointers: one of the two sees the other.
         return self.store.replace(pointer, data, version) and not self.is_superseded(target)
-
-    def supersede_after(self, step: int, metric_key: str, mode: policy.Mode) -> list[str]:
-        """Mark the checkpoints after *step*, to which the run went back, and return the names of those newly marked."""
-        later = [str(name) for name in self.names() if name.step > step]
-        return self.supersede(later, f"the run went back to step {step}", metric_key, mode)
 
     def supersede(
         self, names: Iterable[str], reason: str, metric_key: str, mode: policy.Mode
@@ -323,11 +314,9 @@ class RemoteRun:
     def _versions(self, name: str) -> dict[str, str]:
         """Return the versions of all objects of a checkpoint. The listing may be behind, the manifest is not."""
         versions = self.store.versions(name)
-        data = self.manifest(name)
         files = [layout.MANIFEST]
-        if data is not None:
-            with contextlib.suppress(CheckpointUnusable):
-                files += self.parse_manifest(name, data).files
+        with contextlib.suppress(CheckpointUnusable):
+            files += self.complete_manifest(name)[1].files
         for file in files:
             path = f"{name}/{file}"
             version = None if path in versions else self.store.version(path)
@@ -336,7 +325,7 @@ class RemoteRun:
         return versions
 
     def _is_referenced(self, name: str) -> bool:
-        return name in [self.pointed(pointer) for pointer in layout.POINTERS]
+        return name in map(self.pointed, layout.POINTERS)
 
     def _remove(self, name: str, version: str | None) -> None:
         """Delete an object unless a later start wrote it anew. Raises :class:`LeaseLost`."""
@@ -355,11 +344,7 @@ class RemoteRun:
         if keep.last is None:
             return []
         records = [_record(each, metric_key) for each in checkpoints]
-        protected = set()
-        for pointer in layout.POINTERS:
-            target = self.pointed(pointer)
-            if target is not None:
-                protected.add(target)
+        protected = [target for target in map(self.pointed, layout.POINTERS) if target is not None]
         return [record.name for record in keep.removable(records, protected)]
 
     def superseded(self) -> list[str]:
@@ -372,9 +357,9 @@ class RemoteRun:
         Superseded ones are not listed, nor those that a pointer names. Where no run of this program has written, there
         are none.
         """
-        pointed = {self.pointed(pointer) for pointer in layout.POINTERS}
-        if pointed == {None} and self.owner() is None:
+        if not self.was_written():
             return []
+        pointed = {self.pointed(pointer) for pointer in layout.POINTERS}
         found = []
         for name in map(str, self.names()):
             if name in pointed or name in self._known or self.manifest(name) is not None:
@@ -417,7 +402,8 @@ class RemoteRun:
         return removed
 
 
-def _conflict(store: Store, name: str) -> StoreError:
+def conflict(store: Store, name: str) -> StoreError:
+    """Return the error for an object that another writer changes at the same time."""
     return StoreError(
         "an object is being changed by another writer",
         where=f"{store}/{name}",

@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +84,16 @@ class RunDirectory:
         if not self.root.is_dir():
             commit.make_run_directory(self.root)
             self._was_created = True
-        self._lease = self._acquired(hint)
-        before = self._lease.taken_over
-        if before is not None and not before.is_of_this_launch():
-            message = "taking over %s from process %d on %s, which did not release it"
-            log.info(message, self.path, before.pid, before.host)
-
-    def _acquired(self, hint: str) -> Lease:
         try:
-            return Lease(self.root, hint=hint)
+            self._lease = Lease(self.root, hint=hint)
         except HeldByThisProcess:
             # By an object that nothing refers to any more: its finalizer releases the directory.
             gc.collect()
-            return Lease(self.root, hint=hint)
+            self._lease = Lease(self.root, hint=hint)
+        before = self._lease.taken_over
+        if before is not None:
+            message = "taking over %s from process %d on %s, which did not release it"
+            log.info(message, self.path, before.pid, before.host)
 
     @property
     def is_lost(self) -> bool:
@@ -105,10 +102,8 @@ class RunDirectory:
 
     @property
     def lease_token(self) -> tuple[Path, str] | None:
-        """The lock file and the token with which another process of this run checks the lease; None without a lease."""
-        if self._lease is None:
-            return None
-        return self._lease.token
+        """The lock file and its token, with which another process of this run checks the lease, if it is held."""
+        return None if self._lease is None else self._lease.token
 
     def check_lease(self) -> None:
         """Check that this run still owns the directory. Called before every write that other programs can see.
@@ -204,7 +199,8 @@ class RunDirectory:
         try:
             self.check_lease()
             self._point_to_best(None if were_behind else newest)
-            commit.point(self.root, layout.LATEST, newest)
+            if commit.pointed(self.root, layout.LATEST) != newest:
+                commit.point(self.root, layout.LATEST, newest)
             self._pointers_are_behind = False
         except OSError as error:
             # The checkpoint itself is published, and the next start repairs the pointers.
@@ -217,23 +213,15 @@ class RunDirectory:
         if newest is None:
             return
         before = commit.pointed(self.root, layout.LATEST)
+        previous = layout.parse_checkpoint_name(before or "")
+        if previous is not None and previous.step > newest.step:
+            # Training will repeat steps.
+            message = "LATEST pointed to %s, which is not a complete checkpoint any more; it now points to %s"
+            log.warning(message, self.path / str(previous), newest.name)
         # LATEST is replaced last: if it is current, so is LOWEST_VAL, and the other manifests need
         # not be read (0.1 s for 4 MB).
-        is_behind = before != newest.name
-        self._warn_of_going_back(before, newest.name)
-        self._point_to_best(None if is_behind else newest.name)
-        if is_behind:
-            commit.point(self.root, layout.LATEST, newest.name)
-
-    def _warn_of_going_back(self, before: str | None, newest: str) -> None:
-        """Warn if LATEST pointed to a later checkpoint, which is incomplete or missing: training will repeat steps."""
-        if before is None:
-            return
-        previous = layout.parse_checkpoint_name(before)
-        current = layout.parse_checkpoint_name(newest)
-        if previous is not None and current is not None and previous > current:
-            message = "LATEST pointed to %s, which is not a complete checkpoint any more; it now points to %s"
-            log.warning(message, self.path / str(previous), newest)
+        self._pointers_are_behind = before != newest.name
+        self._point(newest.name)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Record the losses of a validation that ran after the checkpoint *name* was published.
@@ -259,31 +247,23 @@ class RunDirectory:
         *changed* is the only checkpoint whose metric changed, so that only it is compared with the current best. With
         None, or without a current best, all checkpoints are compared.
         """
-        before = self.best()
+        before = best = self.best()
         mode = self._keep.mode
-        metric_before = None
-        if changed is not None:
-            metric_before = self._metric_of(before)
+        metric_before = None if changed is None else self._metric_of(before)
         if metric_before is None:
             record = policy.best(self._records(), mode)
             best = record.name if record else None
         elif policy.is_better(self._metric_of(changed), metric_before, mode):
             best = changed
-        else:
-            best = before
         if best is None:
             commit.unpoint(self.root, layout.LOWEST_VAL)
         elif best != before:
             commit.point(self.root, layout.LOWEST_VAL, best)
 
     def _metric_of(self, name: str | None) -> float | None:
-        """Return the metric that ranks a checkpoint; None if the checkpoint is missing, damaged, or not validated."""
-        if name is None:
-            return None
-        record = resume.record(self.root, name, self._metric_key, self._known)
-        if record is None:
-            return None
-        return record.metric
+        """Return the metric that ranks a checkpoint; None when it is missing, damaged, or not validated."""
+        found = resume.record(self.root, name or "", self._metric_key, self._known)
+        return None if found is None else found.metric
 
     def _records(self) -> Iterator[policy.Record]:
         return resume.records(self.root, self._metric_key, self._known)
@@ -344,40 +324,31 @@ class RunDirectory:
         # Only the renames delay training: a thread deletes the files.
         withdrawn = {}
         for record in removable:
-            trash = self._withdraw(record.name)
+            try:
+                self.check_lease()
+                trash = links.withdraw_unprotected(self.root, record.name)
+            except OSError as error:
+                hint = "it is retried after the next save"
+                log.warning("%s", os_problem(error, f"could not remove {record.name}", hint=hint))
+                continue
             if trash is not None:
                 withdrawn[record.name] = trash
+
+        def discard() -> None:
+            for path in withdrawn.values():
+                commit.discard(path)
+
         if withdrawn:
             # A daemon thread does not delay the end of the process; the next start deletes what
             # remains.
-            thread = threading.Thread(
-                target=_discard, args=(withdrawn.values(),), name="prune", daemon=True
-            )
+            thread = threading.Thread(target=discard, name="prune", daemon=True)
             thread.start()
             running = [removal for removal in self._removals if removal.is_alive()]
             self._removals = [*running, thread]
         return tuple(withdrawn)
-
-    def _withdraw(self, name: str) -> Path | None:
-        """Rename a checkpoint to a trash directory, and return this directory.
-
-        Returns None if a link protects the checkpoint, or if renaming fails. Raises :class:`LeaseLost`.
-        """
-        try:
-            self.check_lease()
-            return links.withdraw_unprotected(self.root, name)
-        except OSError as error:
-            hint = "it is retried after the next save"
-            log.warning("%s", os_problem(error, f"could not remove {name}", hint=hint))
-            return None
 
     def wait(self) -> None:
         """Wait until no removal is in progress."""
         for thread in self._removals:
             thread.join()
         self._removals = []
-
-
-def _discard(paths: Iterable[Path]) -> None:
-    for path in paths:
-        commit.discard(path)

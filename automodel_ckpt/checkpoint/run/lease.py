@@ -33,7 +33,6 @@ from automodel_ckpt.checkpoint.files.ownership import (
 )
 from automodel_ckpt.checkpoint.run.lock_file import (
     Holder,
-    has_ended,
     is_at,
     is_beating,
     link_or_rename,
@@ -41,7 +40,6 @@ from automodel_ckpt.checkpoint.run.lock_file import (
     open_lock_file,
     reject_special_file,
     rejection,
-    this_launch,
 )
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
@@ -207,7 +205,6 @@ class Lease:
             pid_namespace=pid_namespace(),
             device=device,
             file_system_id=file_system_id,
-            launch=this_launch(),
         )
 
     def _forget(self) -> None:
@@ -228,7 +225,7 @@ class Lease:
             descriptor, is_locked = found
             try:
                 before = Holder.read(descriptor)
-                watched = before is not None and not has_ended(before, descriptor, is_locked)
+                watched = before is not None and not before.has_ended(descriptor, is_locked)
                 if watched and is_beating(self._path, watch_seconds):
                     raise rejection(self._path, before, self._hint)
                 if not is_at(self._path, descriptor):

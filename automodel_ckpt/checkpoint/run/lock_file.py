@@ -42,8 +42,6 @@ class Holder:
     pid_namespace: str = ""
     device: int = -1
     file_system_id: int = -1
-    launch: str = ""
-    """What started the process; restarted ranks have the same. Empty for a process that nothing restarts."""
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
@@ -56,7 +54,6 @@ class Holder:
         except (ValueError, TypeError):
             return None
         texts = [holder.host, holder.boot_id, holder.command, holder.token, holder.pid_namespace]
-        texts.append(holder.launch)
         numbers = (holder.pid, holder.beat, holder.device, holder.file_system_id)
         if not all(isinstance(text, str) for text in texts):
             return None
@@ -69,50 +66,25 @@ class Holder:
         content = json.dumps({**asdict(self), "time": time.time()}).encode()
         return content.ljust(_RECORD_BYTES)
 
-    def shares_locks_with(self, descriptor: int) -> bool:
-        """Whether a lock on this open file certainly conflicts with the lock of the holder.
-
-        This is the case on the same boot of the same kernel and on the same mounted file system, where the kernel has
-        one set of locks for each file.
-        """
-        if self.boot_id != kernel_boot_id():
-            return False
-        return (self.device, self.file_system_id) == file_system_identity(descriptor)
-
     def is_this_process(self) -> bool:
         """Whether this process is the owner."""
         here = (os.getpid(), kernel_boot_id() or socket.gethostname(), pid_namespace())
         return (self.pid, self.boot_id, self.pid_namespace) == here
 
-    def is_of_this_launch(self) -> bool:
-        """Whether this process is a restart of the holder, by the same launcher or the same run of several nodes."""
-        return bool(self.launch) and self.launch == this_launch()
-
-    def is_known_to_be_dead(self) -> bool:
-        """Whether the holder's process has certainly ended.
+    def has_ended(self, descriptor: int, is_locked: bool) -> bool:
+        """Whether the holder's process has certainly ended. *is_locked*: this run has locked the open file.
 
         False if that cannot be determined: on another node, in another container, or if another process has the same
         number now.
         """
         if self.boot_id != kernel_boot_id():
             return False
-        if not self.pid_namespace or self.pid_namespace != pid_namespace():
-            return False
-        return is_gone(self.pid)
-
-
-def this_launch() -> str:
-    """Return what started this process, if torch's elastic agent did; otherwise an empty text."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    # The default of several launchers, also of other runs.
-    return f"none {kernel_boot_id()} {os.getppid()}" if run_id == "none" else run_id
-
-
-def has_ended(holder: Holder, descriptor: int, is_locked: bool) -> bool:
-    """Whether the run that wrote this record has certainly ended. *is_locked*: this run has locked the file."""
-    if is_locked and holder.shares_locks_with(descriptor):
-        return True
-    return holder.is_known_to_be_dead()
+        # On the same mounted file system, the kernel has one set of locks for each file.
+        if is_locked and (self.device, self.file_system_id) == file_system_identity(descriptor):
+            return True
+        return (
+            bool(self.pid_namespace) and self.pid_namespace == pid_namespace() and is_gone(self.pid)
+        )
 
 
 def is_beating(path: Path, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -78,23 +79,18 @@ def removable(
     protected = links.protected_names(root)
     # The records are newest first: the newest checkpoint that can be resumed from is never removed.
     for record in records:
-        if _has_all_files(root / record.name):
-            protected.add(record.name)
-            break
+        # Their contents are not read.
+        with contextlib.suppress(CheckpointUnusable):
+            checkpoint = root / record.name
+            if not verify(checkpoint, Manifest.read(checkpoint), "size"):
+                protected.add(record.name)
+                break
     names = [record.name for record in keep.removable(records, protected)]
     if superseded:
         names += superseded_names(root)
     # Files that other checkpoints share stay on the disk.
     freed = freed_bytes([root / name for name in names])
     return [Removal(name, nbytes) for name, nbytes in zip(names, freed, strict=True)]
-
-
-def _has_all_files(checkpoint: Path) -> bool:
-    """Whether all files exist with their recorded sizes; their contents are not read."""
-    try:
-        return not verify(checkpoint, Manifest.read(checkpoint), "size")
-    except CheckpointUnusable:
-        return False
 
 
 def recover(root: Path) -> None:

@@ -257,21 +257,18 @@ def _is_same_request(root: Path, noted: object, restore_from: str) -> bool:
     request = request_text(root, restore_from)
     if noted == request:
         return True
-    if not isinstance(noted, str) or request is None or Path(noted).name != Path(request).name:
+    if not isinstance(noted, str) or request is None:
         return False
-    if layout.parse_checkpoint_name(Path(request).name) is None:
-        return False
-    if Path(noted).is_absolute() == Path(request).is_absolute():
+    one, other = Path(noted), Path(request)
+    is_checkpoint = layout.parse_checkpoint_name(one.name) is not None
+    if one.name != other.name or not is_checkpoint or one.is_absolute() == other.is_absolute():
         return False
     # One is a name in this run, the other a path: the previous location of this run, or another run.
-    own = root / Path(request).name
-    path = Path(noted) if Path(noted).is_absolute() else Path(request)
-    return not path.exists() or (own.exists() and _have_same_manifest(path, own))
-
-
-def _have_same_manifest(one: Path, other: Path) -> bool:
+    path = one if one.is_absolute() else other
+    if not path.exists():
+        return True
     try:
-        return Summary.read(one).digest == Summary.read(other).digest
+        return Summary.read(path).digest == Summary.read(root / path.name).digest
     except CheckpointUnusable:
         return False
 
@@ -328,17 +325,12 @@ def rejection_table(rejected: list[Rejected]) -> str:
     rows = [("path", "step", "complete", "compatible", "reason")]
     for each in rejected:
         step = "?" if each.step is None else str(each.step)
-        rows.append(
-            (str(each.path), step, _yes(each.complete), _yes(each.compatible), each.reason())
-        )
-    # All columns but the last, whose texts are long, have the width of their longest cell.
+        answers = ["yes" if value else "no" for value in (each.complete, each.compatible)]
+        rows.append((str(each.path), step, answers[0], answers[1], each.reason()))
+    # All columns but the last, with long texts, have the width of their longest cell.
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*cells, row[4]]))
     return "\n".join(lines)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

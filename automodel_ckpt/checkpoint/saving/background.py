@@ -50,7 +50,7 @@ class Background:
     @property
     def progress(self) -> tuple[int, int]:
         """(bytes written, approximate total bytes) of the save that is being written."""
-        return self._writer.written_bytes, self._staged_bytes
+        return self._writer.progress, self._staged_bytes
 
     @property
     def writer_pid(self) -> int:
@@ -147,7 +147,7 @@ class Background:
         *doing* describes the save in error messages. Raises :class:`OSError` where the writer process has ended and
         cannot be restarted.
         """
-        if not self._writer.alive:
+        if not self._writer.is_alive:
             self._writer.end()
             self._writer = Writer(self._memory.descriptor)
         command = Write(str(staging), written, jobs, self._memory.tensor.nbytes, previous)
@@ -297,13 +297,13 @@ class SaveTask:
     def do(self, command: Command, where: Path) -> Any:
         """Run *command*, which is about the directory *where*, in the writer process and return its result.
 
-        Raises :class:`Cancelled` when the task has been abandoned, else what :meth:`Writer.do` raises.
+        Raises :class:`Cancelled` when the task has been abandoned, else what :meth:`Writer.run` raises.
         """
         if self.is_abandoned:
             raise Cancelled
         self.where, self.is_writing = where, True
         try:
-            return self.writer.do(command)
+            return self.writer.run(command)
         finally:
             self.is_writing = False
 

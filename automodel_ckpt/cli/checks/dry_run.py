@@ -342,7 +342,7 @@ def _restored(
         return rows, False
     if found is None:
         return rows, False
-    run, name, _ = found
+    run, name = found
     rows.append(("resume", f"from {run.store}/{name} (verified at the start)"))
     return rows, True
 

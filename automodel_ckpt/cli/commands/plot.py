@@ -124,8 +124,8 @@ def _recipe_of(run: History) -> dict[str, str]:
 def _lines(run: History) -> Iterator[str]:
     import shutil
 
+    from automodel_ckpt.logs.charts import curve_lines
     from automodel_ckpt.logs.page import summary
-    from automodel_ckpt.logs.sparkline import curve_lines
 
     columns_left = shutil.get_terminal_size().columns - _MAX_TEXT_WIDTH
     width = max(10, min(columns_left, 60))

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.logs.history import read_history
 
     run = run_with_logs(Path(arguments.path))
-    last = max(read_history(run).series["loss"].steps, default=0)
+    last = read_history(run).last_step
     if not (run / layout.TRAINING_LOG).exists():
         raise CheckpointUnusable(
             "the run has no log to upload",

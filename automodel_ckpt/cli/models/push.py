@@ -91,8 +91,7 @@ def _add_threads(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt push``. Raises :class:`CheckpointUnusable` for a damaged checkpoint, StoreError if the store fails."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.remote.exports import push_exports
-    from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+    from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
     from automodel_ckpt.checkpoint.store.transfer import Throttle
     from automodel_ckpt.hub.address import is_hub
 

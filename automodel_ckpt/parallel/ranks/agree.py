@@ -163,14 +163,12 @@ def _for_all_ranks(
 def while_working(
     group: dist.ProcessGroup | None,
     work: Callable[[], T],
-    meanwhile: Callable[[], object] = lambda: None,
     cancel: Callable[[], object] = lambda: None,
 ) -> T:
     """Call *work*, which may take longer than the group's timeout, and return its value when all ranks are done.
 
-    The ranks exchange their status at least every half second, so no collective waits long. Until all are done, each
-    also calls *meanwhile* every half second, which raises nothing; a group of one rank does not. An exception of *work*
-    is raised when all ranks are done, on this rank only. If the wait is interrupted, by a stop request or because
+    The ranks exchange their status at least every half second, so no collective waits long. An exception of *work* is
+    raised when all ranks are done, on this rank only. If the wait is interrupted, by a stop request or because
     another rank has ended, *cancel* is called, so that *work* ends before the exception is raised.
     """
     if size(group) == 1:
@@ -184,8 +182,6 @@ def while_working(
         try:
             while not all(gather_objects(group, done.done())):
                 wait([done], timeout=pause)
-                if pause == _LAST_PAUSE_SECONDS:
-                    meanwhile()
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         except BaseException:
             # The executor waits for its thread.

@@ -112,7 +112,7 @@ class MemorySaves:
         if self._gave_up:
             return
         if self.nodes is not None:
-            self._on_nodes = survey(self.nodes, self._group, self._verify, self._record)
+            self._on_nodes = survey(self.nodes, self._group, self._verify, self._record.is_current)
         self._disk.use_memory(self.directory, self._on_nodes)
 
     @property

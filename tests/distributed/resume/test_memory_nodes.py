@@ -239,8 +239,8 @@ def process_killed(base: Path) -> list[str]:
     nodes = run.memory.nodes
     assert nodes is not None
     if dist.get_rank() == 2:
-        assert nodes.process_id is not None
-        os.kill(nodes.process_id, signal.SIGKILL)
+        assert nodes._process is not None
+        os.kill(nodes._process.pid, signal.SIGKILL)
     dist.barrier()
     run.train(2)
     run.memory.finish_save()

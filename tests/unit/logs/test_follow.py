@@ -18,7 +18,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.keys.monitoring import has_known_options, tracker_options
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.logs import follow
-from automodel_ckpt.logs.follow import Follower, values_of
+from automodel_ckpt.logs.follow import Follower
 from automodel_ckpt.logs.tracker_process import Tracking, require_trackers
 from tests.support.history import write_run
 
@@ -137,11 +137,6 @@ def test_what_a_kill_of_all_processes_kept_from_a_tracker_is_made_up_for(run: Pa
     assert steps() == [4, 5, 0]
 
 
-def test_a_tracker_added_later_gets_what_came_before_it(run: Path) -> None:
-    Follower(run, {"recorder": {}}, 2).close()
-    assert steps()[0] == 1
-
-
 @pytest.mark.parametrize("is_durable", [True, False])
 def test_a_tracker_that_may_have_lost_something_in_a_kill_gets_all_of_it_as_another_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool
@@ -216,10 +211,6 @@ def test_a_damaged_memory_means_starting_over(run: Path, text: str) -> None:
     (run / follow.MEMORY).write_text(text)
     Follower(run, {"recorder": {}}, None).close()
     assert steps()[0] == 1
-
-
-def test_resumes_say_nothing_to_trackers() -> None:
-    assert values_of({"event": "resume", "step": 3, "timestamp": 1.0}) == {}
 
 
 def scalars(run: Path) -> dict[tuple[int, str], float]:

@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.run.timeline import (
     SAVES,
     STEPS,
     VALIDATION,
-    read_state,
 )
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE
@@ -235,32 +234,6 @@ def test_a_killed_process_leaves_its_times(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in lines] == ["start", "end", "start", "end"]
 
 
-def test_the_time_of_a_step_that_hangs_until_a_kill_is_lost_and_not_down(tmp_path: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        timeline = Timeline()
-        options: Any = {"resumed_from": None, "world_size": 1, "beat_seconds": 0.02}
-        timeline.open(tmp_path, lambda: None, step=0, **options)
-        timeline.enter(STEPS)
-        end = time.monotonic() + 60
-        # Only the thread updates the state.
-        while seconds_in_steps(tmp_path) < 0.3 and time.monotonic() < end:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    following = Timeline()
-    following.open(tmp_path, lambda: None, step=0, resumed_from=None, world_size=1)
-    following.close()
-    found = read_goodput(tmp_path)
-    assert found.seconds["lost_steps"] >= 0.3
-
-
-def seconds_in_steps(directory: Path) -> float:
-    """The time in steps that a kill would leave."""
-    state = read_state(directory)
-    return state["seconds"][STEPS] if state is not None else 0.0
-
-
 def test_slow_ranks_and_starts_are_listed(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,25 +273,6 @@ def test_slow_ranks_and_starts_are_listed(
     slow, _ = json.loads(capsys.readouterr().out)["slow_ranks"]
     assert (slow["rank"], slow["num_steps"], slow["share"]) == (3, 300, pytest.approx(0.3))
     assert "forward passes 30% slower" in page([read_history(tmp_path)])
-
-
-def test_the_start_of_the_process_counts_as_start_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module.start_time, "_noted", None)
-    module.start_time.note_process_start(os.getppid())
-    noted = module.start_time.noted()
-    assert noted is not None
-    timeline = Timeline()
-    assert timeline.started == noted < time.time()
-    least = time.time() - noted
-    timeline.enter(STEPS)
-    most = time.time() - noted
-    timeline.open(tmp_path, lambda: None, step=0, resumed_from=None, world_size=1)
-    timeline.close()
-    (start,) = read_goodput(tmp_path).starts
-    # The two clocks may differ a little.
-    assert least - 0.1 <= start.seconds["startup"] <= most + 0.1
 
 
 def test_the_command_and_the_report_show_it(

@@ -9,6 +9,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,15 +136,6 @@ def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(
     assert "b/first" in text
 
 
-def test_many_runs_are_a_table(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path / f"run{n}", num_steps=4, saved=[4])) for n in range(12)]
-    page = tmp_path / "report.html"
-    assert main(["plot", *runs, "-o", str(page)]) == 0
-    text = page.read_text()
-    # The colors of the style sheet are repeated.
-    assert all(f'<span class="key c{n % 6}"></span>run{n}</td>' in text for n in range(12))
-
-
 def test_a_learning_rate_is_never_smoothed_and_lost_losses_are_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=300)
     lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
@@ -212,15 +204,6 @@ def test_a_page_is_utf_8_whatever_the_locale_and_the_name(run: Path, tmp_path: P
     assert "▲ checkpoint" in text and "odd\\udcff" in text
 
 
-def test_small_curves_fit_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", num_steps=300, saved=[300])
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["plot", str(run)]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines()[1:])) <= 60
-
-
 def test_a_report_that_cannot_be_written_is_named_and_the_one_before_stays(
     run: Path,
     tmp_path: Path,
@@ -265,10 +248,82 @@ def test_names_in_a_log_cannot_steer_a_terminal_or_a_page(
 
 
 def test_json_gives_the_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = plotted(run, capsys)
+    assert document["series"]["val_loss"]["steps"] == [4, 8]
+    assert (document["resumed_at"], document["num_tokens"]) == ([4], 800)
+    assert document["checkpoints"] == ["epoch_0_step_4", "epoch_0_step_8"]
+
+
+def plotted(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
     assert main(["plot", str(run), "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
-    assert document["series"]["val_loss"]["steps"] == [4, 8]
-    assert document["resumed_at"] == [4]
+    return dict(document)
+
+
+def test_of_two_values_at_a_step_the_last_counts_and_other_lines_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+    odd = ["{", "[]", '{"step": "4", "loss": 1}', '{"step": true, "loss": 1}', "[" * 100_000]
+    odd += ['{"step": 5, "loss": NaN}', '{"step": 6, "loss": true}', '{"step": 9, "lo']
+    (tmp_path / "training.jsonl").write_text("\n".join([*map(json.dumps, good), *odd]))
+    loss = plotted(tmp_path, capsys)["series"]["loss"]
+    assert loss == {"steps": [1], "values": [2.5]}
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "loss not finite 3 steps, first 2" in capsys.readouterr().out
+
+
+def test_metrics_of_an_objective_have_charts_with_their_validation_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [{"step": step, "loss": 1.0, "pairs": 8, "margin": 0.5 * step} for step in (1, 2)]
+    measured = {"val_loss": 2.0, "val_margin": 1.5, "val_f1": 0.5, "val_f1_micro": 0.25}
+    of_set = {"val_loss_few": 3.0, "val_margin_few": 1.0, "val_f1_few": 0.75}
+    counts = {"label_tokens": 4, "pairs": 2}
+    (tmp_path / "training.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    (tmp_path / "validation.jsonl").write_text(
+        json.dumps({"step": 2, **measured, **of_set, **counts})
+    )
+    page = tmp_path / "page.html"
+    assert main(["plot", str(tmp_path), "-o", str(page)]) == 0
+    text = page.read_text()
+    titles = [chart.get("aria-label") for chart in svgs(text)]
+    assert titles == ["Loss", "Margin", "F1", "F1 micro"]
+    lines = {}
+    for title, data in zip(titles, re.findall(r"json\">(.*?)</script>", text), strict=True):
+        lines[title] = {line["label"]: line["values"] for line in json.loads(data)}
+    name = tmp_path.name
+    assert lines["Margin"] == {
+        name: [0.5, 1.0],
+        f"{name}, validation": [1.5],
+        f"{name}, validation, few": [1.0],
+    }
+    assert lines["F1 micro"] == {f"{name}, validation": [0.25]}
+    assert main(["plot", str(tmp_path)]) == 0
+    # All curves begin in one column, after the longest title.
+    _, *curves = capsys.readouterr().out.splitlines()[1:]
+    assert curves[-1].startswith("  val f1 micro  ")
+    assert all(line[14:16] == "  " and line[16] in "▁▂▃▄▅▆▇█" for line in curves)
+
+
+def test_memory_is_short_and_no_share_is_above_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps of a short run end before its last save, so that its saves can take longer than its steps."""
+    steps = [
+        {"step": 1, "loss": 2.0, "timestamp": 100.0, "mem": 464_100_000},
+        {"step": 2, "loss": 1.5, "timestamp": 100.1, "mem": 464_200_000},
+        {"event": "save", "step": 2, "stall_seconds": 0.2, "bytes": 10},
+    ]
+    (tmp_path / "training.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    assert main(["plot", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "464.1M .. 464.2M" in text
+        and "waited for saves 0.20 s" in text
+        and "of the run" not in text
+    )
 
 
 def test_a_place_without_a_run_is_code_3(

@@ -7,7 +7,6 @@ import errno
 import gc
 import json
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -23,14 +22,9 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, discover
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.jobs import writer
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.saving import background, host_memory
-from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
-from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import ExportFailed, LeaseLost, SaveFailed
 from tests.support import ranks
@@ -467,67 +461,6 @@ def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_ca
     saver.checkpointer.close()
 
 
-def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_failed_save(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = saver.save(1).path.parent
-    saver.checkpointer.wait_for_save()
-
-    def cannot(directory: Path, *_: Any) -> None:
-        if directory.name == "optim":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
-        os.mkdir(directory)
-
-    attempts: list[str] = []
-    reserve = commit.reserve
-    monkeypatch.setattr(
-        commit, "reserve", lambda *place: attempts.append("once") or reserve(*place)
-    )
-    monkeypatch.setattr(Path, "mkdir", cannot)
-    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOSPC"):
-        saver.save(2)
-    monkeypatch.undo()
-    assert names(root) == ["LATEST", "epoch_0_step_1"] and attempts == ["once"]
-    saver.save(3)
-    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
-
-
-def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_nothing(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = saver.save(1).path.parent
-    saver.checkpointer.wait_for_save()
-
-    def broken(*_: Any) -> None:
-        raise ValueError("broken")
-
-    monkeypatch.setattr(Planner, "object_jobs", broken)
-    saver.save(2)
-    with pytest.raises(SaveFailed, match="saving epoch_0_step_2"):
-        saver.checkpointer.wait_for_save()
-    assert names(root) == ["LATEST", "epoch_0_step_1"]
-
-
-def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_wait(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver.save(1)
-    saver.checkpointer.wait_for_save()
-
-    def fails(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(background, "_copy", fails)
-    root = saver.save(2).path.parent
-    assert saver.checkpointer.upload_failed
-    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOMEM"):
-        saver.checkpointer.wait_for_save()
-    monkeypatch.undo()
-    assert names(root) == ["LATEST", "epoch_0_step_1"]
-    saver.save(3)
-    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
-
-
 @pytest.fixture
 def exporter(tmp_path: Path) -> Iterator[Saver]:
     """Its export of the first save stays under way: the writer is held as soon as the checkpoint is published."""
@@ -645,48 +578,6 @@ def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporte
     assert [export_of(report).exists() for report in exporter.reports] == [False, False]
 
 
-def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """As after an upgrade of the package below a run."""
-
-    class Renamed:
-        staging = "epoch_0_step_2"
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return int, ("no number",)
-
-    memory = os.memfd_create("test")
-    child = writer.Writer(memory)
-    with pytest.raises(
-        SaveFailed, match="the process that writes this rank's checkpoints ended unexpectedly"
-    ):
-        child.do(Renamed())  # type: ignore[arg-type]
-    os.close(memory)
-    child.end()
-    assert "ValueError" in capfd.readouterr().err
-
-
-def test_time_in_which_the_job_was_suspended_is_no_time_without_progress(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver.pause()
-    saver.save(1)
-    background = saver.checkpointer._async._background  # type: ignore[union-attr]
-    monkeypatch.setattr(background._writer, "activity", lambda: (b"1",))
-    clock = [1000.0]
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: clock[0])
-        idle = []
-        for seconds in (0, 5, 3600, 5):
-            clock[0] += seconds
-            idle.append(background.idle_seconds())
-    # First: the end of the test would wait for a suspended process.
-    saver.go_on()
-    saver.checkpointer.wait_for_save()
-    assert idle == [0, 5, 15, 20]
-
-
 def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
     assets = {"model": SimpleNamespace(nbytes=0)}
     for when, at_end in (("final", True), ("every", False), ("never", False)):
@@ -695,99 +586,6 @@ def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path
         saver.disable_exports()
         assert not saver.exports.only_at_end
         saver.close()
-
-
-def test_a_writer_ends_with_code_0_when_it_is_idle_and_at_once_when_it_is_busy(
-    tmp_path: Path,
-) -> None:
-    for jobs, code in (([], 0), ([pickle.dumps(TakesLong())], 1)):
-        memory = HostMemory()
-        process = writer.Writer(memory.descriptor)
-        if jobs:
-            command = writer.Write(str(tmp_path), RankManifest(0), jobs, 0)
-            pickle.dump(command, process._commands)
-        process.end()
-        assert process._process.returncode == code
-        memory.close()
-
-
-class TakesLong:
-    """Jobs that take 20 seconds."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return time.sleep, (20,)
-
-
-class InBackground:
-    """A writer process with nothing to write, and saves whose last part is a function of the test."""
-
-    def __init__(self) -> None:
-        self.background = background.Background()
-        self.background.stage([host_memory.MemoryLayout([], 8)])
-
-    def start(self, directory: Path, then: Any) -> None:
-        (directory / layout.PARTS).mkdir(exist_ok=True)
-        self.background.start(directory, RankManifest(0), [], then=then, doing="saving")
-
-
-@pytest.fixture
-def in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[InBackground]:
-    monkeypatch.setattr(background, "_END_SECONDS", 0.2)
-    made = InBackground()
-    yield made
-    made.background.close()
-
-
-def test_an_abandoned_save_stays_abandoned_when_the_next_one_has_started(
-    tmp_path: Path, in_background: InBackground
-) -> None:
-    """As after a disk that did not respond for longer than the wait for the thread."""
-    began, respond, ended = threading.Event(), threading.Event(), threading.Event()
-    outcome: list[str] = []
-
-    def in_a_call_to_the_disk(task: Any) -> None:
-        began.set()
-        respond.wait(120)
-        for step in (
-            lambda: task.pause(0),
-            lambda: task.do(Finalize(str(tmp_path), None, RankManifest(0)), tmp_path),
-        ):
-            try:
-                step()
-            except background.Cancelled:
-                outcome.append("cancelled")
-        ended.set()
-
-    in_background.start(tmp_path, in_a_call_to_the_disk)
-    assert began.wait(120)
-    assert in_background.background.abandon() is None
-    next_one = threading.Event()
-    in_background.start(tmp_path, lambda *_: next_one.wait(120))
-    respond.set()
-    assert ended.wait(120) and outcome == ["cancelled", "cancelled"]
-    # The late thread changed neither the state nor the failure of the save in progress.
-    assert in_background.background.state == "busy"
-    next_one.set()
-    in_background.background.wait(120)
-    assert in_background.background.state == "idle"
-
-
-def test_the_wait_of_an_abandoned_save_ends_it_without_a_failure(
-    tmp_path: Path, in_background: InBackground
-) -> None:
-    began = threading.Event()
-
-    def wait_for_other_ranks(task: Any) -> None:
-        began.set()
-        for _ in range(60000):
-            task.pause(0.01)
-        raise AssertionError("nothing ended the wait")
-
-    in_background.start(tmp_path, wait_for_other_ranks)
-    assert began.wait(120)
-    assert in_background.background.abandon() is None
-    in_background.background.wait(120)
-    assert in_background.background.state == "idle"
 
 
 def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.direct import block_of
 from automodel_ckpt.checkpoint.jobs import jobs
-from automodel_ckpt.checkpoint.jobs.checksums import combined, num_threads
+from automodel_ckpt.checkpoint.jobs.checksums import combined
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, Span, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of
@@ -121,23 +121,6 @@ def slowed(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], object]) -> 
     monkeypatch.setattr(zlib, "crc32", crc32)
 
 
-def test_without_threads_for_checksums_the_writing_thread_computes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        if thread.name.startswith("checksum"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    memory = block_of(64 * MIB)
-    job, content, _ = archives([33 * MIB], in_memory(memory, 0))
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    run_all([job], tmp_path, RankManifest(0), memory)
-    assert (tmp_path / "optim/x").read_bytes() == content
-
-
 @pytest.mark.parametrize("kind", ["aligned", "unaligned", "bytes", "device"])
 def test_the_file_and_its_entries_are_those_of_one_thread(
     kind: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,36 +186,8 @@ def test_after_a_failed_write_no_thread_reads_the_state(
         assert len(calls) < sum(-(-size // (8 * MIB)) for size in sizes if size >= 2 * MIB)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("the state cannot be read")])
-def test_an_error_of_the_state_is_raised_and_ends_the_threads(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "num_threads", lambda: 3)
-
-    def unreadable() -> memoryview:
-        raise error
-
-    job, _, _ = archives(SIZES, lambda _, data: lambda: memoryview(data))
-    chunks = [*job.chunks, Chunk(job.nbytes, unreadable)]
-    with pytest.raises(type(error)) as raised:
-        run_all([FileJob("optim/x", chunks, "optim", job.nbytes)], tmp_path, RankManifest(0))
-    assert raised.value is error
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("checksum")]
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 64, 1000, 4 * MIB, 4 * MIB + 1])
 def test_a_crc_is_combined_from_those_of_two_ranges(nbytes: int) -> None:
     first, second = os.urandom(1000), os.urandom(nbytes)
     assert combined(zlib.crc32(first), zlib.crc32(second), nbytes) == zlib.crc32(first + second)
     assert combined(0, zlib.crc32(second), nbytes) == zlib.crc32(second)
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "expected"), [(1, 1, 1), (2, 1, 1), (16, 1, 8), (128, 8, 8), (32, 8, 2)]
-)
-def test_the_ranks_of_a_node_share_its_cores(
-    cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert num_threads() == expected

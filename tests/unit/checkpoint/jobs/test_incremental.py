@@ -19,7 +19,6 @@ from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.jobs import rank_manifest, reuse
 from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
 from automodel_ckpt.checkpoint.parts.verify import verify_deep
-from automodel_ckpt.checkpoint.run import shared_files
 from automodel_ckpt.checkpoint.saving import plan_reuse, planner
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError, SaveFailed
@@ -138,16 +137,6 @@ def test_by_default_the_newest_two_checkpoints_share_nothing(
     assert resumed is not None and resumed.step == 4
 
 
-def test_small_untrained_tensors_are_not_separated_by_default(tmp_path: Path) -> None:
-    save_all(tmp_path, tiny.recipe(), 1, 2, 3, incremental="auto")
-    assert not list(tmp_path.rglob("*frozen*")) and not list(tmp_path.rglob("*buffers*"))
-
-
-def test_nothing_is_shared_if_that_is_switched_off(tmp_path: Path) -> None:
-    save_all(tmp_path, tiny.recipe(), 1, 2, incremental=False)
-    assert shared(tmp_path, 1, 2) == set() and not list(tmp_path.rglob("*frozen*"))
-
-
 def test_after_a_rewind_the_checkpoint_before_stays_independent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,25 +169,6 @@ def test_a_file_system_without_hard_links_gets_full_saves(
     made = tiny.recipe()
     save_all(tmp_path, made, 1, 2)
     assert shared(tmp_path, 1, 2) == set()
-    assert_complete(tmp_path, 2)
-    assert_loads(tmp_path, made)
-
-
-def test_a_link_that_fails_after_the_probe_becomes_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = tiny.recipe()
-    save_all(tmp_path, made, 1)
-    link = os.link
-
-    def full(source: Any, target: Any, **more: Any) -> None:
-        if "frozen" in str(target):
-            raise OSError(31, "Too many links")
-        link(source, target, **more)
-
-    monkeypatch.setattr(os, "link", full)
-    save_all(tmp_path, made, 2)
-    assert not any("frozen" in name for name in shared(tmp_path, 1, 2))
     assert_complete(tmp_path, 2)
     assert_loads(tmp_path, made)
 
@@ -237,22 +207,6 @@ def test_a_file_with_several_names_is_never_opened_for_writing(tmp_path: Path) -
 def test_whole_files_and_shared_ones_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="share nothing"):
         tiny.checkpointer(tmp_path, model_layout="hf", incremental=True)
-
-
-def test_a_file_that_is_removed_while_it_is_compared_is_not_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = tiny.recipe()
-    save_all(tmp_path, made, 1)
-
-    def remove(root: Path, file: str, record: Any) -> None:
-        """Find nothing wrong with the file, which is removed right after that."""
-        os.unlink(root / file)
-
-    monkeypatch.setattr(reuse, "size_problem", remove)
-    save_all(tmp_path, made, 2)
-    monkeypatch.undo()
-    assert_complete(tmp_path, 2)
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
@@ -317,19 +271,6 @@ def test_commands_count_what_is_shared_once(
     manifest_bytes = total // 3
     assert all(entry["nbytes"] < manifest_bytes + 20_000 - shared_bytes for entry in pruned)
     assert_complete(run, 3)
-
-
-def test_freed_bytes_count_a_file_with_its_last_name(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    (tmp_path / "a" / "x").write_bytes(b"12345")
-    os.link(tmp_path / "a" / "x", tmp_path / "b" / "x")
-    (tmp_path / "b" / "y").write_bytes(b"1")
-    os.link(tmp_path / "b" / "y", tmp_path / "c" / "y")
-    a, b, c = (tmp_path / name for name in "abc")
-    assert shared_files.freed_bytes([a, b]) == [0, 5]
-    assert shared_files.freed_bytes([a, b, c]) == [0, 5, 1]
-    assert shared_files.repeated_bytes([a, b, c]) == 6
 
 
 def test_transformers_loads_what_was_saved_in_separate_files(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, PageLock
 
@@ -67,16 +66,3 @@ def test_memory_that_cannot_be_locked_is_used_with_one_line(
     assert "cannot page-lock 12.3 kB for asynchronous saves" in record.message
     assert reason in record.message
     assert "ulimit -l is" in record.message
-
-
-def test_memory_that_could_be_locked_is_unlocked_after_a_later_failure() -> None:
-    cuda = Cuda()
-    lock = PageLock(cuda)
-    first, second = torch.zeros(8), torch.zeros(8)
-    lock.lock(first)
-    assert first.data_ptr() in cuda.locked
-    cuda.status = 2
-    lock.lock(second)
-    lock.unlock(second)
-    lock.unlock(first)
-    assert not cuda.locked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -59,30 +58,6 @@ def test_an_error_of_the_disk_names_the_file(stored: Path, monkeypatch: pytest.M
         read_tree(source.root, tree, {name: torch.empty(750, 1000) for name in "ab"})
 
 
-def test_without_threads_the_calling_thread_reads(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = open_weights(stored).modules["model"]
-    tree = Tree("", dict(source.tensors), {})
-    num_started = 0
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        nonlocal num_started
-        num_started += 1
-        if num_started > 1:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    num_before = threading.active_count()
-    found = {name: torch.empty(750, 1000) for name in "ab"}
-    read_tree(source.root, tree, found)
-    assert num_started == 2 and threading.active_count() == num_before
-    for name in "ab":
-        assert torch.equal(found[name], load_file(stored / f"{name}.safetensors")[name])
-
-
 def test_tensors_created_in_inference_mode_are_read_into(stored: Path) -> None:
     source = open_weights(stored).modules["model"]
     with torch.inference_mode():
@@ -104,11 +79,3 @@ def test_a_strided_tensor_of_a_file_that_became_shorter_is_named(tmp_path: Path)
             Tree("", dict(source.tensors), {}),
             {"transposed": torch.empty(200, 100)},
         )
-
-
-def test_the_only_element_of_a_strided_tensor_is_read_in_place(tmp_path: Path) -> None:
-    save_file({"one": torch.tensor([7.5])}, tmp_path / "a.safetensors")
-    source = open_weights(tmp_path).modules["model"]
-    target = torch.zeros(3)
-    read_tree(source.root, Tree("", dict(source.tensors), {}), {"one": target[1::3]})
-    assert target.tolist() == [0, 7.5, 0]

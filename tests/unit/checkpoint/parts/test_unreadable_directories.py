@@ -107,7 +107,7 @@ def test_a_checkpoint_in_memory_that_cannot_be_read_is_not_used(
         (tmp_path / name).mkdir()
         mark_save(tmp_path / name, "0" * 32)
     (tmp_path / SECOND / "closed").mkdir()
-    assert [holding.name for holding in _holdings(tmp_path)] == [FIRST]
+    assert [name for (name, _), _ in _holdings(tmp_path)] == [FIRST]
     assert f"{tmp_path / SECOND} in memory is not used" in caplog.text
 
 

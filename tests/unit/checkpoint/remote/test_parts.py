@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import child_process, parts
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop
-from automodel_ckpt.checkpoint.remote.part_uploader import PartJob, PartUploader
+from automodel_ckpt.checkpoint.remote.part_uploader import PartUploader
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
 from automodel_ckpt.checkpoint.run.pending import link, pending
@@ -58,14 +58,13 @@ def uploads(roots: list[Path], url: str, token: str, went_back_to: int = 0) -> l
         {},
         token,
         "val_loss",
-        "min",
         num_threads=2,
         went_back_to=went_back_to,
         num_nodes=NUM_NODES,
     )
     loops: list[UploadLoop] = [Uploader(roots[0], job)]
     for number, root in enumerate(roots[1:], start=1):
-        loops.append(PartUploader(root, PartJob(url, {}, token, number, num_threads=2)))
+        loops.append(PartUploader(root, Job(url, {}, token, node=number, num_threads=2)))
     return loops
 
 

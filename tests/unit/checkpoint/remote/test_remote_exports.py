@@ -28,9 +28,12 @@ def run_with(place: Path, *, is_async: bool) -> Path:
     text = f"{RECIPE}checkpoint: {{checkpoint_dir: {place}/run, save_consolidated: every, "
     text += f"is_async: {str(is_async).lower()}, remote: {{url: 'file://{place}/store'}}}}\n"
 
-    request = Uploads.note_exported
+    request = Uploads.request
 
     def note(self: Uploads, name: str) -> None:
+        if not (self.root / name / EXPORT).is_dir():
+            request(self, name)
+            return
         assert not export_problems(self.root / name / EXPORT)
         # As if its checkpoint was uploaded already.
         os.unlink(self.root / f"{LINK}{name}")
@@ -41,7 +44,7 @@ def run_with(place: Path, *, is_async: bool) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UploadingProcess, "start", lambda self: None)
-        patch.setattr(Uploads, "note_exported", note)
+        patch.setattr(Uploads, "request", note)
         ranks.run(partial(train, write_recipe(place, text)), 1, init=False)
     return place / "run"
 
@@ -76,7 +79,7 @@ def test_an_export_that_is_made_during_the_upload_of_its_checkpoint_is_uploaded(
     for name in pending(run, LINK):
         os.unlink(run / f"{LINK}{name}")
     store = tmp_path / "store"
-    uploading = Uploader(run, Job(f"file://{store}", {}, "token", "val_loss", "min"))
+    uploading = Uploader(run, Job(f"file://{store}", {}, "token", "val_loss"))
     link(run, LINK, last)
     uploading.catch_up()
     link(run, LINK, first)

@@ -90,7 +90,7 @@ def test_faults_of_uploads_and_downloads_pass(
     (root / f"{uploader.LINK}{FIRST}").symlink_to(FIRST)
     # s3fs repeats some requests five times: more than that fail.
     proxy.rule = first(12, fault, is_write)
-    job = uploader.Job(URL, {}, "token", "val_loss", "min", num_threads=2)
+    job = uploader.Job(URL, {}, "token", "val_loss", num_threads=2)
     uploading = uploader.Uploader(root, job)
     uploading.finish()
     uploading.run()
@@ -120,7 +120,7 @@ def test_a_lost_connection_and_stale_listings_pass(
     # The listing has nothing of the second checkpoint.
     proxy.freeze_lists()
     proxy.is_down = True
-    job = uploader.Job(URL, {}, "token", "val_loss", "min", keep_last=1, went_back_to=10)
+    job = uploader.Job(URL, {}, "token", "val_loss", {"last": 1}, went_back_to=10)
     uploading = uploader.Uploader(root, job)
     uploading.finish()
     thread = threading.Thread(target=uploading.run)

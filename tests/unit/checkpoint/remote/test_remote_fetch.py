@@ -19,10 +19,8 @@ from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import background, fetch, uploader
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
-from automodel_ckpt.checkpoint.remote.exports import push_exports
-from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.pending import pending
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
@@ -156,16 +154,16 @@ def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(
     # It goes back to the first checkpoint, and no process could mark the second one in the store.
     uploads = background.Uploads(root, RemoteStorage(url), "val_loss", "min")
     uploads.start(10, FIRST)
-    newest = resume.newest(root)
-    assert fetch.wanted(run, root, None, newest) is None
+    fetcher = fetch.Fetcher(root, RemoteStorage(url))
+    assert fetcher.find(None) is None
     # It is started again, later in its timeline: the mark still begins at the first step.
     again = background.Uploads(root, RemoteStorage(url), "val_loss", "min")
-    assert gone_back.note(root, 15, again.job.token) == 10
+    assert gone_back.note(root, 15, again.token) == 10
     # Another machine took over the URL, so that what is there is newer.
     other = RemoteRun(Store(url))
     other.take_over()
-    found = fetch.wanted(run, root, None, newest)
-    assert found is not None and str(found.name) == SECOND
+    found = fetcher.find(None)
+    assert found is not None and found[1] == SECOND
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -185,7 +183,8 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_store_where_its_disk_has_none_as
         assert fetcher.fetch_up_to(step) is None
         assert not (root / SECOND).exists()
     if is_full:
-        monkeypatch.setattr(fetch, "_has_space", lambda *arguments: False)
+        full = SimpleNamespace(free=0)
+        monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: full)
     checkpointer = tiny.checkpointer(root, remote=RemoteStorage(url))
     # A directory of this name without a manifest is no checkpoint.
     (root / "epoch_0_step_15").mkdir()
@@ -207,7 +206,7 @@ def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path)
     url = f"file://{tmp_path}/store"
     run = in_store(url, tmp_path)
     gone_back.note(tmp_path, 10, "token")
-    job = uploader.Job(url, {}, "token", "val_loss", "min", went_back_to=10)
+    job = uploader.Job(url, {}, "token", "val_loss", went_back_to=10)
     uploader.Uploader(tmp_path, job).catch_up()
     assert run.is_superseded(SECOND)
     assert gone_back.GoneBack.read(tmp_path) is None
@@ -237,7 +236,7 @@ def test_a_url_is_a_directory_of_a_checkpointer(
     assert checkpointer.load(discover(made)) is None
     assert checkpointer._transfers.uploads is not None
     # The rules are those of the store; the local disk keeps the newest.
-    assert checkpointer._transfers.uploads.job.keep_last == 3
+    assert checkpointer._transfers.uploads.job["keep"]["last"] == 3
     assert checkpointer._options.keep_last == 1
     checkpointer.save(discover(made), step=10, epoch=0)
     assert pending(local, uploader.LINK) == [FIRST]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +67,7 @@ def overtake(url: str, root: Path, memory: Path) -> RemoteRun:
     """A later start, which begins anew and reaches the first checkpoint."""
     run = RemoteRun(Store(url))
     run.take_over()
-    run.supersede_after(0, "val_loss", "min")
+    run.supersede(list(map(str, run.names())), "it began anew", "val_loss", "min")
     push_checkpoint(run, root / FIRST, memory, num_threads=1)
     run.point("val_loss", "min")
     return run
@@ -161,7 +159,7 @@ def test_stores_without_conditional_requests_are_noticed(
         has(run, runs[0], SECOND)
         run.prune(policy.KeepPolicy(last=1), "val_loss")
         assert [str(name) for name in run.names()] == [SECOND]
-    job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss", "min")
+    job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss")
     uploading = uploader.Uploader(tmp_path, job)
     for _ in range(2):
         uploading._become_owner()
@@ -222,7 +220,7 @@ def test_a_checkpoint_that_becomes_referenced_is_not_removed(
 def test_a_second_process_of_a_start_does_not_take_a_url_back(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     (tmp_path / "run").mkdir()
-    job = uploader.Job(url, {}, "first", "val_loss", "min")
+    job = uploader.Job(url, {}, "first", "val_loss")
     uploader.Uploader(tmp_path / "run", job)._become_owner()
     RemoteRun(Store(url)).take_over()
     # The trainer starts the process again after it died.
@@ -249,7 +247,7 @@ def test_a_process_of_an_earlier_start_uploads_no_checkpoint_of_a_later_one(
     run = tmp_path / "run"
     run.mkdir()
     is_newest = [True]
-    uploads = uploader.Uploader(run, uploader.Job(url, {}, "first", "val_loss", "min"))
+    uploads = uploader.Uploader(run, uploader.Job(url, {}, "first", "val_loss"))
     uploads.is_newest = lambda: is_newest[0]
     for name in (FIRST, SECOND):
         (run / name).symlink_to(local / name)
@@ -259,33 +257,7 @@ def test_a_process_of_an_earlier_start_uploads_no_checkpoint_of_a_later_one(
     link(run, uploader.LINK, SECOND)
     uploads.catch_up()
     assert pending(run, uploader.LINK) == [SECOND] and uploads.stopping.is_set()
-    later = uploader.Job(url, {}, "second", "val_loss", "min", went_back_to=10)
+    later = uploader.Job(url, {}, "second", "val_loss", went_back_to=10)
     uploader.Uploader(run, later).catch_up()
     newest = RemoteRun(Store(url)).newest()
     assert newest is not None and str(newest.name) == SECOND
-
-
-def test_a_process_stops_when_a_later_start_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its upload may take long, and the later process waits for it."""
-
-    class Endless(child_process.UploadLoop):
-        def catch_up(self) -> None:
-            # As the later start does, while this process uploads.
-            child_process.note_newest(tmp_path, uploader.LOCK, "second")
-            if not self.stopping.wait(60):
-                self.stop()
-
-    child_process.note_newest(tmp_path, uploader.LOCK, "first")
-    started = {"process": "first", "niceness": 0, "job": {}}
-    reader, writer = os.pipe()
-    with open(reader, "rb", buffering=0) as commands, open(writer, "wb") as trainer:
-        trainer.write(json.dumps(started).encode() + b"\n")
-        trainer.flush()
-        monkeypatch.setattr(os, "fdopen", lambda *descriptor, **options: commands)
-        began = time.monotonic()
-        child_process.serve(
-            tmp_path, uploader.LOCK, lambda job: Endless(tmp_path, uploader.LINK, "status")
-        )
-        assert time.monotonic() - began < 30

@@ -20,9 +20,7 @@ import pytest
 
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.run import lease, lock_file
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.lease import Lease, release_all
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
 HOLD = """
@@ -78,28 +76,6 @@ def test_a_killed_runs_place_is_taken_at_once(
     taken.release()
 
 
-@pytest.mark.parametrize(
-    ("run_id", "says"), [("job-7", False), ("none", True), (None, True)], ids=str
-)
-def test_a_takeover_is_logged_unless_the_same_launcher_restarted_the_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    run_id: str | None,
-    says: bool,
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if run_id is not None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    # "none" is the default of all launchers. The launcher of the other process is this one.
-    end(holder(tmp_path))
-    caplog.set_level("INFO", "automodel_ckpt")
-    run = RunDirectory(tmp_path, KeepPolicy(), "val_loss")
-    run.hold()
-    assert ("taking over" in caplog.text) == says
-    run.release()
-
-
 def test_a_worker_forked_by_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
     first = holder(tmp_path, "fork")
     assert first.stdout is not None and first.stdout.readline() == "forked\n"
@@ -107,41 +83,6 @@ def test_a_worker_forked_by_the_holder_does_not_keep_the_lock(tmp_path: Path) ->
     first.wait()
     Lease(tmp_path).release()
     end(first)
-
-
-@pytest.mark.parametrize("at", ["_record", "register_at_fork"])
-def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    before = os.listdir("/proc/self/fd")
-
-    def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Lease if at == "_record" else lease.os, at, stopped)
-        with pytest.raises(KeyboardInterrupt):
-            Lease(tmp_path)
-    release_all()
-    assert list(tmp_path.iterdir()) == []
-    # Descriptors of earlier tests may be closed meanwhile.
-    assert {*os.listdir("/proc/self/fd")} <= {*before}
-    Lease(tmp_path).release()
-
-
-def test_a_process_stopped_before_its_heartbeat_began_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(_: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            Lease(tmp_path)
-    assert (tmp_path / LOCK_FILE).exists()
-    release_all()
-    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:
@@ -218,34 +159,6 @@ def test_a_run_on_another_mount_whose_process_is_gone_is_taken_over_immediately(
     }
     elsewhere(tmp_path, 1, **fields)
     Lease(tmp_path, watch_seconds=60).release()
-
-
-def test_of_two_that_take_over_at_once_where_locks_are_not_shared_one_gives_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere(tmp_path, 1)
-    monkeypatch.setattr(
-        lease.time, "sleep", lambda _: elsewhere(tmp_path, 1, token="rival") if replaced() else None
-    )
-
-    def replaced() -> bool:
-        return "token" in json.loads((tmp_path / LOCK_FILE).read_text())
-
-    with pytest.raises(RecipeError, match="at the same time"):
-        Lease(tmp_path, watch_seconds=0.1)
-    assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] == "rival"
-
-
-def test_the_holders_heart_beats(tmp_path: Path) -> None:
-    held = Lease(tmp_path, beat_seconds=0.05)
-    before, end = json.loads((tmp_path / LOCK_FILE).read_text())["beat"], time.monotonic() + 60
-    while (
-        json.loads((tmp_path / LOCK_FILE).read_text())["beat"] == before and time.monotonic() < end
-    ):
-        time.sleep(0.01)
-    assert json.loads((tmp_path / LOCK_FILE).read_text())["beat"] > before
-    held.check()
-    held.release()
 
 
 def test_a_run_that_lost_its_lease_says_who_has_it_and_leaves_that_ones_file_alone(

@@ -280,14 +280,6 @@ def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside
     assert os.readlink(moved / "epoch_0_step_40.superseded-1") == "epoch_0_step_20"
 
 
-def test_a_link_in_a_moved_checkpoint_still_leads_nowhere(moved: Path, tmp_path: Path) -> None:
-    shard = next((moved / "epoch_0_step_30" / "model").glob("shard-*"))
-    shard.resolve().rename(tmp_path / "elsewhere")
-    shard.symlink_to(tmp_path / "elsewhere")
-    resumed = tiny.load(moved, tiny.recipe())
-    assert resumed is not None and resumed.step == 20
-
-
 def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / NAME).write_text("mine")
@@ -359,67 +351,3 @@ def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_asi
         "epoch_0_step_20.superseded-1",
         "epoch_0_step_30.superseded-1",
     ]
-
-
-@pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directories that are fsynced, in order."""
-    found: list[str] = []
-    fsync = os.fsync
-
-    def recorded(descriptor: int) -> None:
-        found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    return found
-
-
-def test_a_checkpoint_that_is_pinned_during_its_removal_gets_its_name_back_durably(
-    run: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
-) -> None:
-    name = "epoch_0_step_10"
-    withdraw = commit.withdraw
-
-    def withdrawn_and_pinned(path: Path) -> Path:
-        trash = withdraw(path)
-        (run / "mine too").symlink_to(name)
-        return trash
-
-    monkeypatch.setattr(commit, "withdraw", withdrawn_and_pinned)
-    assert links.withdraw_unprotected(run, name) is None
-    assert (run / name / layout.MANIFEST).read_text() == "10"
-    # The trash name, and then the old name again.
-    assert synced == [str(run), str(run)]
-
-
-def test_pins_and_redirected_links_are_durable(run: Path, synced: list[str]) -> None:
-    maintenance.pin(run, "epoch_0_step_10")
-    assert synced == [str(run)]
-    synced.clear()
-    links.set_aside(run, NAME)
-    assert str(run / "paper" / "figures") in synced and synced[-1] == str(run)
-
-
-def test_a_checkpoint_without_its_optimizer_is_durable_before_the_old_files_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
-) -> None:
-    tiny.save(tmp_path, tiny.recipe(), step=10)
-    tiny.save(tmp_path, tiny.recipe(), step=20)
-    synced.clear()
-    events: list[str] = []
-    exchange, discard = commit.exchange, commit.discard
-
-    def exchanged(one: Path, other: Path) -> bool:
-        synced.clear()
-        return exchange(one, other)
-
-    def discarded(path: Path) -> None:
-        events.extend(["synced" for directory in synced if directory == str(tmp_path)])
-        events.append("discarded")
-        discard(path)
-
-    monkeypatch.setattr(commit, "exchange", exchanged)
-    monkeypatch.setattr(commit, "discard", discarded)
-    assert maintenance.drop_optimizer(tmp_path, "epoch_0_step_10") > 0
-    assert events == ["synced", "discarded"]

@@ -7,7 +7,6 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -123,36 +122,6 @@ def test_an_export_survives_the_dropping_of_the_optimizer(run: Path) -> None:
     (export / "config.json").write_text("{}")
     maintenance.drop_optimizer(run, "epoch_0_step_10")
     assert (export / "config.json").read_text() == "{}"
-
-
-def test_nothing_is_dropped_if_a_directory_of_the_checkpoint_cannot_be_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    walk = os.walk
-
-    # The tests may run as root, who can read everything. This is what os.walk() does with a directory that it cannot.
-    def denied(top: Path, *, onerror: Any = None, **options: Any) -> Any:
-        for parent, directories, files in walk(top, **options):
-            if os.path.basename(parent) == "model":
-                if onerror:
-                    onerror(PermissionError(13, "Permission denied", parent))
-                continue
-            yield parent, directories, files
-
-    before = set((run / "epoch_0_step_10").rglob("*"))
-    monkeypatch.setattr(os, "walk", denied)
-    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 4
-    assert "Permission denied" in capsys.readouterr().err
-    assert set((run / "epoch_0_step_10").rglob("*")) == before
-
-
-def test_where_directories_cannot_be_swapped_nothing_is_dropped(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(commit, "exchange", lambda *_: False)
-    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 4
-    assert "cannot swap" in capsys.readouterr().err and (run / "epoch_0_step_10/optim").exists()
-    assert commit.recover(run) == []
 
 
 def test_superseded_checkpoints_go_only_when_asked_for(run: Path) -> None:
@@ -280,11 +249,6 @@ def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
         '{"epoch_0_step_10": {"time": "x"}, "../x": {}, "epoch_0_step_30": 1}'
     )
     assert {row["verified"] for row in listed().values()} == {None}
-
-
-def test_prune_asks_what_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prune", str(run)]) == 2
-    assert "--keep-last" in capsys.readouterr().err
 
 
 def test_verify_of_a_run_names_the_damaged_checkpoint_file_and_tensor(
