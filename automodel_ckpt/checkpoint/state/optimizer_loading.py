@@ -120,14 +120,6 @@ class OptimizerLoader:
         Raises :class:`CheckpointUnusable` if the optimizer has other state.
         """
         name = item.name
-        if f"{name}.forms" in tree.objects:
-            raise unusable(
-                self._path,
-                f"the saved state of {name!r} has nested containers, which this version does not read",
-                [f"- {name}.forms: written by revision ce252fbe or before"],
-                "continue with new state of the optimizer, and the saved weights: "
-                f"--checkpoint.allow_missing_state '[{name}]'; or resume with that revision",
-            )
         optimizer_state = state[name]
         saved_groups = self._groups(name, tree)
         groups = [group["params"] for group in optimizer_state["param_groups"]]
