@@ -286,7 +286,7 @@ def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
     assert "its saved values would be rounded" in rounded
     assert "saved as F32" in rounded
     assert "set model.dtype to float32" in rounded
-    assert "the checkpoint's 'model' has tensors in another type" in unfrozen
+    assert "saved as BF16, here F32" in unfrozen
     assert "--init_from.path" in unfrozen
     assert [set(each.values()) for each in types] == [set(), {torch.float32}, {torch.bfloat16}]
 
