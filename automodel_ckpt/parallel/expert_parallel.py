@@ -11,7 +11,6 @@ Without expert parallelism, fsdp2 gathers all experts of a layer on each rank. W
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 _WHERE = "distributed.ep_size"
 
@@ -66,7 +64,8 @@ def check_experts(model: nn.Module, layout: RankLayout) -> None:
             "the experts of a layer cannot be divided evenly among the ranks",
             where=_WHERE,
             value=f"{sizes.ep}; {name} has {num_experts} experts, and {sizes.expert_parts} ranks shard the model",
-            hint=_hint_for(num_experts, sizes),
+            hint=f"start a number of ranks, or set dp_replicate_size, so that the ranks that shard the model divide "
+            f"{num_experts}; or remove ep_size",
         )
 
 
@@ -122,18 +121,6 @@ def _num_experts(module: nn.Module) -> int:
     """The number of experts in the parameters of a module; 0 for other modules."""
     number = getattr(module, "num_experts", 0)
     return number if isinstance(number, int) else 0
-
-
-def _hint_for(num_experts: int, sizes: Sizes) -> str:
-    """How the ranks can be arranged so that each stores the same number of experts."""
-    num_ranks = math.gcd(num_experts, sizes.expert_parts)
-    if num_ranks == 1:
-        return f"remove ep_size, or start a number of ranks that divides {num_experts}"
-    num_replicas = sizes.dp_replicate * sizes.expert_parts // num_ranks
-    hint = f"set distributed.dp_replicate_size to {num_replicas}, so that {num_ranks} ranks shard the model"
-    if num_ranks % sizes.ep:
-        hint += f", and ep_size to {math.gcd(num_ranks, sizes.ep)}"
-    return hint
 
 
 def _rows_of_rank(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

@@ -93,7 +93,8 @@ def share_out(
             "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
             value=f"{' x '.join(given)}, {num_ranks}",
-            hint=_product_hint(dp_size, ranks_per_part, world_size),
+            hint=f"start {'a multiple of ' if dp_size is None else ''}{(dp_size or 1) * ranks_per_part} ranks"
+            + (", or remove dp_size to derive it" if dp_size is not None else ""),
         )
     if dp % dp_replicate_size:
         raise RecipeError(
@@ -112,13 +113,6 @@ def share_out(
             hint=f"set it to a divisor of {sizes.expert_parts}",
         )
     return sizes
-
-
-def _product_hint(dp_size: int | None, ranks_per_part: int, world_size: int) -> str:
-    if dp_size is not None:
-        return f"remove dp_size to derive it, or start {dp_size * ranks_per_part} ranks"
-    multiple = f"a multiple of {ranks_per_part} ranks (tp_size x pp_size x cp_size)"
-    return f"start {multiple}; there are {world_size}"
 
 
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:

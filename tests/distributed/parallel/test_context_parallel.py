@@ -111,7 +111,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
             num_ranks=3,
         )
     )
-    assert "num_attention_heads 4" in error and "set it to 2" in error
+    assert "num_attention_heads 4" in error and "cp_size x tp_size divides 4" in error
 
 
 def validations(directory: Path) -> list[float]:
