@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
-from automodel_ckpt.base.units import counted, counted_are
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files import layout
@@ -160,14 +160,9 @@ def _drop_quantization(
     if "quantization_config" not in config or not dequantized:
         return []
     originals = maps.dtype or {}
-    num_quantized = 0
-    for tensor in tensors:
-        is_quantized_in_base = originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
-        if is_quantized_in_base and tensor.fqn not in dequantized:
-            num_quantized += 1
-    if num_quantized:
-        counts = f"{counted_are(num_quantized, 'tensor')} still quantized, some are float"
-        return [f"config.json keeps its quantization_config: {counts}"]
+    in_base = [t for t in tensors if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS]
+    if len(in_base) > len(dequantized):
+        return ["config.json keeps its quantization_config: some tensors are still quantized"]
     del config["quantization_config"]
     return ["config.json loses its quantization_config: the weights are float now"]
 
