@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.run import resume, verification_results
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.save import json_values
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.state.mismatch import first_lines, other_kind_of_run
 from automodel_ckpt.checkpoint.state.model_config import (
@@ -31,7 +32,13 @@ from automodel_ckpt.checkpoint.state.model_config import (
     model_changes,
     require_same_function,
 )
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    LeaseLost,
+    Problem,
+    RecipeError,
+)
 from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
@@ -186,6 +193,16 @@ class Resumed:
     manifest: Manifest
     in_memory: bool = False
     started_anew: frozenset[str] = frozenset()
+
+    def note_validation(self, run: RunDirectory, losses: Mapping[str, Any]) -> None:
+        """Record the losses of a validation that ran after the checkpoint was published, so that it can be ranked.
+
+        Called by rank 0. *run* is the run directory: a checkpoint that is elsewhere is not ranked.
+        """
+        # A lost lease is raised on all ranks before the next step.
+        if self.path.parent == run.root:
+            with contextlib.suppress(LeaseLost):
+                run.note_validation(self.path.name, self.manifest.digest, json_values(losses))
 
     @property
     def loaded(self) -> frozenset[str]:

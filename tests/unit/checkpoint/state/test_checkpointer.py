@@ -618,7 +618,7 @@ def later(run: Path, **losses: float) -> None:
     loader, made = tiny.checkpointer(run), tiny.recipe()
     resumed = loader.load(discover(made))
     assert resumed is not None
-    loader.note_validation(resumed, losses)
+    resumed.note_validation(loader.run, losses)
     loader.close()
 
 
