@@ -410,10 +410,11 @@ class CheckpointLoader:
 
     def _model_changes(self, path: Path) -> ConfigChanges:
         """How the models differ from those saved in *path*; the base of adapters is compared by its digests instead."""
-        configs: dict[str, bytes] = {}
-        for name, assets in self._settings.assets.items():
-            if not isinstance(assets, AdapterAssets) and CONFIG in assets.files:
-                configs[name] = assets.files[CONFIG]
+        configs = {
+            name: assets.files[CONFIG]
+            for name, assets in self._settings.assets.items()
+            if not isinstance(assets, AdapterAssets) and CONFIG in assets.files
+        }
         return model_changes(path, configs)
 
     def _check_same_model(self, path: Path) -> None:

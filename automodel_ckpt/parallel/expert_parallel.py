@@ -34,11 +34,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     Such a module is called with tokens [N, H], the chosen experts [N, K] and their weights [N, K]. All of its
     parameters have one row per expert, as in transformers since version 5.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if _stores_experts(module):
-            found[name] = module
-    return found
+    return {name: module for name, module in model.named_modules() if _stores_experts(module)}
 
 
 def check_experts(model: nn.Module, layout: RankLayout) -> None:

@@ -34,11 +34,11 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
     """Return lines for the log on *casts*: how many tensors are cast by (from, to). Equal dtypes are no cast."""
-    lines: list[str] = []
-    for (before, after), count in sorted(casts.items()):
-        if before != after:
-            lines.append(f"cast {counted(count, 'tensor')} from {before} to {after}")
-    return lines
+    return [
+        f"cast {counted(count, 'tensor')} from {before} to {after}"
+        for (before, after), count in sorted(casts.items())
+        if before != after
+    ]
 
 
 def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
@@ -178,9 +178,9 @@ def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
 def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
     """Write the export's manifest, its last file. *parts* are the digests of all bytes of the weights."""
     manifest = source.manifest
-    casts: dict[str, int] = {}
-    for (stored, written), count in sorted(plan.casts.items()):
-        casts[f"{stored}->{written}"] = count
+    casts = {
+        f"{stored}->{written}": count for (stored, written), count in sorted(plan.casts.items())
+    }
     document = {
         "format": "automodel_ckpt.export",
         "format_version": 1,

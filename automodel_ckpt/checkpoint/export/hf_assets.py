@@ -64,11 +64,11 @@ def tensor_specs(model: Any) -> dict[str, TensorSpec]:
     from automodel_ckpt.checkpoint.state.module_tensors import complete_state
 
     state, _ = complete_state(model)
-    specs: dict[str, TensorSpec] = {}
-    for fqn, value in state.items():
-        if isinstance(value, Tensor):
-            specs[fqn] = TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-    return specs
+    return {
+        fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
+        for fqn, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 @dataclass(eq=False)

@@ -90,10 +90,11 @@ class Loader:
                 # overwritten.
                 self._check_module(item, trees[item.name])
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
-        created: dict[str, dict[str, Any]] = {}
-        for item in matched:
-            if item.kind == "optimizer":
-                created[item.name] = optimizer_tree(item, items, owners, create=True)
+        created: dict[str, dict[str, Any]] = {
+            item.name: optimizer_tree(item, items, owners, create=True)
+            for item in matched
+            if item.kind == "optimizer"
+        }
         for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", _ORDER[item.kind])):
             if item.kind == "module":
                 self._load_module(item, trees[item.name])

@@ -147,10 +147,11 @@ class OptimizerLoader:
         tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
         allocate_late_entries(name, tree, optimizer_state, parameters)
         here = locations(name, state)
-        values: dict[str, Any] = {}
-        for key, (container, index) in here.items():
-            if skipped.takes(key, on_both_sides=key in stored):
-                values[key] = container[index]
+        values: dict[str, Any] = {
+            key: container[index]
+            for key, (container, index) in here.items()
+            if skipped.takes(key, on_both_sides=key in stored)
+        }
         compared = _without_other_ranks(item, tree, owners)
         check_differences(self._path, item, compared, values, match.mismatched)
         return _OptimizerTargets(tree, match, parameters, here, values)

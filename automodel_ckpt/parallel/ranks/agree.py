@@ -219,10 +219,9 @@ def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, .
     head, *rest = failed[first].problems
     named = replace(head, what=f"rank {first}: {head.what}")
     problems = [named, *rest]
-    others = []
-    for rank, error in failed.items():
-        if rank != first:
-            others.append(f"rank {rank}: {error.problems[0].what}")
+    others = [
+        f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first
+    ]
     if others:
         problems.append(Problem("other ranks failed too", "; ".join(others), "", ""))
     return tuple(problems)
