@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -212,37 +211,16 @@ def _local_parameters(module: nn.Module, gradient_scale: float) -> Iterator[None
     attributes = module.__dict__
     for name, parameter in parameters.items():
         rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        attributes[name] = _ScaledGradient.apply(rows, gradient_scale)  # type: ignore[no-untyped-call]
+        # A view: a hook of the parameter itself would stay.
+        rows = rows.view_as(rows)
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient * gradient_scale)  # type: ignore[no-untyped-call]
+        attributes[name] = rows
     try:
         yield
     finally:
         for name in parameters:
             del attributes[name]
-
-
-def _exchange(
-    tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
-
-    Collective. The gradient takes the opposite way.
-    """
-    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """A tensor, unchanged, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.scale, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -257,17 +235,21 @@ class _Exchange(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(tensor, sent, received, group)
+        result = tensor.new_empty(sum(received), *tensor.shape[1:])
+        dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+        return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(
+def _exchange(
     tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    result = tensor.new_empty(sum(received), *tensor.shape[1:])
-    dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+    """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
+
+    Collective. The gradient takes the opposite way.
+    """
+    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
     return result

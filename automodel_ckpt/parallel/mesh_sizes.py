@@ -145,23 +145,19 @@ def require_replicas(strategy: Strategy, sizes: Sizes, where: str) -> None:
 
 
 def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
-    where = f"{_WHERE}.strategy"
-    problems = []
+    where, found = f"{_WHERE}.strategy", f"{strategy}, with {sizes}"
     if strategy == "single" and sizes.token_parts > 1:
         what = "strategy single supports only one data parallel rank"
-        found = f"single, with {sizes.token_parts} ranks"
-        hint = "set it to auto, fsdp2 or ddp, or start one process"
-        problems.append(Problem(what, where, found, hint))
-    if strategy == "ddp" and sizes.dp_replicate > 1:
-        what = "dp_replicate_size requires fsdp2: ddp does not shard"
-        hint = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
-    if strategy == "ddp" and sizes.tp > 1:
-        what = "ddp cannot wrap a tensor parallel model"
-        hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
-    if strategy == "ddp" and sizes.pp > 1:
-        hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
-        what = "ddp supports one forward pass per backward pass, but a pipeline runs several"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
-    return problems
+        return [Problem(what, where, found, "set it to auto, fsdp2 or ddp, or start one process")]
+    if strategy != "ddp":
+        return []
+    unsupported = {
+        "dp_replicate_size": "ddp does not shard, so that it replicates over all ranks",
+        "tp_size": "ddp cannot wrap a tensor parallel model",
+        "pp_size": "ddp supports one forward pass per backward pass, but a pipeline runs several",
+    }
+    return [
+        Problem(what, where, found, f"use fsdp2, or remove {key}")
+        for key, what in unsupported.items()
+        if getattr(sizes, key.removesuffix("_size")) > 1
+    ]

@@ -10,14 +10,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2PreTrainedModel,
     GPT2Config,
     MixtralConfig,
 )
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.context_parallel import check_context_parallel
 from automodel_ckpt.parallel.tensor_parallel import apply_plan
 from automodel_ckpt.parallel.tensor_plan import check_heads, check_plan_support, plan_for
 from tests.support.runs.parallel import config_of
@@ -107,24 +104,3 @@ def test_sequence_parallelism_is_refused_for_another_structure() -> None:
     plain = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
     with pytest.raises(RecipeError, match="built like Llama and Qwen"):
         apply_plan(plain, {}, None, sequence_parallel=True)  # type: ignore[arg-type]
-
-
-def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Whether Gemma 2 has sdpa attention depends on the version of transformers.
-    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", False)
-    config = Gemma2Config(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=9,
-        num_key_value_heads=2,
-        head_dim=4,
-        attn_logit_softcapping=None,
-        attn_implementation="eager",
-    )
-    with pytest.raises(RecipeError) as caught:
-        check_context_parallel(on_meta(config))
-    assert "has no sdpa attention" in str(caught.value)

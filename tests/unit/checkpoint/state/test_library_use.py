@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other shapes": (
         lambda run: saved_and_loaded(run, {"model": torch.nn.Linear(3, 3), "optimizer": OPTIMIZER}),
-        "start a new run in another checkpoint",
+        "start a new run from its weights",
     ),
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
+from automodel_ckpt.checkpoint.state.param_groups import match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import ranks
 from tests.support.models import tiny
@@ -286,38 +286,6 @@ def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) 
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
 
 
-def group_tree(*options: Mapping[str, str]) -> Tree:
-    """A saved optimizer whose groups have these options: their names and the digests of their values."""
-    objects = {}
-    for number, group in enumerate(options):
-        for key, digest in {**group, "params": f"list {number}"}.items():
-            name = f"optimizer.param_groups.{number}.{key}"
-            objects[name] = Blob(name, "f", 0, 1, digest)
-    return Tree("safetensors", {}, objects)
-
-
-def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> None:
-    saved = [["a", "b"], ["c"], ["d"]]
-    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "2"})
-
-    def matched(*here: list[str]) -> GroupMatch:
-        return match_groups("optimizer", saved, here, tree)
-
-    unchanged = matched(*saved)
-    assert (unchanged.sources, unchanged.mismatched) == ((0, 1, 2), ())
-    split = matched(["b"], ["d", "c"], ["a"])
-    assert (split.sources, split.mismatched) == ((0, 1, 0), ())
-    assert matched(["a", "b", "c"], ["d"]).mismatched == (
-        "~ optimizer.param_groups.0: saved as groups 0 and 1 with different options",
-    )
-    assert matched(["a", "b"], ["c"], ["d"], ["e"]).mismatched == (
-        "+ optimizer.param_groups.3: trains e, which was not trained",
-    )
-    assert matched(["a", "b"], ["c"]).mismatched == (
-        "- optimizer.param_groups.2: trained d, which is not trained here",
-    )
-
-
 def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
     saved = [["a", "b.x"], ["c"]]
     names = ("a.exp_avg", "b.x.exp_avg", "bc.exp_avg")
@@ -334,20 +302,3 @@ def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
     # An optimizer without any state, such as SGD without momentum, shows nothing.
     (reason,) = mismatched(["a", "b.x"], tree=Tree("dcp", {}, {}))
     assert "trained c, which is not trained here" in reason
-
-
-def test_options_of_group_1_are_not_those_of_group_10() -> None:
-    options = [{"lr": str(number)} for number in range(11)]
-    saved = [[f"p{number}"] for number in range(11)]
-    tree = group_tree(*options)
-    match = match_groups("optimizer", saved, [["p10"], *saved[:10]], tree)
-    assert match.sources == (10, *range(10))
-    renumbered = match.renumbered(tree).objects
-    digests = {name: blob.digest for name, blob in renumbered.items() if name.endswith(".lr")}
-    expected = ["10", *map(str, range(10))]
-    assert digests == {
-        f"optimizer.param_groups.{number}.lr": text for number, text in enumerate(expected)
-    }
-    assert not any(name.endswith("params") for name in renumbered)
-    merged = match_groups("optimizer", saved, [[*saved[1], *saved[10]]], tree)
-    assert "groups 1 and 10" in merged.mismatched[0]
