@@ -12,9 +12,7 @@ A failure on one rank is raised on all ranks, with that rank's message.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import time
 import weakref
@@ -32,7 +30,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
-from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed, Streamed
+from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.node_directories import (
     NodeDirectories,
     check_node_options,
@@ -49,19 +47,19 @@ from automodel_ckpt.checkpoint.parts.arguments import (
 )
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import classify
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.run import policy, resume
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
 from automodel_ckpt.checkpoint.run.writable import OPENING
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
-from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, json_values
+from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
 from automodel_ckpt.checkpoint.saving.settings import Assets, SaveSettings
 from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
-from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
@@ -125,6 +123,8 @@ class Checkpointer:
                 group = dist.group.WORLD
             ranks = _ranks_in(group)
         self._ranks, self._group = ranks, group
+        self.is_rank0 = ranks.rank == 0
+        """Whether this rank coordinates saves."""
         self._options = options
         self._timeout_seconds = timeout_seconds
         self.assets = dict(assets or {})
@@ -142,13 +142,17 @@ class Checkpointer:
         self._settings = SaveSettings(run, ranks, self.assets, options)
         if nodes is not None:
             self._settings.use_nodes(nodes)
+        self.notes = self._settings.notes
+        """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
         self._planner = Planner(self._settings)
         self._directories: NodeDirectories | None = None
         self._has_generation = False
-        self._loader = CheckpointLoader(self._settings, options, group)
+        self.loader = CheckpointLoader(self._settings, options, group)
+        """What loads. ``on_nodes`` has the checkpoints that are distributed over several nodes."""
         self.exports = Exports(self._settings, group, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
-        self._transfers = Transfers(options, group, is_rank0=self.is_rank0)
+        self.transfers = Transfers(self._settings, options, group)
+        """What is transferred from and to the store of ``remote``."""
         self._items_are_logged = is_quiet
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
@@ -156,23 +160,19 @@ class Checkpointer:
         self._sync = SyncSaves(self._planner, group, self.exports)
 
     @property
-    def _run(self) -> RunDirectory:
+    def run(self) -> RunDirectory:
+        """The run directory with its lease; ``on_incompatible: sibling`` may replace it."""
         return self._settings.run
-
-    @property
-    def is_rank0(self) -> bool:
-        """Whether this rank coordinates saves."""
-        return self._ranks.rank == 0
-
-    @property
-    def notes(self) -> dict[str, str]:
-        """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
-        return self._settings.notes
 
     @property
     def directory(self) -> Path:
         """The run directory, as the user wrote it."""
-        return self._run.path
+        return self.run.path
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """The nodes with a part of each checkpoint, if they share no storage. None before :meth:`open`."""
+        return self._settings.nodes
 
     # ---------------------------------------------------------------- before training
 
@@ -184,17 +184,15 @@ class Checkpointer:
         """
         with self._raise_on_all_ranks(OPENING, RecipeError):
             if self.is_rank0:
-                self._run.hold()
-                self._transfers.open(self._run)
+                self.run.hold()
+                self.transfers.open()
                 warning = overlay_warning(self.directory)
                 if warning is not None:
                     log.warning("%s", warning)
-        if self._settings.nodes is None:
-            self._open_on_nodes()
-
-    def _open_on_nodes(self) -> None:
-        """Distribute checkpoints over the directories of the nodes, if the nodes do not share the run directory."""
-        directories = open_node_directories(self._run, self._ranks.rank, self._group, self._options)
+        if self.nodes is not None:
+            return
+        # Checkpoints are distributed over the directories of the nodes, if these do not share the run directory.
+        directories = open_node_directories(self.run, self._ranks.rank, self._group, self._options)
         self._directories = directories
         if directories is None:
             return
@@ -202,46 +200,19 @@ class Checkpointer:
             # What this start found is complete here.
             directories.release()
             return
-        self._loader.on_nodes = directories.on_nodes
+        self.loader.on_nodes = directories.on_nodes
         check_node_options(self._options)
         self._settings.use_nodes(directories.nodes)
-        self._transfers.use_nodes(directories.nodes)
+        self.transfers.use_nodes(directories.nodes)
         if self.is_rank0:
             message = "the nodes share no storage: each writes its part of a checkpoint to %s, and uploads it"
             log.info(message, self.directory)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the nodes share no storage, so that each has a part of each checkpoint. False before :meth:`open`."""
-        return self._settings.nodes is not None
-
-    @property
-    def leads_node(self) -> bool:
-        """Whether this rank does the work of its directory: rank 0, or without shared storage the first rank of each
-        node.
-        """
-        nodes = self._settings.nodes
-        return self.is_rank0 if nodes is None else nodes.is_leader
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
         safely.
         """
         self._planner.check_state(classify(state))
-
-    def check_lease(self) -> None:
-        """Check that this run still holds its directory. Called by rank 0 before it writes there.
-
-        Raises :class:`LeaseLost` if another run took over, OSError if that cannot be determined.
-        """
-        self._run.check_lease()
-
-    def check_lease_on_all_ranks(self) -> None:
-        """Raise :class:`LeaseLost` on all ranks if another run took over the directory. Collective."""
-        doing = "checking which run holds the run directory"
-        # If that cannot be determined now (OSError), the next write fails instead.
-        with self._raise_on_all_ranks(doing), contextlib.suppress(OSError):
-            self.check_lease()
 
     def call_on_rank0(self, doing: str, work: Callable[[], object]) -> None:
         """Call *work* on rank 0, while the other ranks wait. Collective.
@@ -252,31 +223,6 @@ class Checkpointer:
         with self._raise_on_all_ranks(doing):
             if self.is_rank0:
                 work()
-
-    @property
-    def lease_is_lost(self) -> bool:
-        """Whether this rank knows that another run took over the directory. Reads no file."""
-        return self._run.is_lost
-
-    def use_memory(
-        self, directory: Path | None, on_nodes: Mapping[Path, Streamed] | None = None
-    ) -> None:
-        """Let :meth:`load` also find the memory checkpoints of this run in *directory*; None if there are none.
-
-        *on_nodes* has those that are distributed over the memory of several nodes, by path.
-        """
-        self._run.memory = directory
-        self._loader.on_nodes = dict(on_nodes or {})
-
-    def set_aside_abandoned(self) -> None:
-        """Rename the checkpoints that the run abandoned when it went back, as its next save does. Called by rank 0.
-
-        A failure is logged. After a lost lease, nothing happens: all ranks raise :class:`LeaseLost` soon.
-        """
-        # A save in progress does it when it is published.
-        if not self.is_writing:
-            with contextlib.suppress(LeaseLost):
-                self._run.set_aside_abandoned()
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
@@ -325,7 +271,7 @@ class Checkpointer:
             self._release_if_lost.detach()
             return
         self._is_async = False
-        if self._settings.nodes is not None and self._directories is None:
+        if self.nodes is not None and self._directories is None:
             raise SaveFailed(
                 "a rank does not support asynchronous checkpointing",
                 where=str(self.directory),
@@ -337,11 +283,6 @@ class Checkpointer:
                 "saves will be synchronous: a rank does not support asynchronous checkpointing: %s"
             )
             log.warning(message, reason)
-
-    def _close_async(self) -> None:
-        if self._async is not None:
-            saves, self._async = self._async, None
-            saves.close()
 
     @collector_paused()
     def save(
@@ -454,7 +395,7 @@ class Checkpointer:
         True after a failed background save, or if another run took over the directory. All ranks should then call
         :meth:`wait_for_save`.
         """
-        return self._run.is_lost or (self._async is not None and self._async.has_failed)
+        return self.run.is_lost or (self._async is not None and self._async.has_failed)
 
     def await_copies(self) -> None:
         """Call this before state on the device is changed: its copy may not be complete yet."""
@@ -482,15 +423,6 @@ class Checkpointer:
         if self._async is not None:
             self._async.disable_exports()
 
-    def note_validation(self, resumed: Resumed, losses: Mapping[str, Any]) -> None:
-        """Record the losses of a validation that ran after its checkpoint was published, so that it can be ranked."""
-        if not self.is_rank0 or resumed.path.parent != self._run.root:
-            return
-        name, digest = resumed.path.name, resumed.manifest.digest
-        # A lost lease is raised on all ranks before the next step.
-        with contextlib.suppress(LeaseLost):
-            self._run.note_validation(name, digest, json_values(losses))
-
     # ---------------------------------------------------------------- load
 
     @collector_paused()
@@ -511,17 +443,17 @@ class Checkpointer:
         and :class:`RecipeError` for a *state* that has no objects with state.
         """
         check_state(state, "Checkpointer.load")
-        fetched = self._transfers.fetch(self._run)
+        fetched = self.transfers.fetch()
         try:
-            resumed = self._loader.load(state, before_loading, fetched)
+            resumed = self.loader.load(state, before_loading, fetched)
         finally:
             # Collective calls in load() end after the last read of all ranks.
-            self._transfers.remove_fetched(self._run, fetched)
+            self.transfers.remove_fetched(fetched)
         self._begin_generation(resumed, abandons_later=self._options.restore_from is not None)
         if resumed is None:
-            self._transfers.start_uploads(self._run, None)
+            self.transfers.start_uploads(None)
         else:
-            self._transfers.start_uploads(self._run, resumed.step, resumed.path.name)
+            self.transfers.start_uploads(resumed.step, resumed.path.name)
         return resumed
 
     def _begin_generation(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
@@ -537,18 +469,6 @@ class Checkpointer:
         self._directories.begin(step, of_generation=of_generation, abandons_later=abandons_later)
         self.notes[NOTE] = self._directories.generation
 
-    def expected(self) -> Summary | None:
-        """The summary of the checkpoint that :meth:`load` tries first, here or in a store; None in a new run.
-
-        Called by rank 0 after :meth:`open`. It is not verified. Raises :class:`StoreError` if only a store can have
-        one, and it cannot be read.
-        """
-        restore_from, memory = self._options.restore_from, self._run.memory
-        found = self._transfers.expected(self._run)
-        if found is not None:
-            return found
-        return resume.expected(self._run.root, restore_from, memory)
-
     @collector_paused()
     def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
@@ -558,70 +478,43 @@ class Checkpointer:
         Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
         """
         self.wait_for_save()
-        fetched = self._transfers.fetch_up_to(self._run, step)
+        fetched = self.transfers.fetch_up_to(step)
         if self._directories is not None:
             # The next generation continues those that this start has saved, too.
             self._directories.find()
-        if self._directories is not None and self.is_distributed:
-            self._loader.on_nodes = self._directories.on_nodes
+        if self._directories is not None and self.nodes is not None:
+            self.loader.on_nodes = self._directories.on_nodes
         try:
-            resumed = self._loader.roll_back(state, step, fetched)
+            resumed = self.loader.roll_back(state, step, fetched)
         finally:
-            self._transfers.remove_fetched(self._run, fetched)
+            self.transfers.remove_fetched(fetched)
         if resumed is not None:
             self._has_generation = False
             self._begin_generation(resumed, abandons_later=True)
-            self._transfers.roll_back(self._run, resumed.step)
+            self.transfers.roll_back(resumed.step)
         return resumed
 
     # ---------------------------------------------------------------- end
-
-    def finish_uploads(self, must_end: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
-
-        Rank 0 calls *must_end* several times per second; if it returns true, the wait ends. Collective. Raises
-        :class:`SaveFailed` on all ranks if a checkpoint or an export is not in the store then. Returns immediately
-        without ``remote``.
-        """
-        self._transfers.finish(self._run, must_end)
-
-    def upload_before_stop(
-        self,
-        seconds_since_signal: float,
-        must_end: Callable[[], bool],
-        *,
-        grace_seconds: float = math.inf,
-    ) -> None:
-        """Wait for uploads after a signal, until ``remote.wait_after_signal_seconds`` after it. Collective.
-
-        *seconds_since_signal* can differ between ranks: the largest counts. It is not waited for longer than
-        *grace_seconds* after the signal. Rank 0 calls *must_end* several times per second; if it returns true, the wait
-        ends. Returns immediately without ``remote``. A checkpoint that is not in the store then is logged.
-        """
-        remote = self._options.remote
-        if remote is None:
-            return
-        passed = max(agree.gather_objects(self._group, seconds_since_signal))
-        seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
-        self._transfers.finish_before_stop(self._run, seconds, must_end)
 
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
         if self._async is not None:
             self._async.wait()
-        self._run.wait()
+        self.run.wait()
 
     def close(self) -> None:
         """Wait, then release the run directory."""
         if self._async is not None:
             self._async.wait_for_nodes()
         self.wait()
-        self._close_async()
-        self._transfers.close()
+        if self._async is not None:
+            saves, self._async = self._async, None
+            saves.close()
+        self.transfers.close()
         if self._directories is not None:
             self._directories.release()
         # Last: until here, removals and a background save may write in the directory.
-        self._run.release()
+        self.run.release()
 
     def _raise_on_all_ranks(
         self, doing: str, kind: type[AutomodelError] = SaveFailed

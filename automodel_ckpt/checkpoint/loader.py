@@ -19,10 +19,11 @@ from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, r
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.verify import Level, verify
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume, verification_results
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.save import json_values
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.state.mismatch import first_lines, other_kind_of_run
 from automodel_ckpt.checkpoint.state.model_config import (
@@ -31,143 +32,19 @@ from automodel_ckpt.checkpoint.state.model_config import (
     model_changes,
     require_same_function,
 )
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    LeaseLost,
+    Problem,
+    RecipeError,
+)
 from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.remote.fetch import Fetched
     from automodel_ckpt.checkpoint.state.loading import Loader
     from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
-
-
-class FetchedCheckpoint(Protocol):
-    """A checkpoint from a store, with all or some of its files in a local directory."""
-
-    @property
-    def path(self) -> Path:
-        """The local directory."""
-
-    def stored_locally(self, manifest: Manifest) -> Manifest:
-        """Restrict *manifest* to the files in the local directory."""
-
-
-class Chooser:
-    """Chooses a checkpoint of a run on all ranks of *group*. *level* is how its files are verified."""
-
-    def __init__(self, level: Level, ranks: layout.RankLayout, group: ProcessGroup | None) -> None:
-        self._level: Level = level
-        self._ranks = ranks
-        self._group = group
-
-    def choose(
-        self,
-        run: RunDirectory,
-        restore_from: str | None,
-        fetched: FetchedCheckpoint | None = None,
-        *,
-        newest_step: int | None = None,
-        on_nodes: Mapping[Path, FetchedCheckpoint] | None = None,
-    ) -> tuple[Path, Manifest] | None:
-        """Choose and verify the newest usable checkpoint of *run*, or the one that *restore_from* names. Collective.
-
-        *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
-        With *newest_step*, checkpoints of later steps are left out. *on_nodes* are the checkpoints that are distributed
-        over several nodes, by path. Returns None if the run has no checkpoint. Rank 0
-        logs each skipped checkpoint with the reason. Raises :class:`CheckpointUnusable` on all ranks if no checkpoint
-        can be used.
-        """
-        is_rank_0 = self._ranks.rank == 0
-        request = None
-        with raise_on_all_ranks(
-            self._group, "looking for a checkpoint", run.path, CheckpointUnusable
-        ):
-            if is_rank_0:
-                request = run.candidates(restore_from, None if fetched is None else fetched.path)
-                if newest_step is not None:
-                    request = resume.up_to(request, newest_step)
-        # _examine() is collective, so all ranks must try the same checkpoints in the same order.
-        request = agree.broadcast_object(self._group, request)
-        assert request is not None
-        chosen = self._first_usable(run, request, fetched, on_nodes or {})
-        if chosen is not None and request.note and is_rank_0:
-            log.info("%s", request.note)
-        return chosen
-
-    def _first_usable(
-        self,
-        run: RunDirectory,
-        request: resume.Request,
-        fetched: FetchedCheckpoint | None,
-        on_nodes: Mapping[Path, FetchedCheckpoint],
-    ) -> tuple[Path, Manifest] | None:
-        skipped: list[resume.Rejected] = []
-        for path in request.candidates:
-            manifest, problems = self._examine(path, on_nodes.get(path, fetched))
-            # *problems* are those of all ranks: a rank that could read everything must skip the
-            # checkpoint, too.
-            if manifest is not None and not problems:
-                return path, manifest
-            name = layout.parse_checkpoint_name(path.name)
-            rejected = resume.Rejected(
-                path,
-                step=name.step if name else None,
-                complete=manifest is not None,
-                compatible=True,
-                problems=tuple(problems),
-            )
-            skipped.append(rejected)
-            if self._ranks.rank == 0:
-                shown = run.display_path(path)
-                log.warning("Skipping checkpoint %s: %s", shown, rejected.reason())
-                if manifest is not None and path.parent == run.root:
-                    verification_results.remember(run.root, {path.name: False})
-        if not skipped:
-            return None
-        what = "no checkpoint can be used"
-        if request.by_name:
-            what = "the checkpoint to restore from cannot be used"
-        hint = "restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-        if not any(os.path.lexists(each.path / layout.MANIFEST) for each in skipped):
-            hint = (
-                "without MANIFEST.json, these are files of another program, or an incomplete copy: `ckpt show` names "
-                "the format, and `ckpt import` (or init_from.path) takes the weights; "
-            )
-        raise CheckpointUnusable(
-            what,
-            where=str(run.path),
-            value="\n" + resume.rejection_table(skipped),
-            hint=f"{hint}or start a new run in another checkpoint.checkpoint_dir",
-        )
-
-    def _examine(
-        self, path: Path, fetched: FetchedCheckpoint | None
-    ) -> tuple[Manifest | None, list[Problem]]:
-        """Verify a checkpoint; each rank reads a part of its files. Collective.
-
-        Returns the manifest (None if it cannot be read) and the problems found by all ranks.
-        """
-        manifest: Manifest | None = None
-
-        def problems_here() -> list[Problem]:
-            nonlocal manifest
-            try:
-                manifest = Manifest.read(path)
-                local = manifest if fetched is None else fetched.stored_locally(manifest)
-                ranks = self._ranks
-                return verify(path, local, self._level, rank=ranks.rank, num_ranks=ranks.world_size)
-            except CheckpointUnusable as error:
-                return list(error.problems)
-            except OSError as error:
-                failure = as_failure(error, f"verifying {path.name}", path, CheckpointUnusable)
-                return list(failure.problems)
-
-        doing = f"verifying {path.name}"
-        by_rank = gather_or_raise(self._group, problems_here, doing, path, CheckpointUnusable)
-        # The dict removes duplicates: all ranks find the same in the manifest.
-        found: dict[Problem, None] = {}
-        for problems in by_rank:
-            found.update(dict.fromkeys(problems))
-        return manifest, list(found)
 
 
 log = logging.getLogger("automodel_ckpt")
@@ -187,14 +64,31 @@ class Resumed:
     in_memory: bool = False
     started_anew: frozenset[str] = frozenset()
 
+    def note_validation(self, run: RunDirectory, losses: Mapping[str, Any]) -> None:
+        """Record the losses of a validation that ran after the checkpoint was published, so that it can be ranked.
+
+        Called by rank 0. *run* is the run directory: a checkpoint that is elsewhere is not ranked.
+        """
+        # A lost lease is raised on all ranks before the next step.
+        if self.path.parent == run.root:
+            with contextlib.suppress(LeaseLost):
+                run.note_validation(self.path.name, self.manifest.digest, json_values(losses))
+
     @property
     def loaded(self) -> frozenset[str]:
         """The names, aliases included, of the attributes whose state was loaded."""
         return self.manifest.saved - self.started_anew
 
 
-class Streamed(FetchedCheckpoint, Protocol):
+class Streamed(Protocol):
     """A checkpoint of which each rank reads the tensors that it needs, from a store or from the memory of nodes."""
+
+    @property
+    def path(self) -> Path:
+        """A local directory with all or some of its files."""
+
+    def stored_locally(self, manifest: Manifest) -> Manifest:
+        """Restrict *manifest* to the files in the local directory."""
 
     @property
     def name(self) -> str:
@@ -214,7 +108,6 @@ class CheckpointLoader:
         self, settings: SaveSettings, options: CheckpointOptions, group: ProcessGroup | None
     ) -> None:
         self._settings, self._options, self._group = settings, options, group
-        self._chooser = Chooser(options.verify, settings.ranks, group)
         self.on_nodes: Mapping[Path, Streamed] = {}
         """The checkpoints that are distributed over several nodes, by path."""
 
@@ -241,7 +134,7 @@ class CheckpointLoader:
         """
         restore_from = self._options.restore_from
         found = self._choose(restore_from, fetched)
-        # choose() is collective, so all ranks must compute the same differences.
+        # _choose() is collective, so all ranks must compute the same differences.
         while found is not None and (differences := self._incompatible(*found, state)):
             self._move_to_sibling(found[0], differences)
             fetched = None
@@ -253,13 +146,102 @@ class CheckpointLoader:
     def _choose(
         self,
         restore_from: str | None,
-        fetched: Fetched | None = None,
+        fetched: Streamed | None = None,
         newest_step: int | None = None,
     ) -> tuple[Path, Manifest] | None:
-        """Choose the checkpoint to load, as :meth:`Chooser.choose`. Collective."""
-        return self._chooser.choose(
-            self._run, restore_from, fetched, newest_step=newest_step, on_nodes=self.on_nodes
+        """Choose and verify the newest usable checkpoint, or the one that *restore_from* names. Collective.
+
+        *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
+        With *newest_step*, checkpoints of later steps are left out. Returns None if the run has no checkpoint. Rank 0
+        logs each skipped checkpoint with the reason. Raises :class:`CheckpointUnusable` on all ranks if no checkpoint
+        can be used.
+        """
+        run, request = self._run, None
+        with self._raise_on_all_ranks("looking for a checkpoint", CheckpointUnusable):
+            if self._is_rank0:
+                request = run.candidates(restore_from, None if fetched is None else fetched.path)
+                if newest_step is not None:
+                    request = resume.up_to(request, newest_step)
+        # _examine() is collective, so all ranks must try the same checkpoints in the same order.
+        request = agree.broadcast_object(self._group, request)
+        assert request is not None
+        chosen = self._first_usable(request, fetched)
+        if chosen is not None and request.note and self._is_rank0:
+            log.info("%s", request.note)
+        return chosen
+
+    def _first_usable(
+        self, request: resume.Request, fetched: Streamed | None
+    ) -> tuple[Path, Manifest] | None:
+        run = self._run
+        skipped: list[resume.Rejected] = []
+        for path in request.candidates:
+            manifest, problems = self._examine(path, self.on_nodes.get(path, fetched))
+            # *problems* are those of all ranks: a rank that could read everything must skip the
+            # checkpoint, too.
+            if manifest is not None and not problems:
+                return path, manifest
+            name = layout.parse_checkpoint_name(path.name)
+            rejected = resume.Rejected(
+                path,
+                step=name.step if name else None,
+                complete=manifest is not None,
+                compatible=True,
+                problems=tuple(problems),
+            )
+            skipped.append(rejected)
+            if self._is_rank0:
+                shown = run.display_path(path)
+                log.warning("Skipping checkpoint %s: %s", shown, rejected.reason())
+                if manifest is not None and path.parent == run.root:
+                    verification_results.remember(run.root, {path.name: False})
+        if not skipped:
+            return None
+        what = "no checkpoint can be used"
+        if request.by_name:
+            what = "the checkpoint to restore from cannot be used"
+        hint = "restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
+        if not any(os.path.lexists(each.path / layout.MANIFEST) for each in skipped):
+            hint = (
+                "without MANIFEST.json, these are files of another program, or an incomplete copy: `ckpt show` names "
+                "the format, and `ckpt import` (or init_from.path) takes the weights; "
+            )
+        raise CheckpointUnusable(
+            what,
+            where=str(run.path),
+            value="\n" + resume.rejection_table(skipped),
+            hint=f"{hint}or start a new run in another checkpoint.checkpoint_dir",
         )
+
+    def _examine(
+        self, path: Path, fetched: Streamed | None
+    ) -> tuple[Manifest | None, list[Problem]]:
+        """Verify a checkpoint; each rank reads a part of its files. Collective.
+
+        Returns the manifest (None if it cannot be read) and the problems found by all ranks.
+        """
+        manifest: Manifest | None = None
+
+        def problems_here() -> list[Problem]:
+            nonlocal manifest
+            try:
+                manifest = Manifest.read(path)
+                local = manifest if fetched is None else fetched.stored_locally(manifest)
+                ranks, level = self._settings.ranks, self._options.verify
+                return verify(path, local, level, rank=ranks.rank, num_ranks=ranks.world_size)
+            except CheckpointUnusable as error:
+                return list(error.problems)
+            except OSError as error:
+                failure = as_failure(error, f"verifying {path.name}", path, CheckpointUnusable)
+                return list(failure.problems)
+
+        doing = f"verifying {path.name}"
+        by_rank = gather_or_raise(self._group, problems_here, doing, path, CheckpointUnusable)
+        # The dict removes duplicates: all ranks find the same in the manifest.
+        found: dict[Problem, None] = {}
+        for problems in by_rank:
+            found.update(dict.fromkeys(problems))
+        return manifest, list(found)
 
     def roll_back(
         self, state: Mapping[str, Any], step: int, fetched: Fetched | None = None
@@ -393,10 +375,11 @@ class CheckpointLoader:
 
     def _model_changes(self, path: Path) -> ConfigChanges:
         """How the models differ from those saved in *path*; the base of adapters is compared by its digests instead."""
-        configs: dict[str, bytes] = {}
-        for name, assets in self._settings.assets.items():
-            if not isinstance(assets, AdapterAssets) and CONFIG in assets.files:
-                configs[name] = assets.files[CONFIG]
+        configs = {
+            name: assets.files[CONFIG]
+            for name, assets in self._settings.assets.items()
+            if not isinstance(assets, AdapterAssets) and CONFIG in assets.files
+        }
         return model_changes(path, configs)
 
     def _check_same_model(self, path: Path) -> None:

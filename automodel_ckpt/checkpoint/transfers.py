@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,9 +19,11 @@ from automodel_ckpt.base.store_url import check_url, is_url, scratch_directory, 
 from automodel_ckpt.checkpoint.options import CheckpointOptions, RemoteStorage
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.fetched import own_name, remove_fetched
 from automodel_ckpt.checkpoint.run.pending import TO_STORE, clear_links
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 
@@ -46,7 +49,7 @@ class Transfers:
     """What downloads, on rank 0 after :meth:`open`; None on other ranks, and without a URL to download from."""
 
     def __init__(
-        self, options: CheckpointOptions, group: ProcessGroup | None, *, is_rank0: bool
+        self, settings: SaveSettings, options: CheckpointOptions, group: ProcessGroup | None
     ) -> None:
         if options.remote is not None:
             from automodel_ckpt.checkpoint.remote.background import check_remote
@@ -58,8 +61,13 @@ class Transfers:
         self._part_uploads: UploadingProcess | None = None
         self._options = options
         self._group = group
-        self._is_rank0 = is_rank0
+        self._is_rank0 = settings.ranks.rank == 0
+        self._settings = settings
         self._is_open = False
+
+    @property
+    def _run(self) -> RunDirectory:
+        return self._settings.run
 
     def use_nodes(self, nodes: Nodes) -> None:
         """Upload checkpoints from the directories of all *nodes*. Called by all ranks after :meth:`open`."""
@@ -69,26 +77,26 @@ class Transfers:
         if self.fetcher is not None:
             self.fetcher.always_streams = True
 
-    def open(self, run: RunDirectory) -> None:
-        """Prepare uploads and downloads. Called by rank 0, which holds *run*.
+    def open(self) -> None:
+        """Prepare uploads and downloads. Called by rank 0, which holds the run directory.
 
         Raises :class:`RecipeError` and :class:`StoreError` where a store cannot be used.
         """
         if self._is_open:
             return
         options = self._options
-        remove_fetched(run.root)
+        remove_fetched(self._run.root)
         if options.remote is None:
-            clear_links(run.root, TO_STORE)
+            clear_links(self._run.root, TO_STORE)
         else:
             metric_key, mode = options.best_metric_key, options.best_mode
             from automodel_ckpt.checkpoint.remote.background import Uploads
 
-            self.uploads = Uploads(run.root, options.remote, metric_key, mode)
+            self.uploads = Uploads(self._run.root, options.remote, metric_key, mode)
         if self._may_fetch:
             from automodel_ckpt.checkpoint.remote.fetch import Fetcher
 
-            self.fetcher = Fetcher(run.root, options.remote)
+            self.fetcher = Fetcher(self._run.root, options.remote)
         self._is_open = True
 
     @property
@@ -97,16 +105,17 @@ class Transfers:
 
     # ---------------------------------------------------------------- downloads
 
-    def expected(self, run: RunDirectory) -> Summary | None:
-        """The summary of the checkpoint in the store that :meth:`fetch` would fetch; None if it would fetch none.
+    def expected(self) -> Summary | None:
+        """The summary of the checkpoint that a load tries first, here or in the store; None in a new run.
 
-        Called by rank 0. Raises :class:`StoreError` if only a store can have one, and it cannot be read.
+        Called by rank 0 after :meth:`open`. It is not verified. Raises :class:`StoreError` if only a store can have
+        one, and it cannot be read.
         """
-        if self.fetcher is None:
-            return None
-        return self.fetcher.expected(self._options.restore_from, run.memory)
+        restore_from, run = self._options.restore_from, self._run
+        found = None if self.fetcher is None else self.fetcher.expected(restore_from, run.memory)
+        return found or resume.expected(run.root, restore_from, run.memory)
 
-    def fetch(self, run: RunDirectory) -> Fetched | None:
+    def fetch(self) -> Fetched | None:
         """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not.
 
         Returns None if it is in the run directory. Raises on all ranks what rank 0 raises.
@@ -114,11 +123,11 @@ class Transfers:
         if not self._may_fetch:
             return None
         return self._fetch(
-            run, lambda fetcher: fetcher.fetch(self._options.restore_from, run.memory)
+            lambda fetcher: fetcher.fetch(self._options.restore_from, self._run.memory)
         )
 
-    def fetch_up_to(self, run: RunDirectory, step: int) -> Fetched | None:
-        """Fetch the newest checkpoint of *step* or an earlier one, to which *run* goes back while it trains.
+    def fetch_up_to(self, step: int) -> Fetched | None:
+        """Fetch the newest checkpoint of *step* or an earlier one, to which the run goes back while it trains.
 
         Returns None if this machine has one that is as new, no store has a newer one, or the store cannot be read.
         Raises on all ranks what rank 0 raises.
@@ -128,23 +137,23 @@ class Transfers:
 
         def fetch(fetcher: Fetcher) -> Fetched | None:
             # A removal in progress could still remove what is found.
-            run.wait()
-            newest_step = step if run.went_back_to is None else min(step, run.went_back_to)
-            return fetcher.fetch_up_to(newest_step, run.memory)
+            self._run.wait()
+            newest_step = (
+                step if self._run.went_back_to is None else min(step, self._run.went_back_to)
+            )
+            return fetcher.fetch_up_to(newest_step, self._run.memory)
 
-        return self._fetch(run, fetch)
+        return self._fetch(fetch)
 
-    def _fetch(
-        self, run: RunDirectory, fetch_with: Callable[[Fetcher], Fetched | None]
-    ) -> Fetched | None:
+    def _fetch(self, fetch_with: Callable[[Fetcher], Fetched | None]) -> Fetched | None:
         """Call *fetch_with* on rank 0, and bring what it fetched to the other nodes that do not share the directory."""
         fetched: Fetched | None = None
 
         def fetch() -> Fetched | None:
             if self._is_rank0:
                 # Programs that use a checkpointer without open() have created neither.
-                run.hold()
-                self.open(run)
+                self._run.hold()
+                self.open()
             if self.fetcher is None:
                 return None
             return fetch_with(self.fetcher)
@@ -154,81 +163,81 @@ class Transfers:
                 self.fetcher.stopping.set()
 
         try:
-            with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):
+            with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
                 # A download may take longer than the timeout of the group.
                 fetched = agree.while_working(self._group, fetch, cancel=cancel)
         except BaseException:
             # Also a stop request.
             if self._is_rank0:
                 with contextlib.suppress(OSError):
-                    remove_fetched(run.root)
+                    remove_fetched(self._run.root)
             raise
         fetched = agree.broadcast_object(self._group, fetched)
         if fetched is not None and self._nodes is not None:
-            with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):
-                agree.while_working(self._group, partial(self._bring, run, fetched))
+            with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
+                agree.while_working(self._group, partial(self._bring, fetched))
         return fetched
 
-    def _bring(self, run: RunDirectory, fetched: Fetched) -> None:
+    def _bring(self, fetched: Fetched) -> None:
         if self._leads_other_node:
-            fetched.bring(run.root)
+            fetched.bring(self._run.root)
 
     @property
     def _leads_other_node(self) -> bool:
         """Whether this is the first rank of a node other than rank 0's, and the nodes have separate directories."""
         return self._nodes is not None and self._nodes.is_leader and not self._is_rank0
 
-    def remove_fetched(self, run: RunDirectory, fetched: Fetched | None) -> None:
+    def remove_fetched(self, fetched: Fetched | None) -> None:
         """Remove what :meth:`fetch` returned, after all ranks have read it. Not collective."""
         if fetched is not None and (self._is_rank0 or self._leads_other_node):
             with contextlib.suppress(OSError):
-                remove_fetched(run.root)
+                remove_fetched(self._run.root)
 
     # ---------------------------------------------------------------- uploads
 
-    def start_uploads(self, run: RunDirectory, step: int | None, name: str = "") -> None:
-        """Upload what *run* publishes after *step*; None: a new run. The checkpoint of *step* has the name *name*."""
+    def start_uploads(self, step: int | None, name: str = "") -> None:
+        """Upload what the run publishes after *step*; None: a new run. The checkpoint of *step* has the name *name*."""
         if self._options.remote is None:
             return
-        with self._raise_on_all_ranks(run, "starting the uploads"):
+        with self._raise_on_all_ranks("starting the uploads"):
             if self.uploads is not None:
-                self._start(self.uploads, run, step, name)
-        self._start_on_other_nodes(run)
+                self._start(self.uploads, step, name)
+        self._start_on_other_nodes()
 
-    def _start_on_other_nodes(self, run: RunDirectory) -> None:
+    def _start_on_other_nodes(self) -> None:
         if self._nodes is None or self._part_uploads is not None:
             return
         settings = self._options.remote
         assert settings is not None, "the nodes have separate directories"
         mine = "" if self.uploads is None else self.uploads.token
         token = agree.broadcast_object(self._group, mine)
-        with self._raise_on_all_ranks(run, "starting the uploads"):
+        with self._raise_on_all_ranks("starting the uploads"):
             if self._leads_other_node:
                 from automodel_ckpt.checkpoint.remote.background import part_uploads
 
-                self._part_uploads = part_uploads(run.root, settings, token, self._nodes.own)
+                self._part_uploads = part_uploads(self._run.root, settings, token, self._nodes.own)
                 self._part_uploads.start()
 
-    def _start(self, uploads: Uploads, run: RunDirectory, step: int | None, name: str) -> None:
-        if run.root != uploads.root:
+    def _start(self, uploads: Uploads, step: int | None, name: str) -> None:
+        if self._run.root != uploads.root:
             message = "checkpoints are not uploaded: the run continues in %s, beside the run of checkpoint.remote"
-            log.warning(message, run.path)
+            log.warning(message, self._run.path)
             self.uploads = None
             return
-        run.on_published = uploads.note_published
-        run.on_exported = uploads.request
+        self._run.on_published = uploads.note_published
+        self._run.on_exported = uploads.request
         is_here = step is not None and (uploads.root / name).is_dir()
         uploads.start(step, name if is_here else None)
 
-    def roll_back(self, run: RunDirectory, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Continue the uploads after *step*, to which the run went back."""
         if self._options.remote is None:
             return
-        with self._raise_on_all_ranks(run, "starting the uploads"):
+        with self._raise_on_all_ranks("starting the uploads"):
             if self.uploads is not None:
                 self.uploads.roll_back(step)
 
-    def finish(self, run: RunDirectory, must_end: Callable[[], bool]) -> None:
+    def finish(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
         Rank 0 calls *must_end* several times per second. The wait ends when it returns true. Raises
@@ -241,32 +250,41 @@ class Transfers:
             if self.uploads is not None:
                 self.uploads.finish(must_end)
 
-        with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
+        with self._raise_on_all_ranks("uploading the last checkpoint"):
             # Rank 0 waits for the parts of the other nodes.
             agree.while_working(self._group, finish)
             if self._is_rank0:
                 # They were kept for their upload.
-                run.prune("")
+                self._run.prune("")
                 if self._nodes is not None:
                     from automodel_ckpt.checkpoint.memory.nodes import Waiting
 
                     self._nodes.remove_others(Waiting())
 
     def finish_before_stop(
-        self, run: RunDirectory, seconds: float, must_end: Callable[[], bool]
+        self,
+        seconds_since_signal: float,
+        must_end: Callable[[], bool],
+        *,
+        grace_seconds: float = math.inf,
     ) -> None:
-        """Wait for the uploads after a signal, at most *seconds* (rank 0's value counts). What fails is logged.
+        """Wait for uploads after a signal, until ``remote.wait_after_signal_seconds`` after it.
 
-        Rank 0 calls *must_end* several times per second. The wait ends when it returns true.
+        *seconds_since_signal* can differ between ranks: the largest counts. It is not waited for longer than
+        *grace_seconds* after the signal. Rank 0 calls *must_end* several times per second; if it returns true, the wait
+        ends. A checkpoint that is not in the store then is logged.
         """
-        if self._options.remote is None:
+        remote = self._options.remote
+        if remote is None:
             return
+        passed = max(agree.gather_objects(self._group, seconds_since_signal))
+        seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
 
         def finish() -> None:
             if self.uploads is not None:
                 self.uploads.finish_before_stop(seconds, must_end)
 
-        with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
+        with self._raise_on_all_ranks("uploading the last checkpoint"):
             # The ranks of other nodes must not end before: their processes upload parts.
             agree.while_working(self._group, finish)
 
@@ -278,9 +296,9 @@ class Transfers:
             self._part_uploads.leave()
 
     def _raise_on_all_ranks(
-        self, run: RunDirectory, doing: str, kind: type[AutomodelError] = SaveFailed
+        self, doing: str, kind: type[AutomodelError] = SaveFailed
     ) -> AbstractContextManager[None]:
-        return raise_on_all_ranks(self._group, doing, run.path, kind)
+        return raise_on_all_ranks(self._group, doing, self._run.path, kind)
 
 
 def with_local_directory(

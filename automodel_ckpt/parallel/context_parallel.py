@@ -45,16 +45,12 @@ def check_context_heads(config: Any, cp_size: int, tp_size: int = 1) -> None:
     heads = getattr(text, "num_attention_heads", None)
     if cp_size == 1 or not isinstance(heads, int) or heads % (cp_size * tp_size) == 0:
         return
-    fitting = 1
-    for size in range(2, cp_size):
-        if heads % (size * tp_size) == 0:
-            fitting = size
     with_tp = f", tp_size is {tp_size}" if tp_size > 1 else ""
     raise RecipeError(
         "the number of attention heads is not divisible by cp_size",
         where=_WHERE,
         value=f"{cp_size}; the model has num_attention_heads {heads}{with_tp}",
-        hint=f"set it to {fitting}" if fitting > 1 else "remove cp_size",
+        hint=f"set it so that cp_size x tp_size divides {heads}, or remove it",
     )
 
 

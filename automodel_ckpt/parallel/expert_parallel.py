@@ -11,7 +11,6 @@ Without expert parallelism, fsdp2 gathers all experts of a layer on each rank. W
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 _WHERE = "distributed.ep_size"
 
@@ -36,11 +33,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     Such a module is called with tokens [N, H], the chosen experts [N, K] and their weights [N, K]. All of its
     parameters have one row per expert, as in transformers since version 5.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if _stores_experts(module):
-            found[name] = module
-    return found
+    return {name: module for name, module in model.named_modules() if _stores_experts(module)}
 
 
 def check_experts(model: nn.Module, layout: RankLayout) -> None:
@@ -66,7 +59,8 @@ def check_experts(model: nn.Module, layout: RankLayout) -> None:
             "the experts of a layer cannot be divided evenly among the ranks",
             where=_WHERE,
             value=f"{sizes.ep}; {name} has {num_experts} experts, and {sizes.expert_parts} ranks shard the model",
-            hint=_hint_for(num_experts, sizes),
+            hint=f"start a number of ranks, or set dp_replicate_size, so that the ranks that shard the model divide "
+            f"{num_experts}; or remove ep_size",
         )
 
 
@@ -122,18 +116,6 @@ def _num_experts(module: nn.Module) -> int:
     """The number of experts in the parameters of a module; 0 for other modules."""
     number = getattr(module, "num_experts", 0)
     return number if isinstance(number, int) else 0
-
-
-def _hint_for(num_experts: int, sizes: Sizes) -> str:
-    """How the ranks can be arranged so that each stores the same number of experts."""
-    num_ranks = math.gcd(num_experts, sizes.expert_parts)
-    if num_ranks == 1:
-        return f"remove ep_size, or start a number of ranks that divides {num_experts}"
-    num_replicas = sizes.dp_replicate * sizes.expert_parts // num_ranks
-    hint = f"set distributed.dp_replicate_size to {num_replicas}, so that {num_ranks} ranks shard the model"
-    if num_ranks % sizes.ep:
-        hint += f", and ep_size to {math.gcd(num_ranks, sizes.ep)}"
-    return hint
 
 
 def _rows_of_rank(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -229,37 +211,16 @@ def _local_parameters(module: nn.Module, gradient_scale: float) -> Iterator[None
     attributes = module.__dict__
     for name, parameter in parameters.items():
         rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        attributes[name] = _ScaledGradient.apply(rows, gradient_scale)  # type: ignore[no-untyped-call]
+        # A view: a hook of the parameter itself would stay.
+        rows = rows.view_as(rows)
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient * gradient_scale)  # type: ignore[no-untyped-call]
+        attributes[name] = rows
     try:
         yield
     finally:
         for name in parameters:
             del attributes[name]
-
-
-def _exchange(
-    tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
-
-    Collective. The gradient takes the opposite way.
-    """
-    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """A tensor, unchanged, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.scale, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -274,17 +235,21 @@ class _Exchange(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(tensor, sent, received, group)
+        result = tensor.new_empty(sum(received), *tensor.shape[1:])
+        dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+        return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(
+def _exchange(
     tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    result = tensor.new_empty(sum(received), *tensor.shape[1:])
-    dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+    """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
+
+    Collective. The gradient takes the opposite way.
+    """
+    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
     return result

@@ -93,7 +93,8 @@ def share_out(
             "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
             value=f"{' x '.join(given)}, {num_ranks}",
-            hint=_product_hint(dp_size, ranks_per_part, world_size),
+            hint=f"start {'a multiple of ' if dp_size is None else ''}{(dp_size or 1) * ranks_per_part} ranks"
+            + (", or remove dp_size to derive it" if dp_size is not None else ""),
         )
     if dp % dp_replicate_size:
         raise RecipeError(
@@ -112,13 +113,6 @@ def share_out(
             hint=f"set it to a divisor of {sizes.expert_parts}",
         )
     return sizes
-
-
-def _product_hint(dp_size: int | None, ranks_per_part: int, world_size: int) -> str:
-    if dp_size is not None:
-        return f"remove dp_size to derive it, or start {dp_size * ranks_per_part} ranks"
-    multiple = f"a multiple of {ranks_per_part} ranks (tp_size x pp_size x cp_size)"
-    return f"start {multiple}; there are {world_size}"
 
 
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
@@ -151,23 +145,19 @@ def require_replicas(strategy: Strategy, sizes: Sizes, where: str) -> None:
 
 
 def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
-    where = f"{_WHERE}.strategy"
-    problems = []
+    where, found = f"{_WHERE}.strategy", f"{strategy}, with {sizes}"
     if strategy == "single" and sizes.token_parts > 1:
         what = "strategy single supports only one data parallel rank"
-        found = f"single, with {sizes.token_parts} ranks"
-        hint = "set it to auto, fsdp2 or ddp, or start one process"
-        problems.append(Problem(what, where, found, hint))
-    if strategy == "ddp" and sizes.dp_replicate > 1:
-        what = "dp_replicate_size requires fsdp2: ddp does not shard"
-        hint = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
-    if strategy == "ddp" and sizes.tp > 1:
-        what = "ddp cannot wrap a tensor parallel model"
-        hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
-    if strategy == "ddp" and sizes.pp > 1:
-        hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
-        what = "ddp supports one forward pass per backward pass, but a pipeline runs several"
-        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
-    return problems
+        return [Problem(what, where, found, "set it to auto, fsdp2 or ddp, or start one process")]
+    if strategy != "ddp":
+        return []
+    unsupported = {
+        "dp_replicate_size": "ddp does not shard, so that it replicates over all ranks",
+        "tp_size": "ddp cannot wrap a tensor parallel model",
+        "pp_size": "ddp supports one forward pass per backward pass, but a pipeline runs several",
+    }
+    return [
+        Problem(what, where, found, f"use fsdp2, or remove {key}")
+        for key, what in unsupported.items()
+        if getattr(sizes, key.removesuffix("_size")) > 1
+    ]

@@ -321,10 +321,7 @@ def _prefetch_after(module: nn.Module, following: nn.Module | None) -> None:
     if following is None or not isinstance(module, FSDPModule):
         return
     # Experts are sharded separately inside of a layer.
-    parts: list[FSDPModule] = []
-    for part in following.modules():
-        if isinstance(part, FSDPModule):
-            parts.append(part)
+    parts = [part for part in following.modules() if isinstance(part, FSDPModule)]
     module.set_modules_to_forward_prefetch(parts)
 
 

@@ -62,8 +62,8 @@ class RunningStatistics:
 
 
 def _layers_with_statistics(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, _LAYERS) and module.running_mean is not None:
-            found.append(module)
-    return found
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _LAYERS) and module.running_mean is not None
+    ]

@@ -39,14 +39,16 @@ def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) ->
     the place of such parameters during a forward pass. Computing with one raises :class:`RecipeError`. The parameters
     *float32_names* are computed in the type in which they are stored. State dicts never contain such tensors.
     """
-    kept: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in float32_names:
-            kept.add(id(parameter))
-    of_group: dict[int, list[_Shown]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            of_group[id(module)] = _parameters_of(name, module, kept)
+    kept = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in float32_names
+    }
+    of_group = {
+        id(module): _parameters_of(name, module, kept)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
     forward = _ForwardPass()
     for module in model.modules():
         inner: list[_Shown] = []

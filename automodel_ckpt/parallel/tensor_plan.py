@@ -142,16 +142,11 @@ def check_heads(config: Any, tp_size: int) -> None:
             heads[name] = count
     uneven = [f"{name} {count}" for name, count in heads.items() if count % tp_size]
     if uneven:
-        fitting = []
-        for size in range(1, tp_size):
-            if all(count % size == 0 for count in heads.values()):
-                fitting.append(size)
         raise RecipeError(
             "the number of attention heads is not divisible by tp_size",
             where=_WHERE,
             value=f"{tp_size}; the model has {', '.join(uneven)}",
-            hint=f"set it to {max(fitting)}"
-            + (", and shard with fsdp2" if max(fitting) == 1 else ""),
+            hint="set it to a common divisor of these numbers, or remove it (fsdp2 shards any model)",
         )
 
 
@@ -219,18 +214,9 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
         )
     of_parameters = dict(_matches(plan, (name for name, _ in model.named_parameters())))
-    # Before the general checks, which would report the experts' styles as unsupported.
-    if experts := _experts(model, found, of_parameters):
-        raise RecipeError(
-            "tensor parallelism cannot shard the experts of this model, although its plan requires it",
-            where=_WHERE,
-            value=f"{tp_size}; {_first_of(experts)}",
-            hint="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
-        )
     problems = [
         *_unmatched(given or {}, model),
-        *_unknown(found, of_parameters),
-        *_uneven(model, found, tp_size),
+        *_unsupported(model, found, of_parameters, tp_size),
     ]
     if problems:
         raise RecipeError.all_of(problems)
@@ -292,39 +278,34 @@ def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
             )
 
 
-def _experts(model: nn.Module, found: Plan, of_parameters: Plan) -> list[str]:
-    """Modules and parameters with a style that are experts: several matrices in one parameter [experts, out, in]."""
-    stacked = set()
-    modules = set()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3:
-            module, _, _ = name.rpartition(".")
-            stacked.add(name)
-            modules.add(module)
-    in_modules = [name for name in found if name in modules]
-    in_parameters = [name for name in of_parameters if name in stacked]
-    return in_modules + in_parameters
-
-
-def _unknown(found: Plan, of_parameters: Plan) -> Iterator[Problem]:
-    """Report styles that this module does not support, and styles of parameters instead of modules."""
-    for name in of_parameters:
-        hint = f"use the module, {name.rpartition('.')[0]}"
+def _unsupported(
+    model: nn.Module, found: Plan, of_parameters: Plan, tp_size: int
+) -> Iterator[Problem]:
+    """Report styles of parameters instead of modules, unknown styles, experts, and layers that cannot be sharded."""
+    hint = "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan"
+    # Several matrices in one parameter [experts, out, in].
+    stacked = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    with_experts = {name.rpartition(".")[0] for name in stacked}
+    experts = [*with_experts.intersection(found), *stacked.intersection(of_parameters)]
+    if experts:
+        what = "tensor parallelism cannot shard the experts of this model, although its plan requires it"
         yield Problem(
-            "the tensor parallel plan names a parameter instead of a module", _WHERE, name, hint
+            what, _WHERE, f"{tp_size}; {_first_of(sorted(experts))}", f"{hint} without them"
         )
+        return
+    if of_parameters:
+        what = "the tensor parallel plan names a parameter instead of a module"
+        yield Problem(what, _WHERE, _first_of([*of_parameters]), hint)
     unknown: dict[str, list[str]] = {}
     for name, style in found.items():
         if isinstance(style, str) and style not in _STYLES:
             unknown.setdefault(style, []).append(name)
     for style, names in sorted(unknown.items()):
+        what = f"the tensor parallel plan uses an unsupported style, {style!r}"
         yield Problem(
-            f"the tensor parallel plan uses an unsupported style, {style!r}",
-            _WHERE,
-            _first_of(names),
-            "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan that gives modules "
-            f"the styles {', '.join(_STYLES)}",
+            what, _WHERE, _first_of(names), f"{hint} with the styles {', '.join(_STYLES)}"
         )
+    yield from _uneven(model, found, tp_size)
 
 
 def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:

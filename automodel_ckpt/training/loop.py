@@ -168,7 +168,7 @@ class TrainingLoop:
             timeline,
             self.checkpointer.directory,
             timeout_seconds=60 * self.config.distributed.timeout_minutes,
-            arrival_seconds=ARRIVAL_SECONDS if self.checkpointer.is_distributed else 0.0,
+            arrival_seconds=ARRIVAL_SECONDS if self.checkpointer.nodes is not None else 0.0,
             stop_request=self.stop_request,
         )
         with self._hang_watch as watch:

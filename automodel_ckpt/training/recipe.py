@@ -544,7 +544,7 @@ class Recipe:
         return checkpointer
 
     def _close_log_files(self, checkpointer: Checkpointer) -> None:
-        lease_is_lost = checkpointer.lease_is_lost
+        lease_is_lost = checkpointer.run.is_lost
         checkpointer.wait()
         self.run_log.close_files(lease_is_lost=lease_is_lost)
 
@@ -705,7 +705,8 @@ class Recipe:
         """Whether this rank downloads to the run directory, also for other ranks."""
         if self.checkpointer is None:
             return self.layout.is_rank0
-        return self.checkpointer.leads_node
+        nodes = self.checkpointer.nodes
+        return self.checkpointer.is_rank0 if nodes is None else nodes.is_leader
 
     def modules_to_fill(self, state: Mapping[str, Any]) -> dict[str, nn.Module]:
         """Return the modules among the *state* of this recipe that ``init_from`` fills, by attribute name."""

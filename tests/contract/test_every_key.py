@@ -572,7 +572,7 @@ def uploads(it: Subject) -> Any:
     it.recipe.layout = it.recipe.join_ranks()
     try:
         checkpointer = it.recipe.build_checkpointer()
-        uploads = checkpointer._transfers.uploads
+        uploads = checkpointer.transfers.uploads
         return uploads and replace(uploads.job, token="")
     finally:
         it.recipe.close()

@@ -346,10 +346,11 @@ class _Copier:
 
 def _parts_of(tensor: ExportTensor) -> list[_Part]:
     """The slices of a tensor that have bytes, in the order of their first elements."""
-    parts: list[_Part] = []
-    for stored in contiguous_slices(tensor.stored):
-        if stored.nbytes:
-            parts.append(_Part(stored, flat_index(stored.offsets, tensor.stored.shape)))
+    parts = [
+        _Part(stored, flat_index(stored.offsets, tensor.stored.shape))
+        for stored in contiguous_slices(tensor.stored)
+        if stored.nbytes
+    ]
     return sorted(parts, key=lambda part: part.first)
 
 

@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.durable_file import part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
-from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, row_major_boxes
 from automodel_ckpt.checkpoint.parts.verify import Level, size_problem
@@ -33,7 +32,6 @@ _MAX_BYTES = 1 << 29
 _DATA_RATIO = 64
 # The digests of about this many bytes are compared in one go, by one rank and one thread.
 _TASK_BYTES = 64 << 20
-_SHOWN = 5
 _CHANGED_ON_PURPOSE = (
     f"if you changed the files on purpose, delete "
     f"{layout.EXPORT_MANIFEST}: the files are then not verified"
@@ -127,8 +125,8 @@ class ExportManifest:
     ) -> list[Problem]:
         """Return all problems of the listed files (or *only* of those names), in the manifest's order.
 
-        Level ``size`` checks that each file exists, is regular and has its size; ``digest`` also compares its bytes,
-        and names damaged tensors; ``none`` checks nothing. With several ranks, each reads its share of the bytes.
+        Level ``size`` checks that each file exists, is regular and has its size; ``digest`` also compares its bytes;
+        ``none`` checks nothing. With several ranks, each reads its share of the bytes.
         """
         if level == "none":
             return []
@@ -144,11 +142,9 @@ class ExportManifest:
         # All ranks list the same tasks in the same order, so that one of them reads each.
         mine = [task for number, task in enumerate(tasks) if number % num_ranks == rank]
         with started_pool(num_threads, "verify") or CallingThread() as pool:
-            results = list(pool.map(lambda task: self._damaged_ranges(*task), mine))
-        damaged: dict[str, list[DigestedRange]] = {}
-        for (name, _), ranges in zip(mine, results, strict=True):
-            damaged.setdefault(name, []).extend(ranges)
-        return [self._damage(name, ranges) for name, ranges in damaged.items() if ranges]
+            results = list(pool.map(lambda task: self._fits(*task), mine))
+        damaged = {name: None for (name, _), fits in zip(mine, results, strict=True) if not fits}
+        return [self._damage(name) for name in damaged]
 
     def _size_problem(self, name: str) -> Problem | None:
         record = FileRecord(self.files[name].size, "")
@@ -174,41 +170,21 @@ class ExportManifest:
         if group:
             yield name, group
 
-    def _damaged_ranges(self, name: str, ranges: Sequence[DigestedRange]) -> list[DigestedRange]:
-        """Return the byte ranges whose digests differ; all of them if the file cannot be read."""
+    def _fits(self, name: str, ranges: Sequence[DigestedRange]) -> bool:
+        """Whether the byte ranges have their digests. False if the file cannot be read."""
         try:
             sizes = [each.nbytes for each in ranges]
             found = part_digests(self._path(name), sizes, start=ranges[0].start)
         except OSError:
-            return [*ranges]
+            return False
         # A file that is too short has fewer digests.
-        found += [""] * (len(ranges) - len(found))
-        return [each for each, digest in zip(ranges, found, strict=True) if each.digest != digest]
+        return found == [each.digest for each in ranges]
 
-    def _damage(self, name: str, damaged: Sequence[DigestedRange]) -> Problem:
-        tensors = self._tensors_in(name, damaged)
-        shown = tensors[:_SHOWN]
-        if len(tensors) > _SHOWN:
-            shown.append(f"{len(tensors) - _SHOWN} more")
-        value = f"damaged: {', '.join(shown)}" if tensors else "its digest differs"
+    def _damage(self, name: str) -> Problem:
         what = "a file of the export is damaged: its digest does not match"
-        return Problem(what, str(self.directory / name), value, _hint(self.directory))
-
-    def _tensors_in(self, name: str, damaged: Sequence[DigestedRange]) -> list[str]:
-        """Return the tensors with bytes in the *damaged* ranges; none if the header itself is damaged."""
-        if not name.endswith(".safetensors") or damaged[0].start == 0:
-            return []
-        try:
-            entries = read_header(self._path(name)).tensors
-        except (CheckpointUnusable, OSError):
-            return []
-        starts = [each.start for each in damaged]
-        found = []
-        for fqn, entry in sorted(entries.items(), key=lambda item: item[1].start):
-            first = bisect_left(starts, entry.start)
-            if first < len(starts) and starts[first] < entry.end:
-                found.append(f"tensor {fqn}")
-        return found
+        return Problem(
+            what, str(self.directory / name), "its digest differs", _hint(self.directory)
+        )
 
     # ---------------------------------------------------------------- comparing while reading
 
@@ -225,8 +201,7 @@ class ExportManifest:
             part = data[each.start : each.start + each.nbytes]
             is_equal = is_equal and digest_of(part) == each.digest
         if not is_equal:
-            everything = DigestedRange(0, len(data), "")
-            raise CheckpointUnusable.all_of([self._damage(name, [everything])])
+            raise CheckpointUnusable.all_of([self._damage(name)])
 
     def check_header(self, name: str) -> None:
         """Compare the size of a safetensors file, and its bytes before the first tensor, with the manifest.
@@ -244,8 +219,8 @@ class ExportManifest:
         if problem is not None:
             raise CheckpointUnusable.all_of([problem])
         header = self.files[name].ranges[:1]
-        if header and self._damaged_ranges(name, header):
-            raise CheckpointUnusable.all_of([self._damage(name, header)])
+        if header and not self._fits(name, header):
+            raise CheckpointUnusable.all_of([self._damage(name)])
 
     def with_digests(self, name: str, tensor: Tensor) -> Tensor:
         """Return *tensor*, one slice of the file *name*, divided into the slices whose digests the manifest lists.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
-from automodel_ckpt.base.units import counted, counted_are
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files import layout
@@ -34,11 +34,11 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
     """Return lines for the log on *casts*: how many tensors are cast by (from, to). Equal dtypes are no cast."""
-    lines: list[str] = []
-    for (before, after), count in sorted(casts.items()):
-        if before != after:
-            lines.append(f"cast {counted(count, 'tensor')} from {before} to {after}")
-    return lines
+    return [
+        f"cast {counted(count, 'tensor')} from {before} to {after}"
+        for (before, after), count in sorted(casts.items())
+        if before != after
+    ]
 
 
 def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
@@ -160,14 +160,9 @@ def _drop_quantization(
     if "quantization_config" not in config or not dequantized:
         return []
     originals = maps.dtype or {}
-    num_quantized = 0
-    for tensor in tensors:
-        is_quantized_in_base = originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
-        if is_quantized_in_base and tensor.fqn not in dequantized:
-            num_quantized += 1
-    if num_quantized:
-        counts = f"{counted_are(num_quantized, 'tensor')} still quantized, some are float"
-        return [f"config.json keeps its quantization_config: {counts}"]
+    in_base = [t for t in tensors if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS]
+    if len(in_base) > len(dequantized):
+        return ["config.json keeps its quantization_config: some tensors are still quantized"]
     del config["quantization_config"]
     return ["config.json loses its quantization_config: the weights are float now"]
 
@@ -183,9 +178,9 @@ def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
 def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
     """Write the export's manifest, its last file. *parts* are the digests of all bytes of the weights."""
     manifest = source.manifest
-    casts: dict[str, int] = {}
-    for (stored, written), count in sorted(plan.casts.items()):
-        casts[f"{stored}->{written}"] = count
+    casts = {
+        f"{stored}->{written}": count for (stored, written), count in sorted(plan.casts.items())
+    }
     document = {
         "format": "automodel_ckpt.export",
         "format_version": 1,

@@ -64,11 +64,11 @@ def tensor_specs(model: Any) -> dict[str, TensorSpec]:
     from automodel_ckpt.checkpoint.state.module_tensors import complete_state
 
     state, _ = complete_state(model)
-    specs: dict[str, TensorSpec] = {}
-    for fqn, value in state.items():
-        if isinstance(value, Tensor):
-            specs[fqn] = TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-    return specs
+    return {
+        fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
+        for fqn, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 @dataclass(eq=False)
@@ -101,20 +101,14 @@ class HFAssets:
 
     @classmethod
     def from_model(
-        cls,
-        model: Any,
-        *,
-        tokenizer: Any = None,
-        base_dir: Path | str | None = None,
-        code_dir: Path | None = None,
-        declared: Iterable[str] = (),
-        further: Mapping[str, bytes] | None = None,
-        float32_in: Mapping[str, Collection[str]] | None = None,
+        cls, model: Any, *, float32_in: Mapping[str, Collection[str]] | None = None, **given: Any
     ) -> HFAssets:
-        """The assets of a transformers model, sharded or not; *base_dir* None: not from a local directory.
+        """The assets of a transformers model, sharded or not.
 
-        *code_dir* has the Python files of a class that transformers does not define. The names in *float32_in* are
-        those in memory.
+        Args:
+            model: The model.
+            float32_in: The attribute of this name, but with the names of parameters in memory.
+            given: ``tokenizer``, ``base_dir``, ``code_dir``, ``declared`` and ``further``, which become attributes.
         """
         from automodel_ckpt.checkpoint.state.module_tensors import (
             complete_state,
@@ -129,23 +123,17 @@ class HFAssets:
         for code, fqns in (float32_in or {}).items():
             for fqn in fqns:
                 kept.setdefault(code, set()).update((names.name_of(fqn), *names.rows.get(fqn, ())))
-        generation_config = None
-        if inner.can_generate():
-            generation_config = getattr(inner, "generation_config", None)
+        can_generate = inner.can_generate()
         return cls(
             inner.config,
-            generation_config=generation_config,
-            tokenizer=tokenizer,
-            base_dir=base_dir,
-            code_dir=code_dir,
+            generation_config=getattr(inner, "generation_config", None) if can_generate else None,
             # fully_shard puts a subclass with this prefix in the place of the model's class.
             architecture=type(inner).__name__.removeprefix("FSDP"),
             prefix=inner.base_model_prefix,
             tensors=tensor_specs(inner),
             tied=tied,
-            declared=tuple(declared),
-            further=further,
             float32_in=kept,
+            **given,
         )
 
     def validate(self) -> None:
@@ -275,9 +263,8 @@ class HFAssets:
         expected: dict[str, Any] = {"shape": list(self._exported[fqn].shape)}
         if codes := self._float32_of(fqn):
             expected["float32_in"] = sorted(codes)
-        for difference, names in self._differences.items():
-            if fqn in names and self._is_declared(fqn):
-                expected["declared"] = difference
+        if self._is_declared(fqn) and (difference := self._difference(fqn)):
+            expected["declared"] = difference
         return expected
 
     def _float32_of(self, fqn: str) -> frozenset[str]:
@@ -287,31 +274,33 @@ class HFAssets:
     def _is_declared(self, fqn: str) -> bool:
         return any(fnmatchcase(fqn, pattern) for pattern in self.declared)
 
-    @functools.cached_property
-    def _differences(self) -> dict[str, list[str]]:
-        """The names of the tensors that differ between an export and the base, by kind of difference."""
-        found: dict[str, list[str]] = {}
-        for fqn in {**self._exported, **self._base} if self._base else {}:
-            if fqn not in self._base:
-                found.setdefault("not in the base", []).append(fqn)
-            elif fqn not in self._exported:
-                found.setdefault("in the base only", []).append(fqn)
-            elif self._base[fqn][1].shape != self._exported[fqn].shape:
-                found.setdefault("of another shape than in the base", []).append(fqn)
-        return found
+    def _difference(self, fqn: str) -> str:
+        """How a tensor differs between an export and the base; empty if it does not, or without a base."""
+        if not self._base:
+            return ""
+        if fqn not in self._base:
+            return "not in the base"
+        if fqn not in self._exported:
+            return "in the base only"
+        is_same = self._base[fqn][1].shape == self._exported[fqn].shape
+        return "" if is_same else "of another shape than in the base"
 
     def _log_differences(self) -> None:
-        for kind, names in self._differences.items():
-            declared = [fqn for fqn in names if self._is_declared(fqn)]
-            others = [fqn for fqn in names if fqn not in declared]
-            if declared:
-                message = "Expected difference between exports and the base: %s %s: %s"
-                shown = ", ".join(declared[:_NUM_SHOWN])
-                more = ", ..." if len(declared) > _NUM_SHOWN else ""
-                log.info(message, counted(len(declared), "tensor"), kind, shown + more)
-            if others:
-                message = "Exports will differ from the base: %s %s: %s"
-                log.warning(message, counted(len(others), "tensor"), kind, others[:_NUM_SHOWN])
+        found: dict[tuple[str, bool], list[str]] = {}
+        for fqn in {**self._exported, **self._base}:
+            if difference := self._difference(fqn):
+                found.setdefault((difference, self._is_declared(fqn)), []).append(fqn)
+        for (difference, is_declared), names in found.items():
+            log.log(
+                logging.INFO if is_declared else logging.WARNING,
+                "%s the base: %s %s: %s",
+                "Expected difference between exports and"
+                if is_declared
+                else "Exports will differ from",
+                counted(len(names), "tensor"),
+                difference,
+                ", ".join(names[:_NUM_SHOWN]) + (", ..." if len(names) > _NUM_SHOWN else ""),
+            )
 
 
 def _tensors_in(directory: Path | str | None) -> dict[str, tuple[str, TensorEntry]]:

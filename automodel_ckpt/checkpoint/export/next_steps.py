@@ -14,7 +14,12 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 _CONFIG = "config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_CAUSAL = "AutoModelForCausalLM"
 _SEQ2SEQ = "AutoModelForSeq2SeqLM"
+_CLASSIFIER = "AutoModelForSequenceClassification"
+_EMBEDDINGS = "AutoModel"
+_OF_ADAPTERS = {"CAUSAL_LM": _CAUSAL, "SEQ_2_SEQ_LM": _SEQ2SEQ, None: _CAUSAL}
+"""The classes of bases that generate text, by the ``task_type`` of their adapters."""
 
 
 def try_command(directory: Path) -> str:
@@ -23,14 +28,16 @@ def try_command(directory: Path) -> str:
     For an encoder-decoder, it has a source text in place of the beginning of a text. For a model that gives labels to
     texts, it is a call of transformers' pipeline; for a model of text embeddings, the call that loads them.
     """
-    if _is_classifier(directory):
+    auto_class = _auto_class(directory)
+    if auto_class == _CLASSIFIER:
         return f'transformers.pipeline("text-classification", model={str(directory)!r})'
-    path = shlex.quote(str(directory))
-    if computes_embeddings(directory):
+    if auto_class == _EMBEDDINGS:
         return f"sentence_transformers.SentenceTransformer({str(directory)!r}).encode(['a text'])"
-    if _has_chat_template(directory):
+    path = shlex.quote(str(directory))
+    is_chat = (directory / _CHAT_TEMPLATE).is_file()
+    if is_chat or _read(directory / _TOKENIZER_CONFIG).get("chat_template"):
         return f"ckpt chat {path}"
-    prompt = "a source text" if _is_seq2seq(directory) else "Once upon a time"
+    prompt = "a source text" if auto_class == _SEQ2SEQ else "Once upon a time"
     return f'ckpt generate {path} -p "{prompt}"'
 
 
@@ -38,23 +45,15 @@ def model_files_lines(directory: Path) -> list[str]:
     """Log lines for a checkpoint's own model files in *directory*, which other programs load: what they are, and how to
     try them.
 
-    The second is missing for adapters whose model generates no text.
+    The second is missing for adapters of a model that generates no text.
     """
     if (directory / layout.ADAPTER_CONFIG).is_file():
         lines = [f"adapters, as peft loads them: {directory}"]
-        if _generates_text(directory):
-            lines.append(f"try it: {try_command(directory)}")
-        return lines
+        generates_text = _auto_class(directory) in _OF_ADAPTERS.values()
+        return [*lines, f"try it: {try_command(directory)}"] if generates_text else lines
     if not (directory / _CONFIG).is_file():
         return []
     return [f"Hugging Face files: {directory}", f"try it: {try_command(directory)}"]
-
-
-def _generates_text(adapter: Path) -> bool:
-    """Whether ``ckpt generate`` accepts the *adapter*: it is one of a language model, maybe with images."""
-    settings = _read(adapter / layout.ADAPTER_CONFIG)
-    is_of_text = settings.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM", None)
-    return is_of_text and not computes_embeddings(adapter)
 
 
 def computes_embeddings(directory: Path) -> bool:
@@ -69,21 +68,13 @@ def hf_lines(directory: Path) -> list[str]:
     """
     if not (directory / _CONFIG).is_file():
         return []
-    if _is_classifier(directory):
-        return [f"try it:       {try_command(directory)}"]
-    path = shlex.quote(str(directory))
-    if computes_embeddings(directory):
-        return [
-            f"try it:       {try_command(directory)}",
-            f"transformers: AutoModel.from_pretrained({str(directory)!r})",
-        ]
     auto_class = _auto_class(directory)
-    serve = [f"vLLM:         vllm serve {path}"] if auto_class != _SEQ2SEQ else []
-    return [
-        f"try it:       {try_command(directory)}",
-        *serve,
-        f"transformers: {auto_class}.from_pretrained({str(directory)!r})",
-    ]
+    lines = [f"try it:       {try_command(directory)}"]
+    if auto_class not in (_CLASSIFIER, _EMBEDDINGS, _SEQ2SEQ):
+        lines.append(f"vLLM:         vllm serve {shlex.quote(str(directory))}")
+    if auto_class != _CLASSIFIER:
+        lines.append(f"transformers: {auto_class}.from_pretrained({str(directory)!r})")
+    return lines
 
 
 def gguf_lines(file: Path, modelfile: Path) -> list[str]:
@@ -103,38 +94,30 @@ def modelfile_text(file: Path) -> str:
     return f"FROM ./{file.name}\n"
 
 
-def _is_classifier(directory: Path) -> bool:
-    return _has_architecture(_config(directory), "ForSequenceClassification")
-
-
-def _is_seq2seq(directory: Path) -> bool:
-    """Whether the files are a model with an encoder and a decoder for texts, or adapters of one."""
-    if _read(directory / layout.ADAPTER_CONFIG).get("task_type") == "SEQ_2_SEQ_LM":
-        return True
-    return _auto_class(directory) == _SEQ2SEQ
-
-
 def _auto_class(directory: Path) -> str:
-    """The class of transformers that loads a model which generates text."""
-    config = _config(directory)
-    # A text model of the same family has no vision_config.
-    if "vision_config" in config and _has_architecture(config, "ForConditionalGeneration"):
-        return "AutoModelForImageTextToText"
-    if "audio_config" in config and _has_architecture(config, "ForConditionalGeneration"):
-        return "AutoModelForMultimodalLM"
+    """The class of transformers that loads the model, or the base of adapters."""
+    config = _read(directory / _CONFIG)
+    architectures = tuple(map(str, config.get("architectures") or ()))
+
+    def has_architecture(suffix: str) -> bool:
+        return any(name.endswith(suffix) for name in architectures)
+
+    if has_architecture("ForSequenceClassification"):
+        return _CLASSIFIER
+    if computes_embeddings(directory):
+        return _EMBEDDINGS
+    if (directory / layout.ADAPTER_CONFIG).is_file():
+        return _OF_ADAPTERS.get(_read(directory / layout.ADAPTER_CONFIG).get("task_type"), "")
+    if has_architecture("ForConditionalGeneration"):
+        # A text model of the same family has no vision_config.
+        if "vision_config" in config:
+            return "AutoModelForImageTextToText"
+        if "audio_config" in config:
+            return "AutoModelForMultimodalLM"
     # A decoder that was saved alone has another class.
-    if config.get("is_encoder_decoder") is True and not _has_architecture(config, "ForCausalLM"):
+    if config.get("is_encoder_decoder") is True and not has_architecture("ForCausalLM"):
         return _SEQ2SEQ
-    return "AutoModelForCausalLM"
-
-
-def _has_architecture(config: Mapping[str, Any], suffix: str) -> bool:
-    return any(str(name).endswith(suffix) for name in config.get("architectures") or ())
-
-
-def _config(directory: Path) -> Mapping[str, Any]:
-    """The content of config.json; empty if it cannot be read."""
-    return _read(directory / _CONFIG)
+    return _CAUSAL
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -143,9 +126,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _has_chat_template(directory: Path) -> bool:
-    if (directory / _CHAT_TEMPLATE).is_file():
-        return True
-    return bool(_read(directory / _TOKENIZER_CONFIG).get("chat_template"))

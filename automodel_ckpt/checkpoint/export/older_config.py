@@ -74,10 +74,11 @@ def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         return {}
-    found: dict[str, Any] = {}
-    for older, name in {**_DTYPE, **_RENAMED.get(kind, {})}.items():
-        if name in config:
-            found[older] = config[name]
+    found: dict[str, Any] = {
+        older: config[name]
+        for older, name in {**_DTYPE, **_RENAMED.get(kind, {})}.items()
+        if name in config
+    }
     parameters = config.get(_PARAMETERS)
     if isinstance(parameters, dict):
         found |= _positions(kind, parameters)

@@ -132,9 +132,10 @@ def make_plan(
     """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
-    exported: list[ExportTensor] = []
-    for fqn, tensor in stored.items():
-        exported.append(ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype)))
+    exported = [
+        ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype))
+        for fqn, tensor in stored.items()
+    ]
     warnings += _quantized_warnings(exported, maps)
     if maps.is_adapter:
         # PEFT reads a single file of this name.

@@ -258,9 +258,9 @@ def _assign_irregular(
     by_tensor: dict[str, list[Slice]] = {}
     for (fqn, _), stored in slices.items():
         by_tensor.setdefault(fqn, []).append(stored)
-    merged: dict[str, Tensor] = {}
-    for fqn, of_tensor in by_tensor.items():
-        merged[fqn] = replace(tensors[fqn], slices=tuple(of_tensor))
+    merged = {
+        fqn: replace(tensors[fqn], slices=tuple(of_tensor)) for fqn, of_tensor in by_tensor.items()
+    }
     return merged, _writers(slices, ranks_with)
 
 

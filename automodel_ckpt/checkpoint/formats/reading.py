@@ -392,10 +392,9 @@ def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str]
     The types of the tensors *cast* (some of :func:`cast_names`) are not compared.
     """
     here = dict(state_dict)
-    lines: list[str] = []
-    for fqn in (*tree.tensors, *tree.objects):
-        if fqn not in here:
-            lines.append(f"- {fqn}: saved, but not here")
+    lines = [
+        f"- {fqn}: saved, but not here" for fqn in (*tree.tensors, *tree.objects) if fqn not in here
+    ]
     for fqn in here:
         if fqn not in tree.tensors and fqn not in tree.objects:
             lines.append(f"+ {fqn}: here, but not saved")

@@ -21,6 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
+    pickled_integer,
+    pickled_text,
+)
 
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value in a nested state dict; joined by dots, they are its flat name."""
@@ -168,7 +172,7 @@ class DcpMetadata:
     def _key(self, key: object) -> bytes:
         if type(key) is str:
             return _get(self._memo.text(key))
-        return _integer(key) if type(key) is int else _pickled(key)
+        return pickled_integer(key) if type(key) is int else _pickled(key)
 
     def _form(self, dtype: str, shape: tuple[int, ...], extents: Extents) -> tuple[bytes, Any]:
         """Return the description of a tensor, and the numbers of the offsets of its chunks."""
@@ -199,7 +203,7 @@ class DcpMetadata:
     def _properties_of(self, dtype: str) -> bytes:
         memo = self._memo
         layout = memo.call("torch.serialization", "_get_layout", _get(memo.text("torch.strided")))
-        memory_format = memo.call(_META, "_MEM_FORMAT_ENCODING", _integer(_CONTIGUOUS))
+        memory_format = memo.call(_META, "_MEM_FORMAT_ENCODING", pickled_integer(_CONTIGUOUS))
         state = [
             _get(memo.named("torch", TORCH_NAMES[dtype])),
             layout,
@@ -286,10 +290,7 @@ class _Memo:
         """Return the number of a text."""
         number = self._texts.get(value)
         if number is None:
-            data = value.encode("utf-8", "surrogatepass")
-            number = self._texts[value] = self._keep(
-                pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-            )
+            number = self._texts[value] = self._keep(pickled_text(value))
         return number
 
     def named(self, module: str, name: str) -> int:
@@ -303,7 +304,7 @@ class _Memo:
         """Return the number of a ``torch.Size``."""
         number = self._extents.get(value)
         if number is None:
-            items = b"".join(map(_integer, value))
+            items = b"".join(map(pickled_integer, value))
             size = self.call("torch", "Size", pickle.MARK + items + pickle.TUPLE)
             number = self._extents[value] = self._keep(size)
         return number
@@ -338,13 +339,6 @@ def _get(number: int) -> bytes:
     if number < 256:
         return pickle.BINGET + bytes([number])
     return pickle.LONG_BINGET + struct.pack("<I", number)
-
-
-def _integer(value: int) -> bytes:
-    if abs(value) <= _MAX_INT32:
-        return pickle.BININT + struct.pack("<i", value)
-    encoded = pickle.encode_long(value)
-    return pickle.LONG1 + bytes([len(encoded)]) + encoded
 
 
 def _pickled(value: object) -> bytes:

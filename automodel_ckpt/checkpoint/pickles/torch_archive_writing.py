@@ -262,10 +262,8 @@ class _Program:
             self._save_tensor(value)
         elif isinstance(value, Mapping):
             self._save_mapping(value)
-        elif isinstance(value, list):
-            self._save_list(value)
-        elif isinstance(value, tuple):
-            self._save_tuple(value)
+        elif isinstance(value, list | tuple):
+            self._save_sequence(value)
         else:
             self.written += _scalar(value)
 
@@ -279,20 +277,16 @@ class _Program:
                 self.save(item)
             self.written += pickle.SETITEMS
 
-    def _save_list(self, value: list[Any]) -> None:
-        self.written += pickle.EMPTY_LIST
-        if not value:
-            return
+    def _save_sequence(self, value: list[Any] | tuple[Any, ...]) -> None:
+        is_list = isinstance(value, list)
+        if is_list:
+            self.written += pickle.EMPTY_LIST
+            if not value:
+                return
         self.written += pickle.MARK
         for item in value:
             self.save(item)
-        self.written += pickle.APPENDS
-
-    def _save_tuple(self, value: tuple[Any, ...]) -> None:
-        self.written += pickle.MARK
-        for item in value:
-            self.save(item)
-        self.written += pickle.TUPLE
+        self.written += pickle.APPENDS if is_list else pickle.TUPLE
 
     def _save_tensor(self, tensor: ArchiveTensor) -> None:
         key = self._keys.setdefault(id(tensor), len(self.tensors))
@@ -342,16 +336,22 @@ def _scalar(value: Any) -> bytes:
         return pickle.NEWFALSE
     # Exact types: a subclass, such as a NumPy number or an enumeration, would lose its type.
     if type(value) is int:
-        return _integer(value)
+        return pickled_integer(value)
     if type(value) is float:
         return pickle.BINFLOAT + struct.pack(">d", value)
     if type(value) is str:
-        encoded = value.encode("utf-8", "surrogatepass")
-        return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+        return pickled_text(value)
     raise TypeError(f"a file of torch.save is written with plain values, not {type(value)}")
 
 
-def _integer(value: int) -> bytes:
+def pickled_text(value: str) -> bytes:
+    """Return the instruction of a pickle for a text."""
+    encoded = value.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+
+
+def pickled_integer(value: int) -> bytes:
+    """Return the instruction of a pickle for an integer."""
     if -(2**31) <= value < 2**31:
         return pickle.BININT + struct.pack("<i", value)
     encoded = pickle.encode_long(value)

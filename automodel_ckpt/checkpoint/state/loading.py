@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
@@ -31,20 +31,13 @@ from automodel_ckpt.checkpoint.state.mismatch import (
     weights_only,
 )
 from automodel_ckpt.checkpoint.state.module_tensors import (
-    adapter_keys,
     complete_state,
     frozen_names,
-    model_state_dict,
     module_state,
-    stored_layout,
-    unwrap,
 )
 from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
-from automodel_ckpt.checkpoint.state.optimizer_state import saved_entries
 from automodel_ckpt.errors import AutomodelError
-
-_IS, _WAS = ("is", "are"), ("was", "were")
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -97,10 +90,11 @@ class Loader:
                 # overwritten.
                 self._check_module(item, trees[item.name])
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
-        created: dict[str, dict[str, Any]] = {}
-        for item in matched:
-            if item.kind == "optimizer":
-                created[item.name] = optimizer_tree(item, items, owners, create=True)
+        created: dict[str, dict[str, Any]] = {
+            item.name: optimizer_tree(item, items, owners, create=True)
+            for item in matched
+            if item.kind == "optimizer"
+        }
         for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", _ORDER[item.kind])):
             if item.kind == "module":
                 self._load_module(item, trees[item.name])
@@ -133,8 +127,8 @@ class Loader:
         if self._ranks.rank == 0:
             log_casts(casts, tree, state)
 
-    def _casts(self, item: Item, tree: Tree) -> Mapping[str, Cast]:
-        return casts_of(self._manifest, item, tree, self._complete_state(item))
+    def _casts(self, item: Item, tree: Tree) -> Mapping[str, bool]:
+        return casts_of(item, tree, self._complete_state(item))
 
     def _tree(self, item: Item, saved_name: str) -> Tree:
         """The saved tree of *item*; of a module, with the tensors that it has here if only ties differ.
@@ -157,8 +151,6 @@ class Loader:
         for alias, stored in tree.tied.items():
             if alias in state and alias not in tensors and stored in tensors:
                 tensors[alias] = tensors[stored].renamed(alias)
-        for saved, name in names_with_prefix(tensors, state).items():
-            tensors[name] = tensors.pop(saved).renamed(name)
         return tree if tensors.keys() == tree.tensors.keys() else replace(tree, tensors=tensors)
 
     def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
@@ -222,7 +214,7 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = self._module_state(item)
-        exact = {name for name, each in self._casts(item, tree).items() if not each.is_exact}
+        exact = {name for name, contained in self._casts(item, tree).items() if not contained}
         read_tree(self._path, tree, state, self._remote, exact)
         set_module_state(item.value, state, tied, strict=True)
 
@@ -296,94 +288,29 @@ class Loader:
         return next(iter(digests))
 
 
-def names_with_prefix(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
-    """Map *saved* names to names that are *here*, if these have one more prefix, such as ``bert.``; otherwise empty.
-
-    Before 2026-11-28, a classifier from a base without the prefix of the backbone was saved without it.
-    """
-    names = set(saved)
-    unknown, missing = names.difference(here), set(here) - names
-    first = min(unknown, default="")
-    for name in sorted(missing):
-        prefix = name.removesuffix(f".{first}")
-        if first and prefix != name:
-            found = {each: f"{prefix}.{each}" for each in unknown}
-            return found if missing.issuperset(found.values()) else {}
-    return {}
-
-
 def _saved_name(record: StateRecord) -> str:
     return os.path.dirname(record.files[0])
 
 
-class Cast(NamedTuple):
-    """A tensor that is cast when it is read: why, as the verbs of a sentence, and whether the new type can represent
-    all values of the saved one."""
+def casts_of(item: Item, tree: Tree, state: Mapping[str, Any]) -> dict[str, bool]:
+    """The frozen tensors of the module *item* that are saved in another floating-point type than in its *state*.
 
-    verbs: tuple[str, str]
-    is_exact: bool
-
-
-def casts_of(
-    manifest: Manifest, item: Item, tree: Tree, state: Mapping[str, Any]
-) -> dict[str, Cast]:
-    """The tensors of the module *item* that are saved in another type than in its *state*, which is no difference.
-
-    A tensor that does not train may have any type: a base in 16 bits can be in float32 on another device. One that the
-    saved run did not train, and that trains now, may have more bits now. *tree* is the module in the checkpoint with
-    this *manifest*.
+    That is no difference: a base in 16 bits can be in float32 on another device. The values are true where the type
+    here can represent all values of the saved one.
     """
-    found: dict[str, Cast] = {}
     differing = cast_names(tree, state)
-    if not differing:
-        return found
-    frozen, formerly = frozen_names(item.value), _formerly_frozen(manifest, item, tree)
-    for name, is_contained in differing.items():
-        if name in frozen:
-            found[name] = Cast(_IS, is_exact=is_contained)
-        elif is_contained and name in formerly:
-            found[name] = Cast(_WAS, is_exact=True)
-    return found
+    frozen = frozen_names(item.value) if differing else frozenset()
+    return {name: is_contained for name, is_contained in differing.items() if name in frozen}
 
 
-def log_casts(casts: Mapping[str, Cast], tree: Tree, state: Mapping[str, Any]) -> None:
+def log_casts(names: Collection[str], tree: Tree, state: Mapping[str, Any]) -> None:
     """Log how many tensors are cast, and from which types to which."""
-    for verbs in (_IS, _WAS):
-        names = [name for name, each in casts.items() if each.verbs == verbs]
-        if names:
-            saved = {tree.tensors[name].dtype for name in names}
-            here = {DTYPE_CODES[state[name].dtype] for name in names}
-            log.info(
-                "%s that %s not trained: saved as %s, cast to %s",
-                counted(len(names), "tensor"),
-                verbs[0] if len(names) == 1 else verbs[1],
-                " and ".join(sorted(saved)),
-                " and ".join(sorted(here)),
-            )
-
-
-def _formerly_frozen(manifest: Manifest, item: Item, tree: Tree) -> set[str]:
-    """The names in *tree* for which the saved optimizers have no state, although they have state for others.
-
-    None of adapters: all of them are trained, and have other names in files than in an optimizer.
-    """
-    if adapter_keys(unwrap(item.value), model_state_dict(item.value)) is not None:
-        return set()
-    with_state: set[str] = set()
-    for name, record in manifest.state.items():
-        if record.kind != "optimizer" or name not in manifest.trees:
-            continue
-        module = f"{item.name.replace('.', '%')}."
-        for fqn, _ in saved_entries(name, manifest.trees[name].tensors):
-            if fqn.startswith(module):
-                with_state.add(fqn.removeprefix(module))
-    if not with_state:
-        # An optimizer without state, or none: what was trained is not known.
-        return set()
-    stored = stored_layout(item.value)
-    trained: set[str] = set()
-    for fqn in with_state:
-        trained.update((stored.name_of(fqn), *stored.rows.get(fqn, ())))
-    # An optimizer may have a tied tensor under another name than the module.
-    trained.update(kept for name, kept in tree.tied.items() if name in trained)
-    return tree.tensors.keys() - trained
+    if names:
+        saved = {tree.tensors[name].dtype for name in names}
+        here = {DTYPE_CODES[state[name].dtype] for name in names}
+        log.info(
+            "%s not trained: saved as %s, cast to %s",
+            counted_are(len(names), "tensor"),
+            " and ".join(sorted(saved)),
+            " and ".join(sorted(here)),
+        )

@@ -8,14 +8,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import differences
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.param_groups import DIVIDED
 from automodel_ckpt.errors import CheckpointUnusable
@@ -63,24 +59,18 @@ def check_differences(
         allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
         hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
     types = _only_types(lines)
-    others = [each for name, each in tree.tensors.items() if _same_type(name, each, state)]
-    if types is not None and item.kind == "module" and types[0] in {each.dtype for each in others}:
-        # Not model.dtype: the program or transformers keeps these in another type than the version that saved them.
-        raise unusable(
-            path,
-            f"the checkpoint's {item.name!r} has tensors in another type than they are trained in now",
-            lines,
-            "start a new run from its weights, which are cast: "
-            f"--init_from.path {path} and another checkpoint.checkpoint_dir; "
-            "or resume with the versions of this program and of transformers that wrote it",
+    if types is not None:
+        # Not always the recipe chooses it: the program or transformers keeps some tensors in a type of their own.
+        hints[0] = (
+            "resume with the data type of the saved weights (model.dtype, or the versions that wrote it)"
         )
-    if types is not None and len(lines) > 1:
-        lines = [f"~ {counted(len(lines), 'tensor')}: saved as {types[0]}, here {types[1]}"]
-        hints[0] = "resume with the data type of the saved weights (model.dtype)"
-    hints.append(
-        "start a new run in another checkpoint.checkpoint_dir "
-        "(checkpoint.on_incompatible sibling creates one)"
-    )
+        if len(lines) > 1:
+            lines = [f"~ {counted(len(lines), 'tensor')}: saved as {types[0]}, here {types[1]}"]
+    if item.kind == "module":
+        hints.append(
+            f"start a new run from its weights: --init_from.path {path} and another checkpoint.checkpoint_dir "
+            "(checkpoint.on_incompatible sibling creates one)"
+        )
     what = f"the checkpoint's {item.name!r} does not match this run"
     raise unusable(path, what, lines, "; or ".join(hints))
 
@@ -105,11 +95,6 @@ def _only_types(lines: Iterable[str]) -> tuple[str, str] | None:
         match = re.fullmatch(r"~ .+: saved as (\w+) (\[.*\]), here (\w+) \2", line)
         found.add((match[1], match[3]) if match is not None else None)
     return found.pop() if len(found) == 1 else None
-
-
-def _same_type(name: str, saved: Tensor, state: Mapping[str, Any]) -> bool:
-    here = state.get(name)
-    return isinstance(here, torch.Tensor) and DTYPE_CODES.get(here.dtype) == saved.dtype
 
 
 def has_weights_only(manifest: Manifest) -> bool:

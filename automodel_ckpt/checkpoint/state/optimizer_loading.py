@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,29 +120,26 @@ class OptimizerLoader:
         Raises :class:`CheckpointUnusable` if the optimizer has other state.
         """
         name = item.name
-        if f"{name}.forms" in tree.objects:
-            raise unusable(
-                self._path,
-                f"the saved state of {name!r} has nested containers, which this version does not read",
-                [f"- {name}.forms: written by revision ce252fbe or before"],
-                "continue with new state of the optimizer, and the saved weights: "
-                f"--checkpoint.allow_missing_state '[{name}]'; or resume with that revision",
-            )
         optimizer_state = state[name]
         saved_groups = self._groups(name, tree)
         groups = [group["params"] for group in optimizer_state["param_groups"]]
-        absent = {key: kind for key, kind in self._absent.items() if key in self._allow_missing}
-        match = match_groups(name, saved_groups, groups, tree, _module_prefixes(absent))
-        skipped = _Skipped(name, absent, match)
+        match = match_groups(name, saved_groups, groups, tree)
         tree = match.renumbered(tree)
         stored = {*tree.tensors, *tree.objects}
+        schedules = {key for key, kind in self._absent.items() if kind == "lr_scheduler"}
+        schedules &= self._allow_missing
+
+        def is_needed(key: str, others: Collection[str]) -> bool:
+            """Whether a value must be on both sides: not those of an LR scheduler that only one side has, and the
+            options that it adds to the groups."""
+            is_of_schedule = key in schedules or key.startswith(f"{name}.param_groups.")
+            return key in others or not (schedules and is_of_schedule)
 
         # What the checkpoint has no state for starts without: its state was created here only to be read into.
         without_state = {fqn for group in saved_groups for fqn in group}
         without_state -= {fqn for fqn, _ in saved_entries(name, stored)}
-        for fqn in list(optimizer_state["state"]):
-            if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
-                del optimizer_state["state"][fqn]
+        for fqn in without_state & optimizer_state["state"].keys():
+            del optimizer_state["state"][fqn]
 
         optional: frozenset[str] = getattr(item.value, "optional_state", frozenset())
         for fqn, entry in optimizer_state["state"].items():
@@ -151,14 +148,15 @@ class OptimizerLoader:
                     del entry[key]
 
         parameters = owners.parameters(item, optimizer_state)
-        here = locations(name, state)
-        tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
+        before = locations(name, state)
+        tree = _select(tree, lambda key: is_needed(key, before))
         allocate_late_entries(name, tree, optimizer_state, parameters)
         here = locations(name, state)
-        values: dict[str, Any] = {}
-        for key, (container, index) in here.items():
-            if skipped.takes(key, on_both_sides=key in stored):
-                values[key] = container[index]
+        values: dict[str, Any] = {
+            key: container[index]
+            for key, (container, index) in here.items()
+            if is_needed(key, stored)
+        }
         compared = _without_other_ranks(item, tree, owners)
         check_differences(self._path, item, compared, values, match.mismatched)
         return _OptimizerTargets(tree, match, parameters, here, values)
@@ -188,11 +186,6 @@ class OptimizerLoader:
         return [read_object(self._path, tree, key, self._remote) for key in keys]
 
 
-def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
-    """The FQN prefixes of optimizer parameters that belong to the modules in *absent* (name: kind)."""
-    return tuple(f"{module.replace('.', '%')}." for module in absent)
-
-
 @dataclass(frozen=True, slots=True)
 class _OptimizerTargets:
     """Where the saved values of an optimizer are read to: *values* and their *locations* by flat name.
@@ -206,34 +199,6 @@ class _OptimizerTargets:
     parameters: dict[str, torch.Tensor]
     locations: dict[str, Location]
     values: dict[str, Any]
-
-
-class _Skipped:
-    """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
-
-    These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
-    adds. *match* is the match of its groups to the saved ones.
-    """
-
-    def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
-        dropped = [f"{name}.state.{prefix}" for prefix in _module_prefixes(absent)]
-        if absent:
-            dropped += match.new_groups
-        self._dropped = tuple(dropped)
-        self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
-        self._options = f"{name}.param_groups."
-
-    def drops(self, name: str) -> bool:
-        """Whether a name of the (flat) tree belongs to what is absent."""
-        return name.startswith(self._dropped)
-
-    def takes(self, name: str, *, on_both_sides: bool) -> bool:
-        """Whether a name is compared and read: it is on both sides, or must be."""
-        if self.drops(name):
-            return False
-        if on_both_sides or not self._schedules:
-            return True
-        return name not in self._schedules and not name.startswith(self._options)
 
 
 def _select(tree: Tree, is_selected: Callable[[str], bool]) -> Tree:

@@ -110,10 +110,9 @@ class Owners:
         for options, names in zip(state["param_groups"], names_here, strict=True):
             groups.append({**options, "params": list(names)})
             trained_here.update(names)
-        entries: dict[str, Any] = {}
-        for fqn, entry in state["state"].items():
-            if fqn in trained_here:
-                entries[fqn] = entry
+        entries: dict[str, Any] = {
+            fqn: entry for fqn, entry in state["state"].items() if fqn in trained_here
+        }
         item.value.load_state_dict({"state": entries, "param_groups": groups})
 
     def _names_here(self, item: Item, state: Mapping[str, Any]) -> list[list[str]]:

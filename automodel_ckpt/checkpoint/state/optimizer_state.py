@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.parts.manifest import Tree
@@ -19,8 +19,6 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
-# Values that Optimizer.load_state_dict loads unchanged, or only moves and casts.
-_LOADED_BY_TORCH = (torch.Tensor, bool, int, float, complex, type(None))
 _OF_ALL = ".state.*."
 
 Location = tuple[dict[str, Any], str]
@@ -176,89 +174,23 @@ def load_read_state(
     parameters: Mapping[str, torch.Tensor],
     load: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Call *load* with the state, then restore the values exactly as read.
+    """Give *optimizer* its *state*; *load* calls its ``load_state_dict`` with such a state.
 
-    ``Optimizer.load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter. An
-    optimizer with its own ``load_state_dict`` gets all values.
+    ``Optimizer.load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter. Therefore,
+    it gets only the groups, and the entries are set as they were read. An optimizer with its own ``load_state_dict``,
+    or with hooks of it, gets all values.
     """
     is_overridden = type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    if is_overridden or "load_state_dict" in vars(optimizer):
+    has_hooks = (
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+    if is_overridden or has_hooks or "load_state_dict" in vars(optimizer):
         load(state)
         return
-    leaves_moments = _leaves_moments(optimizer)
-    unchanged_steps: frozenset[str] = frozenset()
-    # Others may require the step of every parameter (__setstate__).
-    if leaves_moments and isinstance(optimizer, Adam | AdamW):
-        unchanged_steps = _with_unchanged_steps(state)
-    loadable: dict[str, dict[Any, Any]] = {}
+    load({**state, "state": {}})
     for fqn, entry in state["state"].items():
-        of_parameter: dict[Any, Any] = {}
-        for key, value in entry.items():
-            is_left = leaves_moments and _is_moment(key, value, parameters.get(fqn))
-            if isinstance(value, _LOADED_BY_TORCH) and not is_left:
-                of_parameter[key] = value
-        # Not beside other values: PyTorch expects a step where a parameter has any.
-        if fqn in unchanged_steps and _is_only_a_step(of_parameter):
-            of_parameter = {}
-        loadable[fqn] = of_parameter
-    load({**state, "state": loadable})
-    for fqn, entry in state["state"].items():
-        loaded = optimizer.state.get(parameters[fqn])
-        if loaded is None:
-            continue
-        exact: dict[Any, Any] = {}
-        for key, value in entry.items():
-            exact[key] = value if _is_changed(key, value, loaded) else loaded[key]
-        # The order of the entries is that of the checkpoint, then what the optimizer has added.
-        for key, value in loaded.items():
-            exact.setdefault(key, value)
-        loaded.clear()
-        loaded.update(exact)
-
-
-def _leaves_moments(optimizer: Optimizer) -> bool:
-    """Whether ``load_state_dict`` only casts the moments: the optimizer has no hooks, and no method of another library.
-
-    With tens of thousands of tensors, the casts take longer than reading the values.
-    """
-    hooks = [
-        *optimizer._optimizer_load_state_dict_pre_hooks,
-        *optimizer._optimizer_load_state_dict_post_hooks,
-    ]
-    return not hooks and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
-
-
-def _with_unchanged_steps(state: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters whose steps PyTorch would load unchanged, if they are tensors: it casts only those of fused and
-    capturable optimizers.
-
-    For each step, it searches the parameters of all groups for its parameter. With 10,000 parameters, that takes longer
-    than reading the values.
-    """
-    found: set[str] = set()
-    for group in state["param_groups"]:
-        if not group.get("fused") and not group.get("capturable"):
-            found.update(group["params"])
-    return frozenset(found)
-
-
-def _is_only_a_step(entry: Mapping[Any, Any]) -> bool:
-    return list(entry) == ["step"] and isinstance(entry["step"], torch.Tensor)
-
-
-def _is_moment(key: Any, value: Any, parameter: torch.Tensor | None) -> bool:
-    """Whether a value has the shape and the device of its *parameter*, so that a load could only cast it."""
-    if key == "step" or not isinstance(value, torch.Tensor) or parameter is None:
-        return False
-    return (
-        parameter.dim() > 0 and value.shape == parameter.shape and value.device == parameter.device
-    )
-
-
-def _is_changed(key: Any, value: Any, loaded: Mapping[Any, Any]) -> bool:
-    """Whether *loaded* has not the value that was read. A step is cast by PyTorch to what its optimizers need."""
-    if key not in loaded:
-        return True
-    if key == "step" or not isinstance(value, torch.Tensor):
-        return False
-    return bool(loaded[key].dtype != value.dtype)
+        if fqn in parameters:
+            optimizer.state[parameters[fqn]] = entry
+    # The end of a load by torch: it adds options of later versions, and makes tensors of steps that are numbers.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})

@@ -7,7 +7,6 @@ the resumed run continues exactly.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,25 +23,17 @@ _PARTS = "_schedulers"
 _OF_ALL_SCHEDULES = frozenset({"base_lrs", "last_epoch", "verbose"})
 DIVIDED = "with different options"
 """In the reason of a group here whose parameters were in several saved groups."""
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_MAX_PATTERNS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
     """*sources* has, for each parameter group of the optimizer *name*, the number of the saved group whose options it
-    takes; None for a group whose parameters are all new. *mismatched* names the groups that cannot be matched."""
+    takes; None for a new one without parameters. *mismatched* names the groups that cannot be matched."""
 
     name: str
     sources: tuple[int | None, ...]
     num_saved: int
     mismatched: tuple[str, ...]
-
-    @property
-    def new_groups(self) -> tuple[str, ...]:
-        """Prefixes of the names in a flat tree of the groups whose parameters are all new."""
-        new = [number for number, source in enumerate(self.sources) if source is None]
-        return tuple(_prefix(self.name, number) for number in new)
 
     def renumbered(self, tree: Tree) -> Tree:
         """The saved *tree* with each group's options under the number that the group has here.
@@ -70,7 +61,7 @@ class GroupMatch:
     def schedule_state(self, saved: Mapping[str, Any], scheduler: object) -> dict[str, Any]:
         """The *saved* state of an LR scheduler with its values per parameter group in the order of the groups here.
 
-        A group whose parameters are all new keeps what *scheduler* has for it.
+        A new group without parameters keeps what *scheduler* has for it.
         """
         state = dict(saved)
         for key, value in saved.items():
@@ -112,47 +103,35 @@ def _settings_of(state: Mapping[str, Any]) -> set[str]:
 
 
 def match_groups(
-    name: str,
-    saved: Sequence[Sequence[str]],
-    here: Sequence[Sequence[str]],
-    tree: Tree,
-    absent: tuple[str, ...] = (),
+    name: str, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], tree: Tree
 ) -> GroupMatch:
     """Match the groups of the optimizer *name*: FQNs of the *saved* ones in *tree*, and of those that are *here*.
 
-    Parameters whose FQN starts with one of *absent* are on one side only and do not count. Nor do saved ones that are
-    not trained here and have no state, while others have: they had no gradient, so nothing is lost. Programs that give
-    an optimizer all parameters save frozen ones so.
+    Saved parameters that are not trained here do not count if they have no state, while others have: they had no
+    gradient, so nothing is lost. Programs that give an optimizer all parameters save frozen ones so.
     """
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(saved):
-        for fqn in _without(group, absent):
-            group_of[fqn] = number
+    group_of = {fqn: number for number, group in enumerate(saved) for fqn in group}
     sources: list[int | None] = []
     mismatched: list[str] = []
     for number, group in enumerate(here):
-        present = _without(group, absent)
-        untrained = [fqn for fqn in present if fqn not in group_of]
-        found = sorted({group_of[fqn] for fqn in present if fqn in group_of})
-        if not present:
-            sources.append(_empty_group(number, group, saved))
+        if not group:
+            is_empty = number < len(saved) and not saved[number]
+            sources.append(number if is_empty else None)
             continue
+        untrained = [fqn for fqn in group if fqn not in group_of]
+        found = sorted({group_of[fqn] for fqn in group if fqn in group_of})
         if untrained:
             reason = f"trains {untrained[0]}, which was not trained"
             mismatched.append(f"+ {name}.param_groups.{number}: {reason}")
         elif not _have_equal_options(name, tree, found):
             numbers = " and ".join(map(str, found))
-            of_groups: list[str] = []
-            for source in found:
-                members = [fqn for fqn in present if group_of.get(fqn) == source]
-                of_groups.append(f"{source}: {_patterns(members)}")
-            reason = f"saved as groups {numbers} {DIVIDED} ({'; '.join(of_groups)})"
-            mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
+            mismatched.append(
+                f"~ {name}.param_groups.{number}: saved as groups {numbers} {DIVIDED}"
+            )
         # If none was found, the group is in *mismatched*, which is raised before values are read:
         # any number does.
         sources.append(found[0] if found else 0)
-    trained = {fqn for group in here for fqn in group}
-    left_out = {fqn for group in saved for fqn in _without(group, absent) if fqn not in trained}
+    left_out = set(group_of) - {fqn for group in here for fqn in group}
     left_out -= _without_state(name, tree, left_out)
     for number, group in enumerate(saved):
         not_trained = [fqn for fqn in group if fqn in left_out]
@@ -168,13 +147,6 @@ def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
     return fqns - found if found else set()
 
 
-def _empty_group(number: int, group: Sequence[str], saved: Sequence[Sequence[str]]) -> int | None:
-    """The saved group of a group without parameters: the one with its number, if that has none either."""
-    if not group and number < len(saved) and not saved[number]:
-        return number
-    return None
-
-
 def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
     """Whether the saved groups with these *numbers* have the same options, as far as their stored digests show."""
     options = [_options(name, tree, number) for number in numbers]
@@ -183,31 +155,12 @@ def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
 
 def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
     prefix = _prefix(name, number)
-    found: dict[str, object] = {}
-    for key, tensor in tree.tensors.items():
-        if key.startswith(prefix):
-            found[key] = tensor
+    found = {key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)}
     for key, blob in tree.objects.items():
         if key.startswith(prefix) and key != f"{prefix}params":
             # Some sources have no digests: without one, nothing shows that two values are equal.
             found[key.removeprefix(prefix)] = blob.digest or blob
     return found
-
-
-def _patterns(fqns: Iterable[str]) -> str:
-    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``."""
-    globs = dict.fromkeys(_NUMBER.sub("*", _name(fqn)) for fqn in fqns)
-    first = list(globs)[:_MAX_PATTERNS]
-    more = [f"{len(globs) - len(first)} more"] if len(globs) > len(first) else []
-    return ", ".join([*first, *more])
-
-
-def _name(fqn: str) -> str:
-    return fqn.partition(".")[2] or fqn
-
-
-def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:
-    return [fqn for fqn in group if not fqn.startswith(absent)]
 
 
 def _prefix(name: str, number: int) -> str:

@@ -101,14 +101,21 @@ def _unstorable(tensor: torch.Tensor) -> str:
     if placement := unstorable_placement(tensor):
         return f"the placement {placement}: no rank has its values (redistribute it to Replicate() or Shard())"
     local = local_tensor(tensor)
-    if local.device.type == "meta":
-        return "it is without values (on the device meta)"
-    if local.is_nested or local.layout != torch.strided or local.is_quantized:
-        kind = str(local.layout).removeprefix("torch.")
-        return f"it is nested, sparse or quantized: {kind}, {local.dtype}"
+    if found := _form_of(local):
+        return found
     if local.dtype not in DTYPE_CODES:
         return str(local.dtype)
     return _overlap_of(local)
+
+
+def _form_of(tensor: torch.Tensor) -> str:
+    """The reason why no file can store tensors of this form; empty for ordinary ones."""
+    if tensor.device.type == "meta":
+        return "it is without values (on the device meta)"
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        kind = str(tensor.layout).removeprefix("torch.")
+        return f"it is nested, sparse or quantized: {kind}, {tensor.dtype}"
+    return ""
 
 
 def _overlap_of(tensor: torch.Tensor) -> str:
@@ -201,10 +208,8 @@ class _Walk:
 
     def _unsaved(self, value: torch.Tensor) -> str:
         """The reason why a tensor in small state cannot be saved; empty where it can."""
-        if value.is_nested or value.layout != torch.strided or value.is_quantized:
-            return "it is nested, sparse, quantized or without values"
-        if value.device.type == "meta":
-            return "it is nested, sparse, quantized or without values"
+        if found := _form_of(value):
+            return found
         if not is_saved(value.dtype):
             return str(value.dtype)
         address = value.untyped_storage().data_ptr()

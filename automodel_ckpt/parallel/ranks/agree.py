@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -23,25 +22,14 @@ from automodel_ckpt.errors import AutomodelError, Problem, describe, limit_error
 T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.005, 0.5
-_LENGTH_BYTES = 8
-_SMALL_BYTES = 256
-"""The size of the first message, with the length of the object. Most objects are small, and need no second one."""
 
 
 def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
     """The ``value`` of each rank, ordered by rank in the group; the list is equal on all ranks."""
     if size(group) == 1:
         return [value]
-    content = pickle.dumps(value)
-    messages = _all_gather(group, _first_message(content))
-    lengths = [_length(message) for message in messages]
-    if max(lengths) > _SMALL_BYTES - _LENGTH_BYTES:
-        contents = _all_gather(group, content.ljust(max(lengths)))
-    else:
-        contents = [message[_LENGTH_BYTES:] for message in messages]
-    values = []
-    for received, length in zip(contents, lengths, strict=True):
-        values.append(pickle.loads(received[:length]))
+    values: list[Any] = [None] * size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -49,16 +37,10 @@ def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0)
     """The ``value`` of the rank ``source`` (its rank in the group); the values of other ranks are ignored."""
     if size(group) == 1:
         return value
-    is_source = dist.get_rank(group) == source
-    content = pickle.dumps(value) if is_source else b""
-    message = _broadcast(group, _first_message(content), source)
-    length = _length(message)
-    if length > _SMALL_BYTES - _LENGTH_BYTES:
-        received = _broadcast(group, content.ljust(length), source)
-    else:
-        received = message[_LENGTH_BYTES:]
-    result: T = pickle.loads(received[:length])
-    return result
+    values = [value if dist.get_rank(group) == source else None]
+    dist.broadcast_object_list(values, group=group, group_src=source)
+    result: Any = values[0]
+    return result  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[float]:
@@ -195,34 +177,6 @@ def size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _first_message(content: bytes) -> bytes:
-    """The length of *content*, and its beginning, in _SMALL_BYTES."""
-    length = len(content).to_bytes(_LENGTH_BYTES, "little")
-    return (length + content)[:_SMALL_BYTES].ljust(_SMALL_BYTES)
-
-
-def _length(message: bytes) -> int:
-    return int.from_bytes(message[:_LENGTH_BYTES], "little")
-
-
-def _all_gather(group: dist.ProcessGroup | None, content: bytes) -> list[bytes]:
-    """The *content* of each rank; it has the same length on all of them."""
-    gathered = torch.empty(size(group), len(content), dtype=torch.uint8, device="cpu")
-    dist.all_gather(list(gathered), _tensor(content), group=group)
-    return [row.numpy().tobytes() for row in gathered]
-
-
-def _broadcast(group: dist.ProcessGroup | None, content: bytes, source: int) -> bytes:
-    """The *content* of the rank *source*; it has the same length on all ranks."""
-    tensor = _tensor(content)
-    dist.broadcast(tensor, group=group, group_src=source)
-    return tensor.numpy().tobytes()
-
-
-def _tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 def _portable(error: BaseException) -> AutomodelError:
     """The error as an object that every rank can unpickle; an exception of another library becomes its message."""
     if isinstance(error, AutomodelError):
@@ -261,10 +215,9 @@ def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, .
     head, *rest = failed[first].problems
     named = replace(head, what=f"rank {first}: {head.what}")
     problems = [named, *rest]
-    others = []
-    for rank, error in failed.items():
-        if rank != first:
-            others.append(f"rank {rank}: {error.problems[0].what}")
+    others = [
+        f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first
+    ]
     if others:
         problems.append(Problem("other ranks failed too", "; ".join(others), "", ""))
     return tuple(problems)

@@ -21,10 +21,11 @@ def divide_groups_by_type(model: nn.Module, float32_names: Collection[str] = ())
     of several. The parameters *float32_names* are gathered in the type in which they are stored. Gradients are reduced
     once for each type. Nothing changes for a group of one type.
     """
-    kept: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in float32_names:
-            kept.add(id(parameter))
+    kept = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in float32_names
+    }
     for _module, group in sharded_groups(model):
         by_type: dict[tuple[torch.dtype, bool], list[Any]] = defaultdict(list)
         for parameter in group.fsdp_params:

@@ -1,7 +1,7 @@
 """What other processes of a node can find out about a rank that does not respond: its Python stacks, or its state.
 
 A rank that holds the interpreter dumps its stacks when it receives a signal. A suspended one (SIGSTOP, a debugger), or
-one that waits in the kernel, cannot: then the kernel's view of it (/proc) is all there is.
+one that waits in the kernel, cannot: then only its state (source: proc_pid_stat(5)) is known.
 """
 
 from __future__ import annotations
@@ -10,53 +10,46 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 DUMP_SIGNAL = signal.SIGRTMAX - 2
 """A process that receives it writes the stacks of its threads, also while its main thread holds the interpreter."""
-SUSPENDED = "suspended"
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a disk or a file system",
-    "T": SUSPENDED,
-    "t": f"{SUSPENDED} by a debugger",
-    "Z": "ended",
-}
-"""States of a process (source: proc_pid_stat(5))."""
-_FILE_NAME = "automodel_ckpt-stacks"
 _MAX_BYTES = 2**20
-_MAX_THREADS = 200
 _DUMP_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessAddress:
-    """A process of a job, such that its node's processes can find it, and mistake no other process for it.
+    """A process of a job: its id, the number of the file in it to which it dumps its stacks, and that file's name.
 
-    *host* is the name of the node. *namespace* identifies the running kernel and the namespace of process ids: two
-    containers may have one host name. *started* is in clock ticks since the kernel's start: ids are used again.
-    *descriptor* is the number of the file in that process to which it dumps its stacks.
+    The name is random: ids are used again, and those of another container or node belong to other processes, which the
+    signal would end.
     """
 
-    host: str
-    namespace: str
     process: int
-    started: int
     descriptor: int
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The file of the process, as other processes can open it."""
+        return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
     @property
     def is_on_this_node(self) -> bool:
-        """Whether the process is in the namespace of this one."""
-        return bool(self.namespace) and self.namespace == _namespace()
+        """Whether the process runs in the namespace of this one."""
+        try:
+            return self.name in os.readlink(self.path)
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What was found out about a process: a *note* that follows its name, and a *text* of many lines."""
+    """What was found out about a process: a *note* that follows its name, and the *text* of its stacks."""
 
     note: str
     text: str
@@ -72,14 +65,12 @@ class StackDump:
         # The default would end the process: others send the signal while they see the file, which is there a moment
         # before the handler, and after it.
         signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+        name = f"automodel_ckpt-stacks-{uuid.uuid4().hex}"
         # It is open as long as the handler is registered.
-        self._file = os.fdopen(os.memfd_create(_FILE_NAME), "r+b")
+        self._file = os.fdopen(os.memfd_create(name), "r+b")
         faulthandler.register(DUMP_SIGNAL, self._file, all_threads=True)
-
-    @property
-    def address(self) -> ProcessAddress:
+        self.address = ProcessAddress(os.getpid(), self._file.fileno(), name)
         """The address of this process and its file."""
-        return _address(os.getpid(), self._file.fileno())
 
     def __enter__(self) -> StackDump:
         return self
@@ -93,81 +84,32 @@ class StackDump:
         self._file.close()
 
 
-def _address(process: int, descriptor: int) -> ProcessAddress:
-    started = _started(_stat(process))
-    return ProcessAddress(socket.gethostname(), _namespace(), process, started, descriptor)
-
-
 def report_on(address: ProcessAddress) -> ProcessReport | None:
-    """Return what this node knows of another process, with its stacks if it can dump them; None on another node."""
+    """Return what this node knows of another process, with its stacks if it can dump them.
+
+    Returns None for a process that has ended or is on another node.
+    """
     if not address.is_on_this_node:
         return None
     process = address.process
-    stat = _stat(process)
-    if not stat or stat[0] == "Z" or _started(stat) != address.started:
-        return ProcessReport(f"has ended (process {process})", "")
-    seen = _threads_text(process)
-    if stat[0] in ("T", "t"):
-        return ProcessReport(f"is {_STATES[stat[0]]} (process {process})", seen)
+    with contextlib.suppress(OSError):
+        # The name of the command comes first, and may contain spaces and parentheses.
+        stat = Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2]
+        if stat.split()[0] in "Tt":
+            return ProcessReport(f"is suspended (process {process})", "")
     stacks = _dumped(address)
-    if stacks:
-        note = f"does not respond (process {process}), its stacks were dumped"
-        return ProcessReport(note, f"{seen}\n{stacks}")
-    state = _STATES.get(stat[0], stat[0])
-    return ProcessReport(f"does not respond (process {process}, {state})", seen)
+    dumped = ", its stacks were dumped" if stacks else ""
+    return ProcessReport(f"does not respond (process {process}){dumped}", stacks)
 
 
 def _dumped(address: ProcessAddress) -> str:
     """Let a process dump its stacks, and return them; empty if it does not."""
-    path = Path(f"/proc/{address.process}/fd/{address.descriptor}")
     with contextlib.suppress(OSError):
-        before = path.stat().st_size
+        before = address.path.stat().st_size
         os.kill(address.process, DUMP_SIGNAL)
         time.sleep(_DUMP_SECONDS)
-        with path.open("rb") as file:
+        with address.path.open("rb") as file:
             # An earlier dump is in the file, too.
             file.seek(before)
             return file.read(_MAX_BYTES).decode("utf-8", "replace")
     return ""
-
-
-def _threads_text(process: int) -> str:
-    """Return a line for each thread of a process: its id, name, state, and the kernel's function that it waits in."""
-    lines = [f"process {process}, from /proc:"]
-    with contextlib.suppress(OSError):
-        for thread in sorted(os.listdir(f"/proc/{process}/task"), key=int)[:_MAX_THREADS]:
-            directory = Path(f"/proc/{process}/task/{thread}")
-            with contextlib.suppress(OSError):
-                name = (directory / "comm").read_text("utf-8", "replace").strip()
-                stat = _stat(process, thread)
-                state = _STATES.get(stat[0], stat[0]) if stat else "ended"
-                waits_in = ""
-                # Only readable with the right to trace the process.
-                with contextlib.suppress(OSError):
-                    waits_in = (directory / "wchan").read_text().strip("0 \n")
-                lines.append(f"  thread {thread} {name}: {state}{waits_in and f' in {waits_in}'}")
-    return "\n".join(lines) + "\n"
-
-
-def _stat(process: int, thread: str = "") -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
-    path = f"/proc/{process}/task/{thread}/stat" if thread else f"/proc/{process}/stat"
-    try:
-        # The name of the command comes first, and may contain spaces and parentheses.
-        return Path(path).read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _started(stat: list[str]) -> int:
-    """Return the start time in clock ticks: field 22 of the file, and the state is field 3."""
-    return int(stat[19]) if len(stat) > 19 else 0
-
-
-def _namespace() -> str:
-    """Return what identifies this kernel and the namespace of this process's ids; empty if that is unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

@@ -175,7 +175,7 @@ def open_checkpointer(
     )
     checkpointer.open()
     resources.callback(checkpointer.close)
-    if checkpointer.is_distributed:
+    if checkpointer.nodes is not None:
         check_without_shared_storage(config)
     return checkpointer
 

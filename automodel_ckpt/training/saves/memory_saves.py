@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -113,7 +114,7 @@ class MemorySaves:
             return
         if self.nodes is not None:
             self._on_nodes = survey(self.nodes, self._group, self._verify, self._record.is_current)
-        self._disk.use_memory(self.directory, self._on_nodes)
+        self._disk.run.memory, self._disk.loader.on_nodes = self.directory, dict(self._on_nodes)
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -201,9 +202,12 @@ class MemorySaves:
         with a warning; training continues.
         """
         assert self._checkpointer is not None, "it was due"
-        if self._is_rank0:
+        # A save in progress does it when it is published.
+        if self._is_rank0 and not self._disk.is_writing:
             # Otherwise, a restart would prefer their later steps to the checkpoint that is saved now.
-            self._disk.set_aside_abandoned()
+            # After a lost lease, all ranks raise it soon.
+            with contextlib.suppress(LeaseLost):
+                self._disk.run.set_aside_abandoned()
         started = time.monotonic()
         # The failure of an earlier save is raised before the present step is saved.
         for outcome in ("and the present step is saved in its place", "and the next one is saved"):
@@ -259,7 +263,7 @@ class MemorySaves:
         checkpointer, self._checkpointer = self._checkpointer, None
         assert checkpointer is not None
         self._gave_up = True
-        self._disk.use_memory(None)
+        self._disk.run.memory, self._disk.loader.on_nodes = None, {}
         if self._is_rank0:
             log.warning(
                 "%s checkpoints in memory, the run continues with those on disk: %s",

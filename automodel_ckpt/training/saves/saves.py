@@ -268,7 +268,14 @@ class Saves:
         is_wanted = self.note_if_best(losses) or self._scheduler.save_was_due
         if is_wanted and self.checkpointer is not None and self.resumed is not None:
             measured = {key: value for key, value in losses.items() if value is not None}
-            self.checkpointer.note_validation(self.resumed, measured)
+            if self.checkpointer.is_rank0:
+                self.resumed.note_validation(self.checkpointer.run, measured)
+
+    def _check_lease(self) -> None:
+        assert self.checkpointer is not None
+        # If the holder cannot be determined now, the next write fails instead.
+        with contextlib.suppress(OSError):
+            self.checkpointer.run.check_lease()
 
     @_measured
     def save(
@@ -380,7 +387,8 @@ class Saves:
         """
         if self.checkpointer is None:
             return
-        self.checkpointer.check_lease_on_all_ranks()
+        doing = "checking which run holds the run directory"
+        self.checkpointer.call_on_rank0(doing, self._check_lease)
         try:
             if self.checkpointer.wait_for_save():
                 self.failure = None
@@ -424,7 +432,7 @@ class Saves:
         if self.checkpointer is None:
             return
         with request.waiting() as is_repeated:
-            self.checkpointer.upload_before_stop(
+            self.checkpointer.transfers.finish_before_stop(
                 request.seconds_since_request,
                 is_repeated.is_set,
                 grace_seconds=request.grace_seconds,
@@ -481,7 +489,7 @@ class Saves:
         self.wait()
 
         def average() -> Path | None:
-            checkpointer.check_lease()
+            checkpointer.run.check_lease()
             from automodel_ckpt.training.saves.averages import average_last
 
             return average_last(checkpointer.directory, count)
@@ -501,7 +509,7 @@ class Saves:
             with request.waiting() as is_repeated:
                 if newest is not None and self.hub_uploads is not None:
                     self.hub_uploads.finish(newest.path.name, is_repeated.is_set)
-                checkpointer.finish_uploads(is_repeated.is_set)
+                checkpointer.transfers.finish(is_repeated.is_set)
         finally:
             request.on_request = None
 

@@ -206,7 +206,7 @@ def pin_base(
     with raise_on_all_ranks(group):
         if group is None or dist.get_rank(group) == 0:
             if checkpointer is not None:
-                recorded = recorded_commits(checkpointer.expected())
+                recorded = recorded_commits(checkpointer.transfers.expected())
             commits, notes = _commits(config, recorded)
             from huggingface_hub import constants
 

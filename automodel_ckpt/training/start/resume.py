@@ -81,7 +81,7 @@ def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
             log.info("step %d was loaded from memory%s", resumed.step, memory.origins())
         memory.start(resumed, scheduler.step)
         saves.memory = memory
-    run_log.open(checkpointer.directory, checkpointer.check_lease)
+    run_log.open(checkpointer.directory, checkpointer.run.check_lease)
     if resumed is not None:
         # Wall-clock time: the checkpoint may be from another process or node.
         run_log.progress.note_saved(resumed.step, time.time() - resumed.manifest.created)

@@ -185,11 +185,11 @@ def a_checkpoint_that_cannot_be_verified(case: Case) -> None:
 
 def a_download(case: Case) -> None:
     saver = case.checkpointer(restore_from="s3://bucket/run")
-    case.patch.setattr(saver._transfers, "open", lambda run: None)
+    case.patch.setattr(saver.transfers, "open", lambda: None)
     fetcher: Any = SimpleNamespace(fetch=None)
     case.fails_on(0, fetcher, "fetch", ValueError("odd answer"))
     if case.rank == 0:
-        saver._transfers.fetcher = fetcher
+        saver.transfers.fetcher = fetcher
     saver.load(STATE)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -250,12 +249,12 @@ def test_frozen_weights_keep_the_16_bits_of_their_files_and_nothing_is_lost(
     assert is_same
     assert back == {**narrow, wide: torch.float32}
     log = capfd.readouterr().err
-    assert "3 tensors that are not trained: saved as BF16, cast to F32" in log
-    assert "3 tensors that are not trained: saved as F32, cast to BF16" in log
+    assert "3 tensors are not trained: saved as BF16, cast to F32" in log
+    assert "3 tensors are not trained: saved as F32, cast to BF16" in log
 
 
 def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     base = write_base(tmp_path / "base", "model.norm.weight")
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
@@ -266,43 +265,30 @@ def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
         errors: list[str] = []
         types: list[dict[str, torch.dtype]] = []
 
-        def resume(number: int, *overrides: str) -> None:
+        def resume(run: str, number: int, *overrides: str) -> None:
             steps = f"--step_scheduler.max_steps={number}"
-            directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+            directory = f"--checkpoint.checkpoint_dir={tmp_path / run}"
             try:
                 train(recipe, *mixed, steps, directory, *overrides, recipe_class=Frozen)
                 types.append(Frozen.types)
             except CheckpointUnusable as error:
                 errors.append(str(error))
 
-        resume(1, "--model.freeze", FREEZE)
-        # Now everything is trained, in float32.
-        resume(2)
-        resume(2, anew)
+        resume("trained", 2)
         # These values have more bits than those in the files of the base.
-        resume(3, anew, "--model.freeze", FREEZE)
-        resume(3, anew, "--model.freeze", FREEZE, "--model.dtype=float32")
+        resume("trained", 3, anew, "--model.freeze", FREEZE)
+        resume("trained", 3, anew, "--model.freeze", FREEZE, "--model.dtype=float32")
+        resume("frozen", 1, "--model.freeze", FREEZE)
+        resume("frozen", 2, anew)
         return errors, types
 
-    (unfrozen, rounded), types = ranks.run(runs, 1, init=False)[0]
-    assert "the checkpoint's 'optimizer' does not match this run" in unfrozen
-    assert "--checkpoint.allow_missing_state '[optimizer]'" in unfrozen
+    (rounded, unfrozen), types = ranks.run(runs, 1, init=False)[0]
     assert "its saved values would be rounded" in rounded
     assert "saved as F32" in rounded
     assert "set model.dtype to float32" in rounded
-    assert [set(each.values()) for each in types] == [{torch.bfloat16}, set(), {torch.float32}]
-    assert "4 tensors that were not trained: saved as BF16, cast to F32" in capfd.readouterr().err
-    with safe_open(
-        next((tmp_path / "run" / "epoch_0_step_1" / "model").glob("shard*")), "pt"
-    ) as first:
-        before = first.get_tensor("model.embed_tokens.weight")
-    with safe_open(
-        next((tmp_path / "run" / "epoch_0_step_3" / "model").glob("shard*")), "pt"
-    ) as last:
-        after = last.get_tensor("model.embed_tokens.weight")
-    assert before.dtype == torch.bfloat16
-    assert after.dtype == torch.float32
-    assert not torch.equal(after, after.bfloat16().float())
+    assert "saved as BF16, here F32" in unfrozen
+    assert "--init_from.path" in unfrozen
+    assert [set(each.values()) for each in types] == [set(), {torch.float32}, {torch.bfloat16}]
 
 
 def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: Path) -> None:

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
@@ -24,10 +21,8 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     module_state,
     record_complete_tensors,
     set_stored_layout,
-    stored_layout,
 )
 from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.hf_names import names_in_files
 from tests.support import ranks
 from tests.support.models import tiny
@@ -73,20 +68,6 @@ def test_experts_have_the_names_and_the_values_that_transformers_saves(
     state, _ = module_state(model)
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-def test_what_is_not_taken_apart_row_by_row_keeps_its_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
-    for revert in (
-        lambda _, state: {
-            name: value.mT if value.dim() == 3 else value for name, value in state.items()
-        },
-        lambda _, state: dict(list(state.items())[1:]),
-    ):
-        monkeypatch.setattr("automodel_ckpt.models.hf_names.revert_weight_conversion", revert)
-        assert names_in_files(model) == ({}, {})
 
 
 def trained(root: Path, base: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -136,22 +117,3 @@ def test_experts_of_two_ranks_are_saved_exported_and_read_one_by_one(tmp_path: P
         assert all(
             torch.equal(value, loaded.state_dict()[name]) for name, value in values(made(1)).items()
         )
-
-
-def cut_across() -> None:
-    model = made(1)
-    experts = model.model.layers[0].mlp.experts
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    kept = torch.nn.Parameter(distribute_tensor(experts.down_proj.data, mesh, [Replicate()]))
-    experts.down_proj = kept
-    complete = stored_layout(model).complete
-    assert complete is not None and len(module_state(model)[0]) == len(complete.tensors)
-    experts.down_proj = torch.nn.Parameter(
-        distribute_tensor(kept.full_tensor().data, mesh, [Shard(1)])
-    )
-    with pytest.raises(RecipeError, match="experts are sharded across ranks"):
-        module_state(model)
-
-
-def test_experts_that_are_cut_across_ranks_are_refused() -> None:
-    ranks.run(cut_across, 1)

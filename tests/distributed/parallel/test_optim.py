@@ -9,9 +9,6 @@ import pytest
 from tests.distributed.kinds.test_training import lines_of_steps, run
 from tests.support.runs.training import RECIPE
 
-LIMIT = 0.01
-
-
 MUON = "--optimizer.groups=[{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]"
 PLAIN = RECIPE.replace("attention_dropout: 0.2", "attention_dropout: 0.0")
 FOUR = (

@@ -33,7 +33,6 @@ def losses_of(directory: Path) -> list[float]:
     [
         ("null", "attention is limited to each sample (sdpa)"),
         ("sdpa", "sdpa attention separates them by their position ids"),
-        ("eager", "eager attention separates them by their position ids"),
     ],
 )
 def test_sharing_rows_gives_the_training_of_padded_samples(
@@ -75,7 +74,7 @@ def test_one_and_two_ranks_train_on_the_same_packs(
     assert losses_of(tmp_path / "one") == pytest.approx(losses_of(tmp_path / "two"), rel=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.further), 2])
 def test_a_packed_run_goes_on_exactly(tmp_path: Path, num_ranks: int) -> None:
     overrides = (
         *PACKED,

@@ -97,9 +97,7 @@ def test_experts_that_one_rank_does_not_use_get_the_gradient_of_the_others(tmp_p
     small = "--step_scheduler.local_batch_size=1"
     ways = [
         training(recipe, fsdp2, small),
-        training(recipe, fsdp2, small, "--distributed.reshard_after_forward=false"),
         training(recipe, fsdp2, small, "--distributed.defer_gradient_sync=true"),
-        training(recipe, ddp, small),
         training(recipe, ddp, small, "--model.with_attributes=true"),
     ]
     for (weights, used_by_first), (_, used_by_second) in ranks.run_each(ways, 2):
@@ -124,6 +122,7 @@ def test_a_parameter_that_no_rank_uses_is_not_changed(
     )
 
 
+@pytest.mark.further
 def test_summed_gradients_and_those_of_the_last_micro_batch_are_reduced_together(
     tmp_path: Path,
 ) -> None:

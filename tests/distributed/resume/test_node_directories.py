@@ -86,7 +86,7 @@ class Run(ShardedTraining):
         self.checkpointer.wait_for_save()
 
     def finish(self) -> None:
-        self.checkpointer.finish_uploads()
+        self.checkpointer.transfers.finish()
         self.checkpointer.close()
 
 
@@ -109,12 +109,12 @@ def train(
     if dist.get_rank() == 0:
         assert run.logged() == list(range(1, run.step + 1))
     run.train(steps)
-    part_uploads = run.checkpointer._transfers._part_uploads
+    part_uploads = run.checkpointer.transfers._part_uploads
     if kills_uploads and part_uploads is not None:
         # The request for the files of this node has hardly been written: both processes look every half second.
         part_uploads._process.kill()
     if is_stopped:
-        run.checkpointer.upload_before_stop(0.0, lambda: False)
+        run.checkpointer.transfers.finish_before_stop(0.0, lambda: False)
         run.checkpointer.close()
     else:
         run.finish()
@@ -232,7 +232,7 @@ def opened_on_shared_storage(base: Path) -> bool:
         patch.setattr("automodel_ckpt.checkpoint.memory.nodes.kernel_boot_id", lambda: f"{rank}")
         checkpointer = Checkpointer(url_of(base), DataParallelRanks(rank, 2), options=options)
         checkpointer.open()
-        is_distributed = checkpointer.is_distributed
+        is_distributed = checkpointer.nodes is not None
         checkpointer.close()
     return is_distributed
 
@@ -255,7 +255,7 @@ def close_while_saving(base: Path, *, dies: bool) -> list[str]:
             lambda *text: warnings.append(text),
         )
         # Without a checkpoint, there is nothing to keep.
-        run.checkpointer.finish_uploads()
+        run.checkpointer.transfers.finish()
     assert not warnings
     is_dying = dies and dist.get_rank() == 1
     if is_dying:
@@ -298,7 +298,7 @@ def start_without_a_node(base: Path) -> list[tuple[int, str, list[int], list[str
 
     run = Run(base, dist.get_rank())
     run.train(1)
-    run.checkpointer.finish_uploads()
+    run.checkpointer.transfers.finish()
     between(keep_store)
     run.train(2)
     run.finish()

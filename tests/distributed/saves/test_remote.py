@@ -76,7 +76,7 @@ def load(root: Path) -> list[torch.Tensor]:
         patch.setattr(ranges, "REQUEST_BYTES", 100_000)
         patch.setattr(ranges, "_GAP_BYTES", 2_000)
         resumed = checkpointer.load(discover(made), before_loading=check_disk)
-    checkpointer.finish_uploads()
+    checkpointer.transfers.finish()
     checkpointer.close()
     assert resumed is not None and resumed.step == STEP
     assert not (root / fetch.DIRECTORY).exists()

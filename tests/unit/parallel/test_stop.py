@@ -6,12 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 
 import pytest
-
-from automodel_ckpt.parallel.ranks import stop
 
 TWICE = """
 def twice(first, second):
@@ -87,33 +83,6 @@ def test_a_second_signal_ends_a_wait_after_the_save_and_not_the_process() -> Non
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
 
 
-def test_a_further_signal_ends_a_wait_that_goes_on() -> None:
-    done = run("""
-        stop.on_immediate_end = lambda number: print("last words", number, flush=True)
-        with stop.waiting() as is_repeated:
-            stop._first_at = time.monotonic() - 60
-            stop._arrived(signal.SIGTERM)
-            stop._arrived(signal.SIGTERM)
-            print(is_repeated.is_set(), flush=True)
-            stop._wait_ended_at -= 60
-            stop._arrived(signal.SIGTERM)
-    """)
-    assert (done.returncode, done.stdout) == (
-        128 + signal.SIGTERM,
-        f"True\nlast words {int(signal.SIGTERM)}\n",
-    )
-
-
-def test_a_signal_that_the_thread_hears_late_is_not_a_second_one() -> None:
-    done = run("""
-        stop._handle(signal.SIGTERM, None)
-        time.sleep(1.2)
-        stop._arrived(signal.SIGTERM)
-        print(stop.requested)
-    """)
-    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)}\n")
-
-
 @pytest.mark.parametrize(
     "wait", ["time.sleep(100)", "os.read(os.pipe()[0], 1)", "threading.Lock().acquire()"]
 )
@@ -161,25 +130,6 @@ def test_a_forked_workers_signals_are_not_the_processs() -> None:
         print(os.WTERMSIG(status), stop.requested)
     """)
     assert done.stdout == f"{int(signal.SIGTERM)} 0\n"
-
-
-def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stop, "UNHEARD_SECONDS", 0.05)
-    request, notified, numbers = stop.StopRequest(), threading.Event(), list[int]()
-
-    def leave(number: int) -> None:
-        numbers.append(number)
-        notified.set()
-
-    with request.before_training(leave):
-        request.follow()
-        assert notified.wait(120)
-    assert request.wanted
-    request.follow()
-    time.sleep(0.2)
-    assert numbers == [0], "once training has begun the step looks for it"
 
 
 def test_a_request_is_acknowledged_once_while_the_main_thread_is_busy() -> None:

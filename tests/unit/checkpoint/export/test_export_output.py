@@ -70,48 +70,6 @@ def test_bytes_are_written_where_they_belong_whichever_way_they_take(
     assert (tmp_path / "file").read_bytes() == expected
 
 
-@pytest.mark.parametrize("at", [0, 100, SECTOR_BYTES])
-def test_only_complete_sectors_are_written_past_the_page_cache(
-    tmp_path: Path, monkeypatch: Patch, at: int
-) -> None:
-    monkeypatch.setattr(output, "DIRECT_FROM_BYTES", 1)
-    descriptor = output.create_output(tmp_path / "file", HEADER, 16 * SECTOR_BYTES)
-    file = output.Output(tmp_path / "file")
-    if file._direct is None:
-        pytest.skip("this file system has no direct writes")
-    pwrite = os.pwrite
-    direct: list[tuple[int, int]] = []
-
-    def recorded(target: int, part: Any, where: int) -> int:
-        if target == file._direct:
-            direct.append((where, len(part)))
-        return pwrite(target, part, where)
-
-    monkeypatch.setattr(os, "pwrite", recorded)
-    end = 5 * SECTOR_BYTES + 7
-    file.write(memory_of(bytes(end - at), at), at)
-    first = -(-at // SECTOR_BYTES) * SECTOR_BYTES
-    assert direct == [(first, 5 * SECTOR_BYTES - first)]
-    file.close()
-    os.close(descriptor)
-
-
-def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(output, "DIRECT_FROM_BYTES", 1)
-    descriptor = output.create_output(tmp_path / "file", HEADER, 4 * SECTOR_BYTES)
-    file = output.Output(tmp_path / "file")
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        file.write(memory_of(bytes(2 * SECTOR_BYTES), 0), 0)
-    assert caught.value.filename == str(tmp_path / "file")
-    file.close()
-    os.close(descriptor)
-
-
 def test_the_space_of_a_file_is_reserved_before_anything_is_copied(tmp_path: Path) -> None:
     descriptor = output.create_output(tmp_path / "file", HEADER, 1 << 20)
     os.close(descriptor)

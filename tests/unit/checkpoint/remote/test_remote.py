@@ -263,7 +263,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
     # Both wait for the store, although only the newest is kept.
     assert {FIRST, SECOND} <= {path.name for path in root.iterdir()}
     with pytest.raises(SaveFailed, match="are not in the store") as failure:
-        checkpointer.finish_uploads()
+        checkpointer.transfers.finish()
     assert f"ckpt push {root / SECOND} {URL}" in str(failure.value)
     s3.fault = None
     checkpointer.close()
@@ -297,7 +297,7 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_required(
 
     thread = threading.Thread(target=revive, daemon=True)
     thread.start()
-    checkpointer.finish_uploads()
+    checkpointer.transfers.finish()
     checkpointer.close()
     thread.join(1)
     assert RemoteRun(Store(URL)).pointed("LATEST") == FIRST
@@ -390,14 +390,14 @@ def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Pat
     for step in (10, 20):
         tiny.train(made)
         first.save(vars(made), step=step, epoch=0)
-    first.finish_uploads()
+    first.transfers.finish()
     first.close()
     assert [str(name) for name in RemoteRun(Store(URL)).names()] == [SECOND]
     other = tiny.recipe(seed=1)
     second = tiny.checkpointer(tmp_path / "second", **options)
     second.open()
     resumed = second.load(vars(other))
-    second.finish_uploads()
+    second.transfers.finish()
     second.close()
     assert resumed is not None and resumed.step == 20
     tiny.assert_equal_state(made, other)

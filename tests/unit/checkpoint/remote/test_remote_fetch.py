@@ -234,13 +234,13 @@ def test_a_url_is_a_directory_of_a_checkpointer(
     assert checkpointer.directory == local and local.parent == tmp_path / "scratch"
     made = tiny.recipe()
     assert checkpointer.load(discover(made)) is None
-    assert checkpointer._transfers.uploads is not None
+    assert checkpointer.transfers.uploads is not None
     # The rules are those of the store; the local disk keeps the newest.
-    assert checkpointer._transfers.uploads.job["keep"]["last"] == 3
+    assert checkpointer.transfers.uploads.job["keep"]["last"] == 3
     assert checkpointer._options.keep_last == 1
     checkpointer.save(discover(made), step=10, epoch=0)
     assert pending(local, uploader.LINK) == [FIRST]
-    checkpointer._transfers.uploads = None
+    checkpointer.transfers.uploads = None
     checkpointer.close()
 
 

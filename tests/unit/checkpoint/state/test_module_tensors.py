@@ -15,34 +15,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.state import fill_modules, module_tensors, optimizer_names
+from automodel_ckpt.checkpoint.state import module_tensors, optimizer_names
 from automodel_ckpt.checkpoint.state.fill_modules import set_module_state
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
-
-
-class Noting(nn.Linear):
-    """Notes that it was loaded by PyTorch."""
-
-    is_loaded = False
-
-    def _load_from_state_dict(self, *words: Any, **options: Any) -> None:
-        self.is_loaded = True
-        super()._load_from_state_dict(*words, **options)
-
-
-class WithExtraState(nn.Linear):
-    """Has state that is not a tensor."""
-
-    extra: Any = 0
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.tensor([self.extra])
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        self.extra = int(state.item())
 
 
 def tied_list() -> nn.Module:
@@ -53,59 +31,12 @@ def tied_list() -> nn.Module:
     return model
 
 
-def hooked(register: Callable[[nn.Module, Any], Any]) -> nn.Module:
-    model = nn.ModuleList([nn.Linear(2, 2)])
-    register(model[0], lambda *_: None)
-    return model
-
-
-def copying() -> nn.Module:
-    """Its state dict contains copies: values that are read into them do not reach the module."""
-    model = nn.ModuleList([nn.Linear(2, 2)])
-
-    def copy(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in list(state):
-            if name.startswith(prefix):
-                state[name] = state[name].clone()
-
-    model[0]._register_state_dict_hook(copy)
-    return model
-
-
 def read(module: nn.Module) -> None:
     """Fill the tensors of the state with twos, and load it."""
     state, tied = module_state(module)
     for value in state.values():
         value.fill_(2)
     set_module_state(module, state, tied, strict=True)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.ModuleList([Noting(2, 2)]),
-        lambda: nn.ModuleList([WithExtraState(2, 2)]),
-        lambda: hooked(lambda m, hook: m.register_load_state_dict_pre_hook(hook)),
-        lambda: hooked(lambda m, hook: m.register_load_state_dict_post_hook(hook)),
-        copying,
-    ],
-    ids=["method", "extra state", "hook before", "hook after", "copies"],
-)
-def test_a_module_that_does_more_when_it_is_loaded_is_loaded_by_pytorch(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    load = fill_modules.set_model_state_dict
-
-    def counted(*words: Any, **options: Any) -> Any:
-        calls.append(words)
-        return load(*words, **options)
-
-    monkeypatch.setattr(fill_modules, "set_model_state_dict", counted)
-    model = make()
-    read(model)
-    assert len(calls) == 1
-    assert all(bool((value == 2).all()) for value in model.state_dict().values())
 
 
 def test_a_state_that_lacks_a_tensor_is_an_error() -> None:

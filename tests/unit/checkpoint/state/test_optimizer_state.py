@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from automodel_ckpt.checkpoint import Manifest, discover
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
+from automodel_ckpt.checkpoint.state.param_groups import match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import ranks
 from tests.support.models import tiny
@@ -211,20 +210,6 @@ def test_containers_in_the_state_are_refused_before_the_first_step(tmp_path: Pat
         tiny.checkpointer(tmp_path).check_disk_space(discover(made))
 
 
-def test_saved_containers_are_an_error_that_names_the_revision(tmp_path: Path) -> None:
-    made = keeping(dict, forms=1)
-    path = tiny.save(tmp_path, made).path
-    manifest = Manifest.read(path)
-    tree = manifest.trees["optimizer"]
-    objects = dict(tree.objects)
-    blob = objects.pop("optimizer.param_groups.0.forms")
-    objects["optimizer.forms"] = replace(blob, fqn="optimizer.forms")
-    trees = {**manifest.trees, "optimizer": replace(tree, objects=objects)}
-    (path / "MANIFEST.json").write_bytes(replace(manifest, trees=trees).to_bytes())
-    with pytest.raises(CheckpointUnusable, match=r"nested containers(.|\n)*ce252fbe"):
-        tiny.load(tmp_path, made)
-
-
 def test_containers_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
     made = keeping(dict, plan={"a": 0})
     with pytest.raises(RecipeError, match=r"not flat(.|\n)*param_groups\.0\.plan"):
@@ -301,50 +286,6 @@ def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) 
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
 
 
-def group_tree(*options: Mapping[str, str]) -> Tree:
-    """A saved optimizer whose groups have these options: their names and the digests of their values."""
-    objects = {}
-    for number, group in enumerate(options):
-        for key, digest in {**group, "params": f"list {number}"}.items():
-            name = f"optimizer.param_groups.{number}.{key}"
-            objects[name] = Blob(name, "f", 0, 1, digest)
-    return Tree("safetensors", {}, objects)
-
-
-def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> None:
-    saved = [["a", "b"], ["c"], ["d"]]
-    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "2"})
-
-    def matched(*here: list[str], absent: tuple[str, ...] = ()) -> GroupMatch:
-        return match_groups("optimizer", saved, here, tree, absent)
-
-    unchanged = matched(*saved)
-    assert (unchanged.sources, unchanged.mismatched) == ((0, 1, 2), ())
-    split = matched(["b"], ["d", "c"], ["a"])
-    assert (split.sources, split.mismatched) == ((0, 1, 0), ())
-    assert matched(["a", "b", "c"], ["d"]).mismatched == (
-        "~ optimizer.param_groups.0: saved as groups 0 and 1 with different options (0: a, b; 1: c)",
-    )
-    assert matched(["a", "b"], ["c"], ["d"], ["e"]).mismatched == (
-        "+ optimizer.param_groups.3: trains e, which was not trained",
-    )
-    assert matched(["a", "b"], ["c"]).mismatched == (
-        "- optimizer.param_groups.2: trained d, which is not trained here",
-    )
-    new = matched(["a", "b"], ["c"], ["d"], ["new.x"], absent=("new.",))
-    assert (new.sources, new.mismatched) == ((0, 1, 2, None), ())
-    assert new.new_groups == ("optimizer.param_groups.3.",)
-
-
-def test_groups_that_were_divided_are_described_by_patterns_for_the_recipe() -> None:
-    norms = [f"model.visual.blocks.{number}.norm1.weight" for number in range(30)]
-    saved = [[*norms, "model.visual.ln_q.weight"], ["model.norm.weight"]]
-    tree = group_tree({"weight_decay": "1"}, {"weight_decay": "2"})
-    (line,) = match_groups("optimizer", saved, [[*saved[0], *saved[1]]], tree).mismatched
-    patterns = "(0: visual.blocks.*.norm1.weight, visual.ln_q.weight; 1: norm.weight)"
-    assert line.endswith(f"with different options {patterns}")
-
-
 def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
     saved = [["a", "b.x"], ["c"]]
     names = ("a.exp_avg", "b.x.exp_avg", "bc.exp_avg")
@@ -361,20 +302,3 @@ def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
     # An optimizer without any state, such as SGD without momentum, shows nothing.
     (reason,) = mismatched(["a", "b.x"], tree=Tree("dcp", {}, {}))
     assert "trained c, which is not trained here" in reason
-
-
-def test_options_of_group_1_are_not_those_of_group_10() -> None:
-    options = [{"lr": str(number)} for number in range(11)]
-    saved = [[f"p{number}"] for number in range(11)]
-    tree = group_tree(*options)
-    match = match_groups("optimizer", saved, [["p10"], *saved[:10]], tree)
-    assert match.sources == (10, *range(10))
-    renumbered = match.renumbered(tree).objects
-    digests = {name: blob.digest for name, blob in renumbered.items() if name.endswith(".lr")}
-    expected = ["10", *map(str, range(10))]
-    assert digests == {
-        f"optimizer.param_groups.{number}.lr": text for number, text in enumerate(expected)
-    }
-    assert not any(name.endswith("params") for name in renumbered)
-    merged = match_groups("optimizer", saved, [[*saved[1], *saved[10]]], tree)
-    assert "groups 1 and 10" in merged.mismatched[0]

@@ -8,32 +8,8 @@ from pathlib import Path
 from automodel_ckpt.base.store_url import scratch_directory
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.run.generation import NOTE, RunGeneration
+from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from tests.support.models import tiny
-
-
-def test_checkpoints_of_another_generation_are_abandoned_unless_it_is_continued(
-    tmp_path: Path,
-) -> None:
-    made = tiny.recipe()
-    before = Summary.read(tiny.save(tmp_path / "before", made).path)
-    first = RunGeneration.read(tmp_path)
-    # Without a record, nothing is abandoned.
-    assert first.is_current(before)
-    second = first.next([])
-    assert not second.is_current(before)
-    second.write(tmp_path)
-    assert RunGeneration.read(tmp_path) == second
-    saver = tiny.checkpointer(tmp_path / "run")
-    saver.notes[NOTE] = second.name
-    saver.save(discover(made), step=1, epoch=0)
-    saver.close()
-    own = Summary.read(tmp_path / "run" / "epoch_0_step_1")
-    assert second.is_current(own)
-    third = second.next([own.digest])
-    assert third.number > second.number and third.is_current(own)
-    assert not third.next([]).is_current(own)
 
 
 def test_the_latest_start_counts_also_if_its_nodes_had_no_record() -> None:

@@ -180,7 +180,7 @@ def test_data_that_an_earlier_version_did_not_record_is_read_as_before(
     config = read(text, tmp_path)
     with closing(tiny.checkpointer(tmp_path / "run")) as checkpointer:
         checkpointer.save({"model": nn.Linear(1, 1)}, step=1, epoch=0)
-        assert recorded_commits(checkpointer.expected()) == {}
+        assert recorded_commits(checkpointer.transfers.expected()) == {}
         assert revisions(pin_base(config, checkpointer))["dataset.path"] is None
 
 

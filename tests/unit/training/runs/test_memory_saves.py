@@ -155,7 +155,7 @@ def test_the_commit_of_the_base_is_that_of_the_newest_checkpoint(every_third: Ru
         )
         checkpointer.save(model, step=step, epoch=0)
         checkpointer.wait_for_save()
-        assert recorded_commits(disk.expected()) == {"org/base@main": commit_of_base}
+        assert recorded_commits(disk.transfers.expected()) == {"org/base@main": commit_of_base}
 
 
 def test_a_failure_ends_the_copies_with_a_warning(
