@@ -169,9 +169,9 @@ def _open_external(directory: Path, config: Path | None = None) -> Source:
     for place in (directory, directory / MODEL):
         if not place.is_dir():
             continue
-        known = detect(place, follow_links=True)
+        known = detect(place)
         if known is not None:
-            source = known.open(place, follow_links=True)
+            source = known.open(place)
             return _in_hugging_face_names(source, known, place, config)
         if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
             return DCP.open(place)  # raises an error: .metadata is missing
@@ -185,11 +185,11 @@ def _open_external(directory: Path, config: Path | None = None) -> Source:
 def _open_file(path: Path, config: Path | None = None) -> Source:
     try:
         # Links are followed: the user named this file.
-        known = detect(path, follow_links=True)
+        known = detect(path)
     except OSError as error:
         raise _unusable("the file cannot be read", path, error.strerror) from error
     assert known is not None, "the last format recognizes every file"
-    source = known.open(path, follow_links=True)
+    source = known.open(path)
     return _in_hugging_face_names(source, known, path, config)
 
 

@@ -31,6 +31,10 @@ class Inventory:
     num_values: int = 0
 
 
+# Counters below this are exact in all numbers of a run.
+_MAX_COUNT = 2**53
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """What a checkpoint states about its position in a run, as its program counts; None for what it does not state."""
@@ -38,6 +42,14 @@ class Counters:
     step: int | None = None
     epoch: int | None = None
     consumed_samples: int | None = None
+
+    @staticmethod
+    def of(*stated: object) -> Counters:
+        """Return counters from values that may be anything."""
+        # Not isinstance: True is an int, too.
+        return Counters(
+            *(each if type(each) is int and 0 <= each < _MAX_COUNT else None for each in stated)
+        )
 
 
 class Format(ABC):
@@ -63,18 +75,18 @@ class Format(ABC):
     """True if the names of tensors are those of any module that a user's program saved, not only of a known model."""
 
     @abstractmethod
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         """Return whether the directory or file *path* has this format, by its file names and first bytes.
 
-        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Symbolic links
-        count only with *follow_links*: for directories that the user chose as weights, such as the Hub's cache.
-        Returns False if *path* cannot be read.
+        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Returns False
+        if *path* cannot be read.
         """
 
     @abstractmethod
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Return the model in *path*: its tensors, tied names, notes for the user, and what is not part of the model.
 
+        Symbolic links are followed where a user may keep files elsewhere, such as the Hub's cache.
         Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
         """
 
@@ -103,10 +115,9 @@ class Format(ABC):
     def stored_tensors(self, path: Path) -> StoredTensors:
         """Return all tensors in *path* for reading. By default these are the tensors of the model.
 
-        A format that stores other tensors in the same files, such as optimizer state, overrides this method. Symbolic
-        links are followed: the user named *path*, which can be a snapshot in the Hub's cache.
+        A format that stores other tensors in the same files, such as optimizer state, overrides this method.
         """
-        source = self.open(path, follow_links=True)
+        source = self.open(path)
         return StoredTensors(source.root, source.tensors)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
@@ -164,7 +175,7 @@ class UnsupportedFormat(Format):
     is_readable = False
     hint: ClassVar[str]
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Raise :class:`CheckpointUnusable`, which names the format and the way to convert it."""
         raise unusable(
             f"this format cannot be read: {self.describe(path)}", path, path.name, self.hint

@@ -135,7 +135,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         plan=plan,
         side_files=side_files,
         other_files=recipe_of(source.run_directory),
-        losses=losses_in(source.run_directory, detect(source.run_directory, follow_links=True)),
+        losses=losses_in(source.run_directory, detect(source.run_directory)),
         run=run,
         name=name,
         left_out=tuple(left_out),
@@ -226,7 +226,7 @@ def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str])
     tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
     if num_copies := len(weights.tensors) - len(tensors):
         copies = counted(num_copies, "copy", "copies")
-        omitted.append(f"{copies} of weights that the base or the adapter has")
+        omitted.append(f"{copies} of weights of the base or the adapter")
     return replace(weights, tensors=tensors)
 
 

@@ -59,7 +59,7 @@ class ImportSource:
         # Without links, except the last part of a file: its name determines the format.
         if path.is_file():
             path = Path(os.path.realpath(path.parent), path.name)
-            known = detect(path, follow_links=True)
+            known = detect(path)
             opened = open_weights(path, config)
             assert known is not None, "open_weights raises for an unknown format"
             return ImportSource(path, path.parent, known, opened)
@@ -164,7 +164,7 @@ def _located(source: Path) -> tuple[Path, Format]:
             continue
         # Before detect(), which follows links: they must not lead out of the directory.
         check_links_of_weights(directory)
-        known = detect(directory, follow_links=True, readable_only=True)
+        known = detect(directory, readable_only=True)
         if known is not None:
             return directory, known
     raise unusable("no weights that can be imported were found", source, _found(source))

@@ -106,15 +106,6 @@ def check_links_of_weights(directory: Path) -> None:
     check_links(directory, _WEIGHT_FILES)
 
 
-def has_links_outside(directory: Path) -> bool:
-    """Return whether :func:`check_links_of_weights` rejects a link in *directory*."""
-    try:
-        check_links_of_weights(directory)
-    except CheckpointUnusable:
-        return True
-    return False
-
-
 def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
     """Return the error for a source that cannot be imported."""
     return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)

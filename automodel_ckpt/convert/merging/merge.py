@@ -176,7 +176,7 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
             scratch = tempfile.TemporaryDirectory(prefix="automodel_ckpt-")
             directory = Path(stack.enter_context(scratch), "adapter")
             consolidate(checkpoint / name, directory)
-        tensors = tensors_in_file(directory, layout.ADAPTER_MODEL, follow_links=True)
+        tensors = tensors_in_file(directory, layout.ADAPTER_MODEL)
         config = read_json(directory, layout.ADAPTER_CONFIG)
         if config is None:
             raise CheckpointUnusable(

@@ -76,7 +76,7 @@ def base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     for number, name in enumerate(names, start=1):
-        found = tensors_in_file(directory, name, export, follow_links=True)
+        found = tensors_in_file(directory, name, export)
         tensors |= found
         numbers |= dict.fromkeys(found, number)
     return tensors, numbers

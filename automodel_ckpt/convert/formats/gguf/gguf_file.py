@@ -82,10 +82,10 @@ class GgufFile(Format):
 
     name = "GGUF"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return path.is_file() and first_bytes(path, len(MAGIC)) == MAGIC
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
         file, header = _read(path)
         model, reason = _model_of(file, header)

@@ -55,13 +55,13 @@ class MegatronCore(Format):
 
     name = "a distributed checkpoint of Megatron-Core"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         if _COMMON in names and ".metadata" in names:
             return True
         return sharded_backend(path) is not None
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model under the names that Megatron stores. Links are never followed."""
         path = self.place(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
@@ -120,7 +120,7 @@ class MegatronRun(MegatronCore):
 
     name = "a run of Megatron-LM"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         return _LATEST in names and any(_ITERATION.fullmatch(name) for name in names)
 
@@ -158,7 +158,7 @@ class MegatronRanks(UnsupportedFormat):
         "tools/checkpoint/convert.py of Megatron-LM), and import those"
     )
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         rank_names = filter(_RANK.fullmatch, names_in(path))
         return any((path / name).is_dir() for name in rank_names)
 
@@ -168,7 +168,7 @@ class Nemo2(MegatronCore):
 
     name = "a checkpoint of NeMo 2 (Megatron-Core)"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         has_both = _WEIGHTS in names and "context" in names
         return has_both and sharded_backend(path / _WEIGHTS) is not None

@@ -56,10 +56,10 @@ class NemoDirectory(Format):
 
     name = "an unpacked .nemo file of NeMo"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return (path / CONFIG).is_file() and bool(self.parts(path))
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Symbolic links are followed only to a file, which the user chose."""
         packed = packed_files(path)
         config = read_config(packed)
@@ -102,7 +102,7 @@ class NemoFile(NemoDirectory):
 
     name = "a .nemo file of NeMo"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return has_member(path, CONFIG)
 
 

@@ -43,7 +43,7 @@ class TensorRtLlmDirectory(Format):
     name = "a checkpoint of TensorRT-LLM"
     has_own_config = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         if FIRST_RANK not in names or CONFIG not in names:
             return False
@@ -53,7 +53,7 @@ class TensorRtLlmDirectory(Format):
             return False
         return isinstance(config.get("mapping"), dict)
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Symbolic links are followed only to a file, which the user chose."""
         return _source(packed_files(path), path if path.is_dir() else path.parent)
 
@@ -71,7 +71,7 @@ class QnemoFile(TensorRtLlmDirectory):
     name = "a .qnemo file of TensorRT-LLM"
     has_own_config = False
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return has_member(path, FIRST_RANK)
 
 

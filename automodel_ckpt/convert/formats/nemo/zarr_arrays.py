@@ -20,9 +20,9 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.convert.formats.files import faults_of, names_in
+from automodel_ckpt.convert.formats.files import faults_of, names_in, tiled
 
 ARRAY = ".zarray"
 _DTYPES = {
@@ -117,10 +117,7 @@ def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
             slices.extend(_slices(array, index, file))
             if len(slices) > _MAX_SLICES:
                 raise Fault(f"they are cut into more than {_MAX_SLICES} parts")
-        fault = tiling_fault([stored.box for stored in slices], array.shape)
-        if fault is not None:
-            raise Fault(fault)
-    return Tensor(array.name, array.dtype, array.shape, tuple(slices))
+    return tiled(array.name, array.dtype, array.shape, slices, directory / array.name)
 
 
 def _check_chunk(path: Path, chunk_bytes: int) -> None:

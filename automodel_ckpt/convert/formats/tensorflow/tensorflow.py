@@ -49,14 +49,14 @@ class TensorFlowCheckpoint(Format):
 
     name = "a checkpoint of TensorFlow"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         if path.is_file():
             return _is_index_file(path)
         names = names_in(path)
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         return any(_has_data(name, names) and _is_index_file(path / name) for name in indexes)
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the variables that do not belong to an optimizer. Links in the directory are not followed."""
         checkpoint = _Checkpoint(_index_of(path))
         model = {

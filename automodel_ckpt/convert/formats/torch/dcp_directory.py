@@ -22,10 +22,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, counts, nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import faults_of
+from automodel_ckpt.convert.formats.files import faults_of, tiled
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
@@ -112,16 +111,11 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
                     archive = files.archive(item, _MAX_PROGRAM_BYTES)
                     start = item.start + _raw_start(archive, described.dtype, box.sizes)
                 nbytes = nbytes_of(described.dtype, box.sizes)
-                where = (box.offsets, box.sizes, item.file, start, nbytes)
-                slices.append(Slice(fqn, described.dtype, *where))
-            fault = tiling_fault([stored.box for stored in slices], described.shape)
-            if fault:
-                raise unusable(
-                    f"the chunks of {fqn!r} do not make it up",
-                    directory / layout.DCP_METADATA,
-                    fault,
+                slices.append(
+                    Slice(fqn, described.dtype, box.offsets, box.sizes, item.file, start, nbytes)
                 )
-            yield Tensor(fqn, described.dtype, described.shape, tuple(slices))
+            where = directory / layout.DCP_METADATA
+            yield tiled(fqn, described.dtype, described.shape, slices, where)
 
 
 def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[str, Any]]:

@@ -319,9 +319,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
     save_file(
         {f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file
     )
-    merge = Adapter(
-        tmp_path, tensors_in_file(file.parent, file.name, follow_links=True), {"lora_alpha": 2}
-    )
+    merge = Adapter(tmp_path, tensors_in_file(file.parent, file.name), {"lora_alpha": 2})
     with pytest.raises(CheckpointUnusable, match=said):
         MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset(), {})).value(
             "x.weight", "F32"
@@ -361,9 +359,7 @@ def test_a_merged_classifier_has_all_of_the_backbone_and_not_the_other_head(
             "automodel_ckpt.models.inspect.signature.read_conversion", lambda model: None
         )
     naming = read_signature(base, tmp_path / "config.json")
-    adapter = Adapter(
-        tmp_path, tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True), {}
-    )
+    adapter = Adapter(tmp_path, tensors_in_file(tmp_path, "adapter_model.safetensors"), {})
     monkeypatch.setattr(Adapter, "model_config", tmp_path / "config.json")
     merged = MergedModel(adapter, base, naming)
     with safe_open(base / "model.safetensors", "pt") as file:
@@ -387,7 +383,7 @@ def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:
     )
     adapted = get_peft_model(model, lora)
     adapted.save_pretrained(tmp_path)
-    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
+    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     ours = MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES)
     for name, value in adapted.merge_and_unload().state_dict().items():
