@@ -37,7 +37,7 @@ from automodel_ckpt.convert.imports.import_source import (
 )
 from automodel_ckpt.convert.imports.names_file import Renaming, rename, without_prefix
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
-from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, unusable
+from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, source_error
 from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
@@ -45,7 +45,7 @@ from automodel_ckpt.convert.merging.model_names import (
     possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 _CONFIG = "config.json"
 
@@ -85,7 +85,7 @@ def prepare(source: Path, run: Path, options: ImportOptions = ImportOptions()) -
         return _prepared(ImportSource.of(source, options.config), run, options)
     except OSError as error:
         where = Path(error.filename or source)
-        raise unusable("a file to import cannot be read", where, error.strerror) from error
+        raise source_error("a file to import cannot be read", where, error.strerror) from error
 
 
 def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewCheckpoint:
@@ -212,12 +212,9 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
-        raise CheckpointUnusable(
-            "an adapter is imported with its base, not with a config",
-            where=str(source.directory),
-            value=layout.ADAPTER_MODEL,
-            hint="name the directory of the base with --base",
-        )
+        what = "an adapter is imported with its base, not with a config"
+        hint = "name the directory of the base with --base"
+        raise source_error(what, source.directory, layout.ADAPTER_MODEL, hint)
     return adapter_model(source.directory, weights, options.adapters)
 
 
@@ -234,10 +231,6 @@ def _config_directory(config: Path) -> Path:
     """Return the directory of a config.json, from its own path or that of its directory."""
     directory = config.parent if config.name == _CONFIG else config
     if not (directory / _CONFIG).is_file():
-        raise CheckpointUnusable(
-            "there is no config.json",
-            where=str(directory),
-            value="no such file",
-            hint="give --config the directory of the model's config.json",
-        )
+        hint = "give --config the directory of the model's config.json"
+        raise source_error("there is no config.json", directory, "no such file", hint)
     return Path(os.path.realpath(directory))

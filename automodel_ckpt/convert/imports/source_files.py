@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     base_files,
     unreadable,
 )
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -42,7 +43,7 @@ def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
             continue
         files = base_files(place)
         if len(files[_CONFIG]) > _MAX_CONFIG_BYTES:
-            raise unusable("config.json is too large", place / _CONFIG, len(files[_CONFIG]))
+            raise source_error("config.json is too large", place / _CONFIG, len(files[_CONFIG]))
         check_links(place, (layout.EXPORT_MANIFEST,))
         export = find_export_manifest(place, follow_links=True)
         if export is not None:
@@ -106,6 +107,6 @@ def check_links_of_weights(directory: Path) -> None:
     check_links(directory, _WEIGHT_FILES)
 
 
-def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+def source_error(what: str, where: Path, value: object, hint: str = _HINT) -> CheckpointUnusable:
     """Return the error for a source that cannot be imported."""
-    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)
+    return unusable(what, where, value, hint)

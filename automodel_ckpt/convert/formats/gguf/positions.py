@@ -1,7 +1,6 @@
 """Rotary positions in config.json and in the metadata of GGUF. Pure functions.
 
-Source: llama.cpp's ``ggml_rope_ext`` for YaRN, which computes what transformers does with its default settings; its
-``llama`` architecture for ``rope_freqs.weight``, the divisors of frequencies that Llama 3.1 needs.
+Source: llama.cpp's ``llama`` architecture for ``rope_freqs.weight``, the divisors of frequencies that Llama 3.1 needs.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ _LENGTH = "original_max_position_embeddings"
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
-_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ORIGINAL_LENGTHS = tuple(2**power for power in range(3, 24))
 
 
@@ -42,16 +39,10 @@ class Positions:
         found = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
         if self.local_theta is not None:
             found.append((f"{prefix}.rope.freq_base_swa", "float32", self.local_theta))
-        kind = self.scaling.get("rope_type")
-        if kind not in ("linear", "yarn"):
-            return found
-        scaling = f"{prefix}.rope.scaling"
-        found.append((f"{scaling}.type", "string", kind))
-        found.append((f"{scaling}.factor", "float32", self.scaling["factor"]))
-        if kind == "yarn":
-            found.append((f"{scaling}.original_context_length", "uint32", self.scaling[_LENGTH]))
-            for name in _YARN_BETAS:
-                found.append((f"{scaling}.yarn_{name}", "float32", self.scaling[name]))
+        if self.scaling.get("rope_type") == "linear":
+            scaling = f"{prefix}.rope.scaling"
+            found.append((f"{scaling}.type", "string", "linear"))
+            found.append((f"{scaling}.factor", "float32", self.scaling["factor"]))
         return found
 
     def factors(self, head_dim: int) -> list[float]:
@@ -116,35 +107,21 @@ def read_positions(config: Mapping[str, Any], known: frozenset[str]) -> Position
         local_theta = positive_number(local, "rope_theta")
     settings = found if isinstance(found, Mapping) else {"rope_type": found}
     theta = positive_number(settings, "rope_theta", theta)
-    return Positions(theta, _scaling(settings, config, known), local_theta)
+    return Positions(theta, _scaling(settings, known), local_theta)
 
 
-def _scaling(
-    settings: Mapping[str, Any], config: Mapping[str, Any], known: frozenset[str]
-) -> dict[str, Any]:
+def _scaling(settings: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(kind, str) or kind not in known or kind not in _NUMBERS:
+    if not isinstance(kind, str) or kind not in known:
         raise NotConvertible(
             "GGUF has no such scaling of positions for this architecture",
             f"rope_type: {kind!r:.100}",
         )
     if kind == "default":
         return {}
-    defaults = {}
-    if kind == "yarn":
-        length = positive_number(config, "max_position_embeddings")
-        defaults = {**_YARN_BETAS, _LENGTH: length}
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if settings.get(name) is not None:
-                raise NotConvertible(
-                    "llama.cpp computes YaRN's attention factor from the scaling factor only",
-                    f"{name}: {settings[name]!r:.100}",
-                )
-        if settings.get("truncate", True) is not True:
-            raise NotConvertible("llama.cpp rounds YaRN's range", "truncate: false")
     scaling: dict[str, Any] = {"rope_type": kind}
     for name in _NUMBERS[kind]:
-        number = positive_number(settings, name, defaults.get(name))
+        number = positive_number(settings, name)
         scaling[name] = int(number) if name == _LENGTH else number
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise NotConvertible(
@@ -171,11 +148,8 @@ def positions_of(
         theta = positive_number(found, "rope_theta", 10_000.0)
         found["rope_scaling"] = _llama_3_scaling(factors, theta, head_dim)
     elif kind != "none":
-        scaling = {"rope_type": kind}
-        names = {"factor": "factor", _LENGTH: "original_context_length"}
-        for name, key in (names | {beta: f"yarn_{beta}" for beta in _YARN_BETAS}).items():
-            scaling[name] = values.get(f"{prefix}.rope.scaling.{key}")
-        found["rope_scaling"] = scaling
+        factor = values.get(f"{prefix}.rope.scaling.factor")
+        found["rope_scaling"] = {"rope_type": kind, "factor": factor}
     return found
 
 

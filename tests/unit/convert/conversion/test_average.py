@@ -174,19 +174,6 @@ def test_a_moving_average_of_the_last_checkpoints_of_a_run_is_that_of_training(
     assert (tmp_path / "out" / "epoch_0_step_4").is_dir()
 
 
-@pytest.mark.parametrize("narrow_first", [True, False])
-def test_tensors_of_16_and_of_32_bits_are_averaged_in_32(
-    tmp_path: Path, narrow_first: bool
-) -> None:
-    frozen = torch.linspace(-1, 1, 6).reshape(2, 3).bfloat16()
-    trained = frozen.float() + 2**-14
-    narrow = str(save(tmp_path / "a", {"frozen": frozen, "unfrozen": frozen.clone()}))
-    wide = str(save(tmp_path / "b", {"frozen": frozen.float(), "unfrozen": trained}))
-    found = averaged(tmp_path, *((narrow, wide) if narrow_first else (wide, narrow)))
-    assert torch.equal(found["frozen"], frozen.float())
-    assert torch.equal(found["unfrozen"], (frozen.float() + trained) / 2)
-
-
 def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
     tmp_path: Path, capsys: Capture
 ) -> None:
