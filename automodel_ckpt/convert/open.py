@@ -270,4 +270,4 @@ def _module_in(directory: Path) -> Tensors:
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)
+    return unusable(what, where, value, _HINT)

@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.policy import metric_of
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.imports.adapter_import import AdapterModel
 from automodel_ckpt.convert.imports.training_import import (
@@ -43,7 +43,6 @@ from automodel_ckpt.convert.imports.training_import import (
 )
 from automodel_ckpt.convert.publishing import held_run
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable
 
 _FORMAT = "hf"
 _CONFIG = "config.json"
@@ -124,11 +123,11 @@ def check_free(run: Path, name: layout.CheckpointName) -> None:
     """Check that the checkpoint *name* can be added to *run*. Raises :class:`CheckpointUnusable`."""
     target = run / str(name)
     if os.path.lexists(target):
-        raise CheckpointUnusable(
+        raise unusable(
             "a checkpoint of this step already exists",
-            where=str(target),
-            value=target.name,
-            hint="choose another run directory, or another --step",
+            target,
+            target.name,
+            "choose another run directory, or another --step",
         )
     _check_step_order(run, name)
 
@@ -142,11 +141,11 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     if newest is None or (newest.step, newest.epoch) > name:
         return
     if Summary.read(run / newest.name).has_optimizer:
-        raise CheckpointUnusable(
+        raise unusable(
             "weights without an optimizer would become the newest checkpoint of an existing training run",
-            where=str(run),
-            value=newest.name,
-            hint="choose a separate run directory, and start from it with init_from",
+            run,
+            newest.name,
+            "choose a separate run directory, and start from it with init_from",
         )
 
 

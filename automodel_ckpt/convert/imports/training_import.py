@@ -23,11 +23,11 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
     TrainingState,
 )
-from automodel_ckpt.errors import CheckpointUnusable
 
 # The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
 _FORMAT = "torch_save"
@@ -151,20 +151,20 @@ def training_import(
     """
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
         if given is not None and stated is not None and given != stated:
-            raise CheckpointUnusable(
+            raise unusable(
                 f"{option} contradicts the training state",
-                where=where,
-                value=f"{given}; the source states {stated}",
-                hint=f"remove {option}, or import without --training-state",
+                where,
+                f"{given}; the source states {stated}",
+                f"remove {option}, or import without --training-state",
             )
     final_step = step if state.step is None else state.step
     final_epoch = epoch if state.epoch is None else state.epoch
     if final_step is None:
-        raise CheckpointUnusable(
+        raise unusable(
             "the source does not state its step, and a run continues after one",
-            where=where,
-            value="no step",
-            hint="add --step S, the number of optimizer steps that were taken",
+            where,
+            "no step",
+            "add --step S, the number of optimizer steps that were taken",
         )
     return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
 

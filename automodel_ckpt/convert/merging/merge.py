@@ -55,7 +55,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     is_tokenizer_file,
     read_files,
 )
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
 from automodel_ckpt.convert.merging.merge_rules import (
@@ -128,11 +128,11 @@ def _checkpoint_of(source: Path) -> tuple[Path, str]:
     if not os.path.lexists(source / layout.MANIFEST):
         checkpoint, name = source.parent, source.name
     if not os.path.lexists(checkpoint / layout.MANIFEST):
-        raise CheckpointUnusable(
+        raise unusable(
             "only adapters in a checkpoint of this program can be merged",
-            where=str(source),
-            value=f"no {layout.MANIFEST}",
-            hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
+            source,
+            f"no {layout.MANIFEST}",
+            "import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
             "`ckpt export RUN --merge`",
         )
     return checkpoint, name
@@ -152,11 +152,11 @@ def _checked(
     digest = identify_base(name, directory, run=run, cache=cache).digest
     # Shapes prove nothing: an adapter on another base loads and answers nonsense.
     if digest != recorded.get("digest"):
-        raise CheckpointUnusable(
+        raise unusable(
             "this is not the base that the adapter was trained on",
-            where=str(directory),
-            value=f"digest {digest}, not {recorded.get('digest')}",
-            hint=f"give the directory of the original {recorded.get('name')} with --base",
+            directory,
+            f"digest {digest}, not {recorded.get('digest')}",
+            f"give the directory of the original {recorded.get('name')} with --base",
         )
     return directory
 
@@ -179,11 +179,11 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
         tensors = tensors_in_file(directory, layout.ADAPTER_MODEL)
         config = read_json(directory, layout.ADAPTER_CONFIG)
         if config is None:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the description of the adapters is not there",
-                where=str(directory),
-                value=layout.ADAPTER_CONFIG,
-                hint="restore the file from another copy, or use another checkpoint",
+                directory,
+                layout.ADAPTER_CONFIG,
+                "restore the file from another copy, or use another checkpoint",
             )
         yield Adapter(directory, tensors, config)
 

@@ -18,7 +18,6 @@ from automodel_ckpt.convert.names.megatron_names import (
     without_prefix,
 )
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
 # Tensors that every GPT model of Megatron-Core has, on one of its pipeline stages.
@@ -92,9 +91,9 @@ def has_megatron_names(tensors: Mapping[str, Tensor]) -> bool:
 def check_converted(tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise :class:`CheckpointUnusable` if *tensors* still have Megatron's names, which no recipe can use."""
     if has_megatron_names(tensors):
-        raise CheckpointUnusable(
+        raise unusable(
             "these weights have Megatron's names, and the model that they are for is not stated here",
-            where=where,
-            value=next(name for name in tensors if without_prefix(name) in _MARKS),
-            hint=HINT,
+            where,
+            next(name for name in tensors if without_prefix(name) in _MARKS),
+            HINT,
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Arguments of Megatron-LM, by the keys of config.json.
@@ -124,9 +125,9 @@ def _count(values: Mapping[str, Any], key: str, where: str) -> int:
 
 def _unusable(key: str, value: object, where: str) -> CheckpointUnusable:
     found = "not set" if value is None else str(value)[:100]
-    return CheckpointUnusable(
+    return unusable(
         f"the model's {key} is missing or invalid",
-        where=where,
-        value=found,
-        hint="use the config.json of a Hugging Face model with the same dimensions",
+        where,
+        found,
+        "use the config.json of a Hugging Face model with the same dimensions",
     )

@@ -47,8 +47,7 @@ class Rule:
 
     Names contain ``{layer}`` and ``{expert}`` where they apply to each. An *optional* tensor is absent from some
     models: then it is absent on both sides. The rows of a *padded* tensor are those of the vocabulary; Megatron may
-    have more of them, which are removed, and added as zeros in the other direction. Set
-    *permuted* if *rows* moves single rows: ranges of equally spaced rows then become one strided slice.
+    have more of them, which are removed, and added as zeros in the other direction.
     """
 
     external: str
@@ -56,7 +55,11 @@ class Rule:
     rows: Arrangement = one_after_another
     optional: bool = False
     padded: bool = False
-    permuted: bool = False
+
+    @property
+    def is_renaming(self) -> bool:
+        """Whether the tensor is the Hugging Face tensor under another name."""
+        return self.rows is one_after_another and len(self.hugging_face) == 1
 
     def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the external name and the Hugging Face names for each layer and each expert."""

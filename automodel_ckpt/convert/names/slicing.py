@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices, nbytes_of
 
 
@@ -23,15 +22,11 @@ class RowRange:
     num_rows: int
 
 
-def join_rows(
-    fqn: str, parts: Sequence[Tensor], ranges: Sequence[RowRange], *, strided: bool = False
-) -> Tensor:
+def join_rows(fqn: str, parts: Sequence[Tensor], ranges: Sequence[RowRange]) -> Tensor:
     """Return the tensor *fqn* that consists of *ranges* of rows of *parts*, in that order.
 
-    All parts have the same dtype and the same dimensions after the first. With *strided*, rows that are equally far
-    apart in one file become one slice with strides: a permutation of rows has few slices instead of one for each row.
+    All parts have the same dtype and the same dimensions after the first.
     """
-    dtype, inner = parts[0].dtype, parts[0].shape[1:]
     slices = []
     num_rows = 0
     for wanted in ranges:
@@ -40,8 +35,7 @@ def join_rows(
             offsets = (stored.offsets[0] + shift, *stored.offsets[1:])
             slices.append(replace(stored, fqn=fqn, offsets=offsets))
         num_rows += wanted.num_rows
-    merged = _merged_strided(slices) if strided else slices
-    return Tensor(fqn, dtype, (num_rows, *inner), tuple(merged))
+    return Tensor(fqn, parts[0].dtype, (num_rows, *parts[0].shape[1:]), tuple(slices))
 
 
 def unstack(tensor: Tensor) -> list[Tensor]:
@@ -99,53 +93,3 @@ def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
             nbytes=(end - begin) * row_bytes,
             digest=None,
         )
-
-
-def _merged_strided(slices: Sequence[Slice]) -> list[Slice]:
-    """Return *slices*, with single rows joined that follow each other in the tensor, at one distance in the file."""
-    merged: list[Slice] = []
-    for stored in slices:
-        joined = _joined_at_a_distance(merged[-1], stored) if merged else None
-        if joined is None:
-            merged.append(stored)
-        else:
-            merged[-1] = joined
-    return merged
-
-
-def _joined_at_a_distance(one: Slice, row: Slice) -> Slice | None:
-    """Return the slice of the rows of *one* and the single *row* after them; None if they are no such slice."""
-    follows = row.offsets == (one.offsets[0] + one.sizes[0], *one.offsets[1:])
-    if not follows or row.sizes != (1, *one.sizes[1:]) or row.file != one.file or not row.nbytes:
-        return None
-    one_strides = _element_strides(one)
-    if one_strides[1:] != _element_strides(row)[1:]:
-        return None
-    itemsize = DTYPE_BITS[one.dtype] // 8
-    if one.sizes[0] == 1:
-        # Two rows have any distance, but a slice has no negative one.
-        distance, rest = divmod(row.start - one.start, itemsize)
-        if distance <= 0 or rest:
-            return None
-    else:
-        distance = one_strides[0]
-        if row.start != one.start + one.sizes[0] * distance * itemsize:
-            return None
-    return replace(
-        one,
-        sizes=(one.sizes[0] + 1, *one.sizes[1:]),
-        nbytes=one.nbytes + row.nbytes,
-        strides=(distance, *one_strides[1:]),
-    )
-
-
-def _element_strides(stored: Slice) -> tuple[int, ...]:
-    """Return the distances of neighbors in each dimension of a slice, in elements."""
-    if stored.strides is not None:
-        return stored.strides
-    strides = []
-    stride = 1
-    for size in reversed(stored.sizes):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))

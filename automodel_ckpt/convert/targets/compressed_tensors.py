@@ -25,12 +25,12 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
 """Presets of the library. W and A are the bits of weights and activations; FP8_DYNAMIC is 8-bit floats for both."""
@@ -166,11 +166,11 @@ def _selected(
             else:
                 unsuited.append(tensor.fqn)
     if not chosen:
-        raise CheckpointUnusable(
+        raise unusable(
             "no weight of this model can be quantized by this scheme",
-            where="ckpt export --to compressed-tensors --scheme",
-            value=quantizer.name,
-            hint=f"the columns of a weight must be divisible by {size}; use another scheme, such as W8A8",
+            "ckpt export --to compressed-tensors --scheme",
+            quantizer.name,
+            f"the columns of a weight must be divisible by {size}; use another scheme, such as W8A8",
         )
     if unsuited:
         export.warn(

@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan,
 from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
@@ -152,11 +153,11 @@ class Export:
         """Return the directory with the model's config.json. Raises :class:`CheckpointUnusable` if there is none."""
         side = self.source.config_directory
         if not (side / _CONFIG).is_file():
-            raise CheckpointUnusable(
+            raise unusable(
                 f"{what} needs the model's config.json",
-                where=str(side),
-                value="no such file",
-                hint="put the file there, or export Hugging Face files (--to hf)",
+                side,
+                "no such file",
+                "put the file there, or export Hugging Face files (--to hf)",
             )
         return side
 
@@ -172,11 +173,11 @@ class Export:
             value = f"no {_HEAD}, and config.json does not tie it to the embedding"
         else:
             return
-        raise CheckpointUnusable(
+        raise unusable(
             f"only causal language models are exported for {program}",
-            where=self.where,
-            value=value,
-            hint="export Hugging Face files (--to hf), which have every kind of model",
+            self.where,
+            value,
+            "export Hugging Face files (--to hf), which have every kind of model",
         )
 
     def warn(self, *texts: str) -> None:

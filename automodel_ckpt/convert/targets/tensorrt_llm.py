@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import (
@@ -118,41 +119,47 @@ class _Model:
             return _RankTensor(rule.name, first.shape, [(first, first.box)])
         if any(len(tensor.shape) != 2 for tensor in sources):
             raise _unusable("a tensor is not a matrix", first.fqn, self._where)
-        if rule.division == "qkv":
-            return self._fused(rule, sources, rank)
         num_rows, num_columns = first.shape
-        if rule.division == "vocabulary":
+        if rule.division == "columns":
+            own = self._share(first, num_columns, rank)
+            box = Box((0, own.start), (num_rows, len(own)))
+            return _RankTensor(rule.name, box.sizes, [(first, box)])
+        if rule.division == "qkv":
+            rows = self._heads(sources, rank)
+        elif rule.division == "rows":
+            rows = [self._share(first, num_rows, rank)]
+        else:
+            # The last ranks have rows of zeros, if the ranks do not divide the vocabulary.
             size = -(-num_rows // self.num_ranks)
             begin = min(rank * size, num_rows)
-            box = Box((begin, 0), (min(size, num_rows - begin), num_columns))
-            return _RankTensor(rule.name, (size, num_columns), [(first, box)])
-        axis = 1 if rule.division == "columns" else 0
-        offsets, sizes = [0, 0], [num_rows, num_columns]
-        sizes[axis], rest = divmod(sizes[axis], self.num_ranks)
-        if rest:
-            hint = f"use a size that divides {first.shape[axis]} features of {first.fqn}"
-            raise _wrong("--tensor-parallel", self.num_ranks, hint)
-        offsets[axis] = rank * sizes[axis]
-        box = Box(tuple(offsets), tuple(sizes))
-        return _RankTensor(rule.name, box.sizes, [(first, box)])
+            rows = [range(begin, min(begin + size, num_rows))]
+        parts: list[tuple[Tensor, Box]] = []
+        for tensor, own in zip(sources, rows, strict=True):
+            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
+        height = size if rule.division == "vocabulary" else sum(map(len, rows))
+        return _RankTensor(rule.name, (height, num_columns), parts)
 
-    def _fused(self, rule: DividedTensor, sources: Sequence[Tensor], rank: int) -> _RankTensor:
-        """Return a rank's queries, keys and values as one tensor."""
+    def _share(self, tensor: Tensor, num_features: int, rank: int) -> range:
+        """Return a rank's part of the features of a tensor. Raises :class:`RecipeError` if it has a rest."""
+        size, rest = divmod(num_features, self.num_ranks)
+        if rest:
+            hint = f"use a size that divides {num_features} features of {tensor.fqn}"
+            raise _wrong("--tensor-parallel", self.num_ranks, hint)
+        return range(rank * size, (rank + 1) * size)
+
+    def _heads(self, sources: Sequence[Tensor], rank: int) -> list[range]:
+        """Return a rank's rows of queries, keys and values."""
         dimensions = self._dimensions
         rows = rows_of_rank(dimensions, rank, self.num_ranks)
         assert rows is not None, "the constructor has checked them"
-        queries, keys = rows
         num_groups = dimensions.num_query_groups
-        all_rows = (dimensions.num_heads, num_groups, num_groups)
-        parts: list[tuple[Tensor, Box]] = []
-        num_columns = sources[0].shape[1]
-        for tensor, num_heads, own in zip(sources, all_rows, (queries, keys, keys), strict=True):
-            if tensor.shape != (num_heads * dimensions.head_size, num_columns):
+        all_heads = (dimensions.num_heads, num_groups, num_groups)
+        for tensor, num_heads in zip(sources, all_heads, strict=True):
+            if tensor.shape != (num_heads * dimensions.head_size, sources[0].shape[1]):
                 what = "a tensor does not match the heads of config.json"
                 raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", self._where)
-            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
-        num_rows = sum(box.sizes[0] for _, box in parts)
-        return _RankTensor(rule.name, (num_rows, num_columns), parts)
+        queries, keys = rows
+        return [queries, keys, keys]
 
     def write_rank(self, file: BinaryIO, rank: int) -> None:
         """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
@@ -316,9 +323,9 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unusable(what: str, value: object, where: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
+    return unusable(
         what,
-        where=where,
-        value=str(value)[:100],
-        hint="export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
+        where,
+        str(value)[:100],
+        "export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
     )

@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
 from automodel_ckpt.convert.formats.torch.training_state import (
     ModelParameter,
@@ -139,11 +140,11 @@ def _groups(
         options = options_of[names[0]] if names else run.groups[0].options
         for name in names:
             if options_of[name] != options:
-                raise CheckpointUnusable(
+                raise unusable(
                     "the parameters have more groups of options than the Trainer's optimizer",
-                    where=str(where),
-                    value=f"{names[0]} and {name}",
-                    hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
+                    where,
+                    f"{names[0]} and {name}",
+                    "the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
                     "weights with --to hf",
                 )
         # The Trainer always has a schedule, which needs the peak rate.
@@ -201,6 +202,4 @@ def _write_archive(path: Path, value: Any) -> None:
 
 def _unusable(what: str, where: Path, value: object, *, merge: bool = False) -> CheckpointUnusable:
     options = "--to hf --merge" if merge else "--to hf"
-    return CheckpointUnusable(
-        what, where=str(where), value=value, hint=f"export the weights with {options}"
-    )
+    return unusable(what, where, value, f"export the weights with {options}")

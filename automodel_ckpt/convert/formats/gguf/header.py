@@ -230,7 +230,13 @@ class _Parser:
         if scalar is None:
             raise Fault(f"a value has the unknown type {kind}")
         value = scalar.unpack(self._bytes(scalar.size))[0]
-        return _shortest(value, scalar) if kind == _FLOAT else value
+        if kind != _FLOAT:
+            return value
+        # Imported only here: listing files has to be fast.
+        import numpy as np
+
+        # The number of the fewest digits: 1e-06, and not 9.999999974752427e-07.
+        return float(str(np.float32(value)))
 
     def _array(self) -> Any:
         kind = self._number(4)
@@ -279,13 +285,3 @@ class _Parser:
         if nbytes > len(self._content) - self._at:
             raise Fault("it ends within its header")
         self._at += nbytes
-
-
-def _shortest(value: float, single: struct.Struct) -> float:
-    """Return the number of the fewest digits that is rounded to *value*: 1e-06, and not 9.999999974752427e-07."""
-    for digits in range(6, 9):
-        number = float(f"{value:.{digits}g}")
-        # Not near the largest number, which rounding could exceed.
-        if abs(number) < 1e38 and single.unpack(single.pack(number))[0] == value:
-            return number
-    return value

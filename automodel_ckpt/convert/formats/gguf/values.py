@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.sources.source import unusable
 
 KeyValue = tuple[str, str, Any]
 """Key, the GGUF type's name as in ``GGUFWriter.add_<type>``, value."""
@@ -54,4 +54,4 @@ def reported(where: str) -> Iterator[None]:
         yield
     except NotConvertible as error:
         hint = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
-        raise CheckpointUnusable(error.what, where=where, value=error.value, hint=hint) from error
+        raise unusable(error.what, where, error.value, hint) from error
