@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import held_run, published_file
+from automodel_ckpt.convert.type_aliases import FileDict
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
 _NUM_THREADS = 2
@@ -149,7 +150,7 @@ class _Extraction:
     def run(self) -> list[Path]:
         """Extract everything. Returns the paths of the checkpoints."""
         published: list[Path] = []
-        logs: dict[str, bytes] = {}
+        logs: FileDict = {}
         for member in self._members:
             name, _, file = member.name.partition("/")
             if member.name in _LOGS and not member.is_directory:

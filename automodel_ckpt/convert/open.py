@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
@@ -48,6 +47,7 @@ from automodel_ckpt.convert.names.torchtitan import (
     required_torchtitan_conversion,
     torchtitan_conversion,
 )
+from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -72,7 +72,7 @@ class Weights:
     files: frozenset[str] = frozenset()
     omitted: tuple[str, ...] = ()
     side_files: Path | None = None
-    stated_config: Mapping[str, Any] = field(default_factory=dict)
+    stated_config: Values = field(default_factory=dict)
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, if there is one.

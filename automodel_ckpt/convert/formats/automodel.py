@@ -32,6 +32,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
     TrainingState,
 )
+from automodel_ckpt.convert.type_aliases import ValueDict
 
 _MODEL = "model"
 _OPTIMIZER = "optim"
@@ -103,7 +104,7 @@ def _weights_of(path: Path) -> Format | None:
 
 def _schedule(
     directory: Path, content: DcpContent, optimizer: OptimizerState | None
-) -> dict[str, Any] | None:
+) -> ValueDict | None:
     """Return the LR scheduler's values, with the peak rates of the groups as ``base_lrs``.
 
     AutoModel's OptimizerParamScheduler has one peak rate, which each group's ``lr_mult`` multiplies.

@@ -46,6 +46,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     tensor_of_view,
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque, StoredView, has_tensor
+from automodel_ckpt.convert.type_aliases import Shape, TensorDict, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 LATEST = "latest"
@@ -88,7 +89,7 @@ _MODEL_KEYS = frozenset(
     ]
 )
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 Vector = Sequence[Tensor]
 """A flat vector: the concatenation of tensors of one dimension and one dtype."""
 
@@ -210,7 +211,7 @@ class _StateFile:
         if not isinstance(self.value, dict | StoredView):
             raise unusable("this file has no states", self.path, type(self.value).__name__)
 
-    def mapping(self, key: str) -> dict[str, Any]:
+    def mapping(self, key: str) -> ValueDict:
         """Return the mapping of names of tensors under *key*; an empty one if it is None or absent."""
         found = self.value.get(key) if isinstance(self.value, dict) else None
         if not isinstance(found, dict | None) or not all(map(is_text_name, found or ())):
@@ -311,7 +312,7 @@ class _Model:
             raise _divided(states.path, "tensor parallelism", f"mp_world_size {ranks}")
         if states.value.get("ds_autoep_layers"):
             raise _divided(states.path, "expert parallelism", "ds_autoep_layers")
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: TensorDict = {}
         self._tied = states.mapping("shared_params")
         self._omitted: list[str] = []
         self._origin = self._add_parameters()
@@ -431,7 +432,7 @@ class _Model:
 
     def _add_group(
         self,
-        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        shapes: Sequence[tuple[str, Shape]],
         vectors: Sequence[Vector],
         paddings: Sequence[int],
     ) -> None:
@@ -447,9 +448,7 @@ class _Model:
             what = "the ranks' parts do not have the size of the parameters"
             raise unusable(what, self._tag, f"{longest} elements, not {position}")
 
-    def _add(
-        self, fqn: str, shape: tuple[int, ...], vectors: Sequence[Vector], position: int
-    ) -> None:
+    def _add(self, fqn: str, shape: Shape, vectors: Sequence[Vector], position: int) -> None:
         """Add a parameter that is divided evenly among *vectors*, in each from *position* on.
 
         The end of the last parts is padding.
@@ -466,9 +465,7 @@ class _Model:
             slices.extend(_slices(vector, fqn, shape, elements, position))
         self._add_tensor(tiled(fqn, vectors[0][0].dtype, shape, slices, self._tag))
 
-    def _add_parts(
-        self, fqn: str, shape: tuple[int, ...], parts: Sequence[tuple[_StateFile, Any]]
-    ) -> None:
+    def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[_StateFile, Any]]) -> None:
         """Add a parameter of which each file has a flat part, or one file a tensor of its shape."""
         file, view = parts[0]
         if len(parts) == 1 and isinstance(view, StoredView) and view.shape == shape:
@@ -550,7 +547,7 @@ def _length(vector: Vector) -> int:
 
 
 def _slices(
-    vector: Vector, fqn: str, shape: tuple[int, ...], elements: range, position: int
+    vector: Vector, fqn: str, shape: Shape, elements: range, position: int
 ) -> Iterator[Slice]:
     """Yield the slices that the row-major *elements* of a tensor make up; the first is element *position* of *vector*.
 

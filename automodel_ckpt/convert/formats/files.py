@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
@@ -17,6 +16,7 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.type_aliases import Shape, TensorDict, TensorMap, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
@@ -58,9 +58,7 @@ def config_beside(directory: Path) -> Path | None:
     return directory if (directory / "config.json").is_file() else None
 
 
-def tiled(
-    fqn: str, dtype: str, shape: tuple[int, ...], slices: Sequence[Slice], where: Path
-) -> Tensor:
+def tiled(fqn: str, dtype: str, shape: Shape, slices: Sequence[Slice], where: Path) -> Tensor:
     """Return a tensor of *slices* in *where*. Raises :class:`CheckpointUnusable` unless they tile its *shape*."""
     fault = tiling_fault([stored.box for stored in slices], shape)
     if fault:
@@ -68,19 +66,19 @@ def tiled(
     return Tensor(fqn, dtype, shape, tuple(slices))
 
 
-def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def renamed(tensors: TensorMap, names: Mapping[str, str]) -> TensorDict:
     """Return those *tensors* that *names* maps to another name, under it."""
     return {name: tensors[stored].renamed(name) for stored, name in names.items()}
 
 
 def tensors_by_file(
-    directory: Path, names: Iterable[str], tensors_in: Callable[[str], Mapping[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+    directory: Path, names: Iterable[str], tensors_in: Callable[[str], TensorMap]
+) -> tuple[TensorDict, dict[str, str]]:
     """Return the tensors of the files *names* in *directory*, and the file of each.
 
     Raises :class:`CheckpointUnusable` if two files hold the same tensor.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: TensorDict = {}
     files: dict[str, str] = {}
     for name in names:
         found = tensors_in(name)
@@ -109,9 +107,7 @@ def check_regular_files(directory: Path, names: Iterable[str]) -> None:
             raise unusable("this shard is nearly all hole", path, f"{status.st_size} bytes")
 
 
-def read_json(
-    directory: Path, name: str, export: ExportManifest | None = None
-) -> dict[str, Any] | None:
+def read_json(directory: Path, name: str, export: ExportManifest | None = None) -> ValueDict | None:
     """Return the JSON mapping in the file *name* of *directory*, or None if there is no such file.
 
     It is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.

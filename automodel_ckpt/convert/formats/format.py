@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.names.conversion import Conversion
+from automodel_ckpt.convert.type_aliases import Shape, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class TensorSummary:
     """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     slices: int
 
 
@@ -142,7 +143,7 @@ class Format(ABC):
         """
         return Counters()
 
-    def losses(self, path: Path) -> Mapping[str, Any]:
+    def losses(self, path: Path) -> Values:
         """Return the last losses that the files state, for display: ``train_loss``, ``val_loss``.
 
         A key is absent if the files do not state it. Never raises.

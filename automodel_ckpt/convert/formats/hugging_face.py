@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import model_file
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import (
     UNCHECKED,
@@ -28,6 +28,7 @@ from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
 from automodel_ckpt.convert.formats.torch.torch_files import BIN_FILE, BIN_INDEX
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
 # How transformers numbers the files of a model.
@@ -96,7 +97,7 @@ class HuggingFaceFiles(Format):
         return replace(source, misplaced=tuple(misplaced), omitted=(*source.omitted, *omitted))
 
 
-def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_not_mlx(directory: Path, tensors: TensorMap) -> None:
     """Raise :class:`CheckpointUnusable` for weights that only MLX reads: experts or latent attention as it names them,
     and weights that it quantized, which are U32 beside scales."""
     for fqn, tensor in tensors.items():
@@ -125,7 +126,7 @@ def _check_numbers(directory: Path, names: Iterable[str]) -> None:
 def source_of_files(
     directory: Path,
     names: Iterable[str],
-    tensors: Mapping[str, Tensor],
+    tensors: TensorMap,
     export: ExportManifest | None,
 ) -> Source:
     """Return the source of a model with the *tensors* of the files *names* of *directory*.
@@ -161,9 +162,7 @@ def safetensors_in(directory: Path) -> list[str]:
     return [name for name in names_in(directory) if name.endswith(".safetensors")]
 
 
-def tensors_in_file(
-    directory: Path, name: str, export: ExportManifest | None = None
-) -> dict[str, Tensor]:
+def tensors_in_file(directory: Path, name: str, export: ExportManifest | None = None) -> TensorDict:
     """Return the tensors of the safetensors file *name* in *directory*, each in one slice.
 
     The slice's file is the absolute path of the file without links and without the first slash. Slices of an *export*

@@ -6,10 +6,8 @@ A ``model/`` directory of this program without its manifest has this format, too
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
@@ -24,6 +22,7 @@ from automodel_ckpt.convert.formats.files import (
 )
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
+from automodel_ckpt.convert.type_aliases import Shape, Values
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
@@ -60,7 +59,7 @@ class _Found:
     """The slices of one tensor in the shards read so far, and its global shape if a header states it."""
 
     slices: list[Slice] = field(default_factory=list)
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
 
 def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
@@ -88,7 +87,7 @@ def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
         parts.shape = parts.shape if shape is None else shape
 
 
-def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
+def _sharding_info(header: Header, path: Path) -> Values:
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         raise unusable(
@@ -122,7 +121,7 @@ def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
     return tiled(fqn, slices[0].dtype, shape, slices, directory)
 
 
-def _extents(slices: list[Slice]) -> tuple[int, ...]:
+def _extents(slices: list[Slice]) -> Shape:
     """Return the smallest shape that contains all slices."""
     ends = [
         [offset + size for offset, size in zip(stored.offsets, stored.sizes, strict=True)]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
@@ -35,6 +33,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
     TrainingState,
 )
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 STATE_FILE = "trainer_state.json"
@@ -75,7 +74,7 @@ class TransformersTrainer(Format):
         """Return the steps and finished epochs of the trainer's state."""
         return _counters(path)
 
-    def losses(self, path: Path) -> Mapping[str, Any]:
+    def losses(self, path: Path) -> Values:
         """Return the last logged losses."""
         try:
             state = read_json(path, STATE_FILE) or {}
@@ -131,7 +130,7 @@ def _weights_of(path: Path) -> Format | None:
     return next((each for each in _WEIGHTS if each.detect(path)), None)
 
 
-def _scheduler(path: Path) -> dict[str, Any]:
+def _scheduler(path: Path) -> ValueDict:
     """Return the plain values of the scheduler's state."""
     value = read_archive(path / SCHEDULER_FILE).value
     if not isinstance(value, dict):

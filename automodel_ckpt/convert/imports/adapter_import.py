@@ -19,11 +19,11 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
+from automodel_ckpt.convert.type_aliases import Files, Shape, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
@@ -91,7 +91,7 @@ class AdapterSettings:
     commit on the Hub; None: the main branch.
     """
 
-    lora: Mapping[str, Any]
+    lora: Values
     targets: tuple[str, ...]
     rows: Mapping[str, int]
     task_type: str | None
@@ -110,10 +110,10 @@ class AdapterModel:
     """
 
     parameters: tuple[ModelParameter, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    files: Mapping[str, bytes]
+    shapes: Mapping[str, Shape]
+    files: Files
     base: Path
-    section: Mapping[str, Any]
+    section: Values
     vocab_size: int | None = None
 
 
@@ -162,7 +162,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     return replace(model, files={**model.files, **read_files(directory, ADAPTER_SIDE_FILES)})
 
 
-def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSettings:
+def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
     path = directory / layout.ADAPTER_CONFIG
     values = read_json(directory, layout.ADAPTER_CONFIG)
     if values is None:
@@ -206,7 +206,7 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
     return AdapterSettings(lora, tuple(targets), rows, values.get("task_type"), base, revision)
 
 
-def unknown_options(options: Mapping[str, Any]) -> list[str]:
+def unknown_options(options: Values) -> list[str]:
     """The names of what is set in adapter_config.json and no recipe has, such as ``trainable_token_indices``."""
     return [name for name, value in options.items() if name not in _READ_OPTIONS and value]
 
@@ -239,7 +239,7 @@ def _rank(path: Path, option: str, value: Any) -> int:
     return int(value)
 
 
-def _names(path: Path, values: Mapping[str, Any], option: str) -> list[str]:
+def _names(path: Path, values: Values, option: str) -> list[str]:
     """Return a list of names, each of which is usable as a pattern of the recipe's section."""
     names = values.get(option) or []
     if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
@@ -250,9 +250,7 @@ def _names(path: Path, values: Mapping[str, Any], option: str) -> list[str]:
     return names
 
 
-def _ranks(
-    path: Path, values: Mapping[str, Any], option: str, targets: Sequence[str]
-) -> dict[str, int]:
+def _ranks(path: Path, values: Values, option: str, targets: Sequence[str]) -> dict[str, int]:
     """Return the numbers that names of layers, or their ends, have; peft ignores those that match no layer."""
     patterns = values.get(option) or {}
     if not isinstance(patterns, dict):

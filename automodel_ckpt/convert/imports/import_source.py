@@ -28,6 +28,7 @@ from automodel_ckpt.convert.imports.source_files import (
     without_unused_code,
 )
 from automodel_ckpt.convert.open import Weights, open_weights
+from automodel_ckpt.convert.type_aliases import FileDict
 
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
@@ -82,7 +83,7 @@ class ImportSource:
             if known is not None:
                 yield path, known
 
-    def side_files(self, config: Path | None) -> dict[str, bytes]:
+    def side_files(self, config: Path | None) -> FileDict:
         """Return the config and the tokenizer's files: those in the directory *config*, else those of the source."""
         chosen = config or self.opened.side_files
         files = side_files_of(chosen, chosen) if chosen is not None else {}

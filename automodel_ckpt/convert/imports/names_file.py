@@ -13,9 +13,9 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
+from automodel_ckpt.convert.type_aliases import TensorDict
 from automodel_ckpt.errors import RecipeError
 
 _MAX_BYTES = 4 << 20
@@ -43,7 +43,7 @@ def rename(module: Tensors, path: Path) -> Renaming:
     # Exact names are not compared with each tensor: a model of many experts can have a hundred thousand.
     general = [text for text in lines if _PLACEHOLDER.search(text)]
     unused = dict.fromkeys(lines)
-    renamed: dict[str, Tensor] = {}
+    renamed: TensorDict = {}
     for fqn, tensor in module.tensors.items():
         name = fqn
         is_exact = fqn in lines and fqn not in general
@@ -70,7 +70,7 @@ def rename(module: Tensors, path: Path) -> Renaming:
 
 def without_prefix(module: Tensors, prefix: str) -> Renaming:
     """Return the tensors of *module* whose names begin with *prefix* without it."""
-    tensors: dict[str, Tensor] = {}
+    tensors: TensorDict = {}
     others: list[str] = []
     for name, tensor in module.tensors.items():
         if name.startswith(prefix):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
@@ -43,6 +42,7 @@ from automodel_ckpt.convert.imports.training_import import (
 )
 from automodel_ckpt.convert.publishing import held_run
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.convert.type_aliases import Files, ValueDict, Values
 
 _FORMAT = "hf"
 _CONFIG = "config.json"
@@ -66,13 +66,13 @@ class NewCheckpoint:
     kind: str
     weights: Tensors
     plan: Plan
-    side_files: Mapping[str, bytes]
-    other_files: Mapping[str, bytes]
-    losses: Mapping[str, Any]
+    side_files: Files
+    other_files: Files
+    losses: Values
     run: Path
     name: layout.CheckpointName
     left_out: tuple[str, ...]
-    lineage: Mapping[str, Any]
+    lineage: Values
     contents: Callable[[Tensor], Data] | None = None
     training: TrainingImport | None = None
     has_training_state: bool = False
@@ -216,7 +216,7 @@ def _data(root: Path, tensor: Tensor) -> Data:
     return lambda: whole_checked(root, tensor).reshape(-1).view("u1").data
 
 
-def _losses(planned: NewCheckpoint) -> dict[str, Any]:
+def _losses(planned: NewCheckpoint) -> ValueDict:
     """Return the content of losses.json: the source's losses, null if they are not finite numbers."""
     return {
         "step": planned.name.step,
@@ -231,7 +231,7 @@ def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
     trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
     state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
     lineage = dict(planned.lineage)
-    progress: dict[str, Any] = {}
+    progress: ValueDict = {}
     training = planned.training
     if training is not None:
         state |= training.records()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
@@ -18,6 +16,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
 )
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.torch_files import BIN_INDEX
+from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
@@ -36,7 +35,7 @@ _WEIGHT_FILES = (
 _HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 
 
-def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
+def side_files_of(source: Path, directory: Path) -> FileDict:
     """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
     for place in (directory / layout.HF_METADATA, directory, source):
         if place.is_symlink() or not (place / _CONFIG).is_file():
@@ -53,7 +52,7 @@ def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
     return {}
 
 
-def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def without_unused_code(files: Files) -> FileDict:
     """Return side files without Python files if no JSON file refers to code of the model (``auto_map``).
 
     A single file of weights is often in the directory of the scripts that wrote it.
@@ -64,7 +63,7 @@ def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if not name.endswith(".py")}
 
 
-def quantization_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+def quantization_of(files: Files) -> ValueDict:
     """Find the settings by which weights are quantized.
 
     Args:
@@ -82,7 +81,7 @@ def quantization_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     return {}
 
 
-def recipe_of(source: Path) -> dict[str, bytes]:
+def recipe_of(source: Path) -> FileDict:
     """Return the recipe that the other program saved, unchanged, for reference, by its name; empty without one."""
     path = source / layout.CONFIG
     if not path.is_file() or path.is_symlink() or path.stat().st_size > _MAX_RECIPE_BYTES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_f
 from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.errors import RecipeError
 
 Integers = Literal["equal", "first", "last"]
@@ -198,9 +199,9 @@ def _opened(sources: Sequence[Path]) -> list[Weights]:
 
 def _lineage(
     opened: Sequence[Weights], shares: Sequence[float], ema: float | None
-) -> tuple[dict[str, Any], layout.CheckpointName]:
+) -> tuple[ValueDict, layout.CheckpointName]:
     """Describe the average for the manifest; also return the name of the newest source that is a checkpoint."""
-    lineage: dict[str, Any] = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
+    lineage: ValueDict = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
     names = [layout.CheckpointName(step=0, epoch=0)]
     for weights_in, share in zip(opened, shares, strict=True):
         lineage["averaged_from"].append({"path": str(weights_in.path), "weight": share})
@@ -266,7 +267,7 @@ def _some(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- side files
 
 
-def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], list[str]]:
+def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[FileDict, list[str]]:
     """Return the side files of the first source, and notes for the user."""
     first = opened[0].path
     adapters = [_adapter_files(weights_in.path) for weights_in in opened]
@@ -291,7 +292,7 @@ def _adapter_directory(path: Path) -> Path:
     return path
 
 
-def _adapter_files(path: Path) -> dict[str, bytes]:
+def _adapter_files(path: Path) -> FileDict:
     """Return the files that describe an adapter; empty if *path* has no adapter."""
     directory = _adapter_directory(path)
     files = read_files(directory, [layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG])
@@ -305,9 +306,9 @@ def _adapter_files(path: Path) -> dict[str, bytes]:
     return files
 
 
-def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Mapping[str, bytes]]) -> None:
+def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Files]) -> None:
     """Check that all sources are adapters with the same options and the same base."""
-    expected: dict[str, Any] = {}
+    expected: ValueDict = {}
     for weights_in, files in zip(opened, adapters, strict=True):
         # Empty mappings for a source without an adapter.
         config = parse_json(files.get(layout.ADAPTER_CONFIG, b"{}"))

@@ -12,9 +12,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -62,6 +61,7 @@ from automodel_ckpt.convert.merging.merge_rules import (
     Naming,
 )
 from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
+from automodel_ckpt.convert.type_aliases import FileDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 
@@ -139,7 +139,7 @@ def _checkpoint_of(source: Path) -> tuple[Path, str]:
 
 
 def _checked(
-    directory: Path | None, name: str, recorded: Mapping[str, Any], run: Path, cache: Path | None
+    directory: Path | None, name: str, recorded: Values, run: Path, cache: Path | None
 ) -> Path:
     """Return the *directory* of the base, after its digest was compared with the *recorded* one."""
     if directory is None:
@@ -190,7 +190,7 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
 
 def _side_files(
     adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
-) -> tuple[dict[str, bytes], list[str]]:
+) -> tuple[FileDict, list[str]]:
     """Return the side files of the merged model, and warnings.
 
     They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
@@ -198,7 +198,7 @@ def _side_files(
     """
     tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
     of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
-    files: dict[str, bytes] = {}
+    files: FileDict = {}
     for name, data in base_files(base_dir).items():
         is_replaced = (tokenizer and is_tokenizer_file(name)) or (
             of_embeddings and is_embedding_file(name)

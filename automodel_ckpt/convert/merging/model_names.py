@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.type_aliases import Shape, TensorMap
 
 _MAX_NAMED = 3
 # Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.
@@ -34,7 +34,7 @@ class NameDifferences:
     model: str
     unknown: tuple[str, ...]
     missing: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
     vocab_size: int | None = None
 
     def check(self, where: str) -> None:
@@ -52,7 +52,7 @@ class NameDifferences:
             f"`{name[:200]}: {similar}`, in which {{i}} is any number",
         )
 
-    def check_shapes(self, stored: Mapping[str, Tensor], where: str, *, is_quantized: bool) -> None:
+    def check_shapes(self, stored: TensorMap, where: str, *, is_quantized: bool) -> None:
         """Raise :class:`CheckpointUnusable` if *stored* tensors have other shapes than the model's parameters.
 
         Padding of the vocabulary is no difference. Matrices of a quantized model can be stored in any shape.

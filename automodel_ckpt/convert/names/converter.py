@@ -16,6 +16,7 @@ from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.rules import Rule
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _MAX_LISTED = 3
 
@@ -28,7 +29,7 @@ class ExternalTensors:
     slices, and its shape, are without them.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: TensorMap
     zero_rows: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -42,15 +43,13 @@ class Converter:
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
 
-    def to_hugging_face(
-        self, tensors: Mapping[str, Tensor], dimensions: Dimensions, where: str
-    ) -> dict[str, Tensor]:
+    def to_hugging_face(self, tensors: TensorMap, dimensions: Dimensions, where: str) -> TensorDict:
         """Return the Hugging Face tensors that consist of the other program's *tensors*, found in *where*.
 
         The names are per layer and per expert; for Megatron, see :func:`~.megatron_names.plain_names`. Raises
         :class:`CheckpointUnusable` if a tensor is missing, unknown, or does not have the rows that *dimensions* imply.
         """
-        found: dict[str, Tensor] = {}
+        found: TensorDict = {}
         used = set()
         with _mismatches(where):
             for rule in self.rules:
@@ -66,7 +65,7 @@ class Converter:
 
     def from_hugging_face(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: TensorMap,
         dimensions: Dimensions,
         where: str,
         *,
@@ -140,7 +139,7 @@ def _joined(rule: Rule, name: str, parts: list[Tensor], dimensions: Dimensions) 
     return join_rows(name, parts, ranges)
 
 
-def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
+def _check_all_used(tensors: TensorMap, used: set[str]) -> None:
     unknown = sorted(tensors.keys() - used)
     if unknown:
         text = ", ".join(unknown[:_MAX_LISTED])

@@ -12,10 +12,9 @@ Versions before 0.3 and Meta's files have other names for the output layer and t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion
@@ -23,6 +22,7 @@ from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.rules import fuse, rename
 from automodel_ckpt.convert.names.slicing import RowRange
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _CONFIG = "config.json"
 _TORCHTITAN = "layers.{layer}."
@@ -73,9 +73,7 @@ TORCHTITAN_LLAMA = Converter(
 _READABLE = TORCHTITAN_LLAMA.model_types
 
 
-def to_torchtitan(
-    conversion: Conversion, tensors: Mapping[str, Tensor], where: str
-) -> dict[str, Tensor]:
+def to_torchtitan(conversion: Conversion, tensors: TensorMap, where: str) -> TensorDict:
     """Return torchtitan's tensors that consist of the Hugging Face *tensors*, found in *where*.
 
     A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
@@ -91,7 +89,7 @@ def _is_weight(name: str) -> bool:
     return name not in _COMPUTED
 
 
-def _current_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def _current_names(tensors: TensorMap, where: str) -> TensorDict:
     return {_current(name): tensor for name, tensor in tensors.items()}
 
 

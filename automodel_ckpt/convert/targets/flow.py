@@ -29,6 +29,7 @@ from automodel_ckpt.convert.publishing import (
     published_directory,
     published_file,
 )
+from automodel_ckpt.convert.type_aliases import FileDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 Log = Callable[[str], None]
@@ -53,7 +54,7 @@ class ExportReport:
     seconds: float
     checked: bool
     warnings: tuple[str, ...]
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Values = field(default_factory=dict)
     summary: str = ""
 
 
@@ -135,15 +136,15 @@ class Export:
         cast_dtype = cast_code or self.cast_code
         return make_plan(source.tensors, source.tied, maps, cast_dtype=cast_dtype, where=self.where)
 
-    def side_files(self, plan: Plan) -> tuple[dict[str, bytes], list[str]]:
+    def side_files(self, plan: Plan) -> tuple[FileDict, list[str]]:
         """Return the files beside the weights, with the dtype of the export in config.json, and warnings."""
         return side_files(self.source, plan, maps_of(self.source))
 
-    def config_and_tokenizer(self, cast_code: str | None) -> dict[str, bytes]:
+    def config_and_tokenizer(self, cast_code: str | None) -> FileDict:
         """Return config.json and the tokenizer's files by name, without those in subdirectories, and log warnings."""
         beside, warnings = self.side_files(self.plan(cast_code))
         self.warn(*self.source.notes, *warnings)
-        files: dict[str, bytes] = {}
+        files: FileDict = {}
         for name, content in sorted(beside.items()):
             if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name:
                 files[name] = content
@@ -161,7 +162,7 @@ class Export:
             )
         return side
 
-    def check_language_model(self, config: Mapping[str, Any], program: str) -> None:
+    def check_language_model(self, config: Values, program: str) -> None:
         """Raise :class:`CheckpointUnusable` if the model with this config.json is no causal language model: *program*
         has no others."""
         architecture = next(iter(config.get("architectures") or ()), "")

@@ -47,6 +47,7 @@ from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.type_aliases import ValueDict
 from automodel_ckpt.errors import RecipeError, SaveFailed, os_problem
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
@@ -174,7 +175,7 @@ def _described(
     """
     source = export.source
     side = export.required_config("GGUF")
-    found: dict[str, Any] = {}
+    found: ValueDict = {}
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG):
         found[name] = read_json(side, name, source.export)
     config, tokenizer = found["config.json"], found["tokenizer.json"]

@@ -7,7 +7,7 @@ no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -29,6 +29,7 @@ from automodel_ckpt.convert.names.tensorrt_llm import (
 )
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.convert.type_aliases import FileDict, Files, Shape, ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
@@ -39,7 +40,7 @@ class _RankTensor:
     """A tensor of one rank: boxes of stored tensors, one below the other, and then zeros."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     parts: Sequence[tuple[Tensor, Box]]
 
 
@@ -72,9 +73,7 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
 class _Model:
     """The tensors of each rank, and the config. Raises :class:`CheckpointUnusable` if they do not match the source."""
 
-    def __init__(
-        self, export: Export, files: Mapping[str, bytes], num_ranks: int, dtype: str
-    ) -> None:
+    def __init__(self, export: Export, files: Files, num_ranks: int, dtype: str) -> None:
         self.dtype = dtype
         self.num_ranks = num_ranks
         self._source = export.source
@@ -191,7 +190,7 @@ class _Model:
 # ---------------------------------------------------------------- files
 
 
-def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _small_files(config: bytes, files: Files) -> FileDict:
     """Return the files beside the weights: the config, and the tokenizer where NeMo's exporter puts it."""
     if "tokenizer.model" in files:
         settings = {"library": "sentencepiece", "type": None, "model": "nemo:tokenizer.model"}
@@ -206,9 +205,7 @@ def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
     }
 
 
-def _publish(
-    export: Export, model: _Model, contents: Mapping[str, bytes], *, is_file: bool
-) -> None:
+def _publish(export: Export, model: _Model, contents: Files, *, is_file: bool) -> None:
     """Write the archive, or without *is_file* the directory."""
     # All tensors are described before anything is written.
     for rank in range(model.num_ranks):
@@ -250,9 +247,7 @@ _REQUIRED = (
 )
 
 
-def _config(
-    files: Mapping[str, bytes], dtype: str, num_ranks: int, where: str
-) -> tuple[dict[str, Any], bytes]:
+def _config(files: Files, dtype: str, num_ranks: int, where: str) -> tuple[ValueDict, bytes]:
     """Return the Hugging Face config among *files*, and the content of TensorRT-LLM's config.json.
 
     *dtype* is torch's name of the weights' dtype. Raises :class:`CheckpointUnusable` if the model is not a Llama or
@@ -274,7 +269,7 @@ def _config(
             raise _unusable(f"the model's config.json has no {key}", config.get(key), where)
     num_heads = config["num_attention_heads"]
     architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
-    result: dict[str, Any] = {
+    result: ValueDict = {
         "producer": {"name": "automodel_ckpt"},
         "architecture": architecture,
         "dtype": dtype,
@@ -307,11 +302,11 @@ def _config(
     return config, json.dumps(result, indent=4).encode()
 
 
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(config: Values) -> ValueDict:
     """Return the base and the scaling of the rotary embedding, from either generation of Hugging Face's keys."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROTARY_BASE
-    found: dict[str, Any] = {"rotary_base": base}
+    found: ValueDict = {"rotary_base": base}
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind not in (None, "default"):
         scaling = {"type": kind}

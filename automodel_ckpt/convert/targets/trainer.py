@@ -32,6 +32,7 @@ from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FIL
 from automodel_ckpt.convert.imports.training_import import lambda_schedule
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import numbered_state
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
@@ -127,7 +128,7 @@ def _groups(
     Raises :class:`CheckpointUnusable` if the options of a group's parameters differ, because the Trainer has only these
     groups, or if the optimizer trains a parameter that the model does not have.
     """
-    options_of: dict[str, Mapping[str, Any]] = {}
+    options_of: dict[str, Values] = {}
     for group in run.groups:
         options_of |= dict.fromkeys(group.parameters, group.options)
     unknown = sorted(options_of.keys() - {parameter.name for parameter in model})
@@ -154,9 +155,9 @@ def _groups(
 
 def _trainer_state(
     run: RunState, manifest: Manifest, intervals: Mapping[str, int], callbacks: Iterable[str]
-) -> dict[str, Any]:
+) -> ValueDict:
     """Return the fields of transformers' ``TrainerState`` (5.23)."""
-    line: dict[str, Any] = {"epoch": float(run.epochs_done), "step": run.step}
+    line: ValueDict = {"epoch": float(run.epochs_done), "step": run.step}
     for key, name in (("train_loss", "loss"), ("val_loss", "eval_loss")):
         loss = manifest.losses.get(key)
         if isinstance(loss, float):
@@ -170,7 +171,7 @@ def _trainer_state(
     }
     # The Trainer's next save fails if the entry of a callback is missing. It appends to a list; an empty one has no
     # state to restore, while a mapping without values would replace the arguments of the script's callback.
-    stateful: dict[str, Any] = {"TrainerControl": {"args": control, "attributes": {}}}
+    stateful: ValueDict = {"TrainerControl": {"args": control, "attributes": {}}}
     for name in callbacks:
         stateful.setdefault(name, [])
     return {

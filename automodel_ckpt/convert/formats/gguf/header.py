@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
+from automodel_ckpt.convert.type_aliases import Shape, Values
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -119,7 +120,7 @@ class TensorInfo:
 
     name: str
     kind: Kind
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     nbytes: int
 
@@ -129,7 +130,7 @@ class GgufHeader:
     """The header of a file. *values* are the metadata by key; long arrays are :class:`ArrayOf`."""
 
     version: int
-    values: Mapping[str, Any]
+    values: Values
     tensors: Mapping[str, TensorInfo]
 
 
@@ -178,7 +179,7 @@ class _Parser:
             raise Fault(f"general.alignment is {alignment!r:.50}, not a power of two")
         return GgufHeader(version, values, self._tensors(places, int(alignment)))
 
-    def _tensor_place(self) -> tuple[str, Kind, tuple[int, ...], int]:
+    def _tensor_place(self) -> tuple[str, Kind, Shape, int]:
         """Return name, type, row-major shape and the offset in the data section."""
         name = self._string()
         if len(name.encode()) >= _MAX_NAME or not name.isprintable():
@@ -198,7 +199,7 @@ class _Parser:
         return name, kind, shape, self._number(8)
 
     def _tensors(
-        self, places: list[tuple[str, Kind, tuple[int, ...], int]], alignment: int
+        self, places: list[tuple[str, Kind, Shape, int]], alignment: int
     ) -> dict[str, TensorInfo]:
         """Return the tensors, whose data begin at the next multiple of *alignment*, one after the other."""
         data = -(-self._at // alignment) * alignment

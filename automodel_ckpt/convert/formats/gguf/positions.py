@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, positive_number
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 
 _LENGTH = "original_max_position_embeddings"
 # The numbers that each kind of scaling of positions needs.
@@ -31,7 +31,7 @@ class Positions:
     """
 
     theta: float
-    scaling: Mapping[str, Any]
+    scaling: Values
     local_theta: float | None = None
 
     def key_values(self, prefix: str) -> list[KeyValue]:
@@ -62,9 +62,9 @@ class Positions:
             factors.append(1 / ((1 - smooth) / factor + smooth))
         return factors
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ValueDict:
         """Return the keys of config.json, under the names of transformers 4, which version 5 reads as well."""
-        found: dict[str, Any] = {"rope_theta": self.theta}
+        found: ValueDict = {"rope_theta": self.theta}
         if self.local_theta is not None:
             found["rope_local_base_freq"] = self.local_theta
         if self.scaling:
@@ -83,7 +83,7 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     return rows
 
 
-def read_positions(config: Mapping[str, Any], known: frozenset[str]) -> Positions:
+def read_positions(config: Values, known: frozenset[str]) -> Positions:
     """Return the positions that *config* (of config.json) describes.
 
     *known* are the kinds of scaling that llama.cpp computes for the architecture. Raises :class:`NotConvertible`
@@ -110,7 +110,7 @@ def read_positions(config: Mapping[str, Any], known: frozenset[str]) -> Position
     return Positions(theta, _scaling(settings, known), local_theta)
 
 
-def _scaling(settings: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def _scaling(settings: Values, known: frozenset[str]) -> ValueDict:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(kind, str) or kind not in known:
         raise NotConvertible(
@@ -119,7 +119,7 @@ def _scaling(settings: Mapping[str, Any], known: frozenset[str]) -> dict[str, An
         )
     if kind == "default":
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind}
+    scaling: ValueDict = {"rope_type": kind}
     for name in _NUMBERS[kind]:
         number = positive_number(settings, name)
         scaling[name] = int(number) if name == _LENGTH else number
@@ -131,9 +131,7 @@ def _scaling(settings: Mapping[str, Any], known: frozenset[str]) -> dict[str, An
     return scaling
 
 
-def positions_of(
-    values: Mapping[str, Any], prefix: str, factors: Sequence[float], head_dim: int
-) -> dict[str, Any]:
+def positions_of(values: Values, prefix: str, factors: Sequence[float], head_dim: int) -> ValueDict:
     """Return the keys of config.json for the metadata *values* of a GGUF file, for :func:`read_positions`.
 
     *factors* are the values of ``rope_freqs.weight``, empty if there is no such tensor. Raises
@@ -153,7 +151,7 @@ def positions_of(
     return found
 
 
-def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
+def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> ValueDict:
     """Return the scaling of Llama 3.1 whose divisors are *factors*.
 
     The tensor has the result only, so the length of pretraining is found by trying powers of two.

@@ -18,7 +18,6 @@ from automodel_ckpt.base.units import counted, left_out
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import UNCHECKED, check_regular_files, names_in
@@ -36,6 +35,7 @@ from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
+from automodel_ckpt.convert.type_aliases import TensorDict, Values
 
 _MAX_METADATA_BYTES = 1 << 16
 _MAX_LATEST_BYTES = 64
@@ -194,7 +194,7 @@ def sharded_backend(directory: Path) -> str | None:
     return backend[:40] if isinstance(backend, str) else None
 
 
-def _stored(path: Path, *, only_model: bool) -> tuple[dict[str, Tensor], list[str]]:
+def _stored(path: Path, *, only_model: bool) -> tuple[TensorDict, list[str]]:
     """Return the tensors, and the names of everything else. Raises :class:`CheckpointUnusable`."""
     backend = sharded_backend(path)
     if backend not in (_TORCH_DIST, _ZARR, None):
@@ -229,7 +229,7 @@ def read_common(path: Path) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _arguments(common: Mapping[Any, Any]) -> Mapping[str, Any]:
+def _arguments(common: Mapping[Any, Any]) -> Values:
     """Return the arguments of Megatron-LM, an argparse.Namespace; empty if there are none."""
     value = common.get("args")
     if isinstance(value, Opaque) and value.kind == "argparse.Namespace":
@@ -266,7 +266,7 @@ def _omitted(others: Collection[str], common: Mapping[Any, Any]) -> Iterator[str
         yield f"counters ({text})"
 
 
-def conversion_of_arguments(arguments: Mapping[str, Any], where: str) -> Conversion | None:
+def conversion_of_arguments(arguments: Values, where: str) -> Conversion | None:
     """Return the conversion that *arguments* of Megatron-LM imply; None if they do not describe a known model."""
     if not arguments.get("swiglu") or arguments.get("normalization") != "RMSNorm":
         return None

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import names_in, reports
@@ -31,6 +30,7 @@ from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_i
 from automodel_ckpt.convert.formats.torch.torch_files import read_model
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "model_config.yaml"
@@ -113,7 +113,7 @@ def _is_weights(path: Path, name: str) -> bool:
     return is_weights and (path / name).is_dir()
 
 
-def read_config(packed: PackedFiles) -> dict[str, Any]:
+def read_config(packed: PackedFiles) -> ValueDict:
     """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
     try:
         value = parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode())
@@ -126,21 +126,21 @@ def read_config(packed: PackedFiles) -> dict[str, Any]:
     return value
 
 
-def artifacts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:
     """Yield (path in the config, file name) for each artifact that *config* refers to."""
     for path, text in scalars_in(config):
         if text.startswith(ARTIFACT_PREFIX):
             yield path, text.removeprefix(ARTIFACT_PREFIX)
 
 
-def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
+def _conversion(config: Values, where: str) -> Conversion | None:
     """Return the conversion that the config of a GPT model implies; None for another model.
 
     Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml. Raises
     :class:`CheckpointUnusable` for wrong dimensions.
     """
     flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
-    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments: ValueDict = {key: _number(config.get(key)) for key in _DIMENSIONS}
     arguments |= {
         "swiglu": _GATED_SILU.fullmatch(flags.get("activation", "")),
         "normalization": "RMSNorm" if flags.get("normalization") == "rmsnorm" else None,
@@ -153,9 +153,9 @@ def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
     return conversion_of_arguments(arguments, where)
 
 
-def _stated_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _stated_config(config: Values) -> ValueDict:
     """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show."""
-    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments: ValueDict = {key: _number(config.get(key)) for key in _DIMENSIONS}
     arguments["group_query_attention"] = arguments["num_query_groups"] is not None
     arguments["moe_router_topk"] = _number(config.get("moe_router_topk"))
     for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
@@ -174,7 +174,7 @@ def _number(value: object) -> int | None:
 # ---------------------------------------------------------------- weights
 
 
-def _source(packed: PackedFiles, config: Mapping[str, Any], directory: Path) -> Source:
+def _source(packed: PackedFiles, config: Values, directory: Path) -> Source:
     if WEIGHTS not in packed.files:
         raise _no_weights(packed)
     stored = packed.files[WEIGHTS]

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_at
-from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import names_in, read_json
@@ -27,6 +26,7 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
 )
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import TENSORRT_LLAMA
+from automodel_ckpt.convert.type_aliases import TensorDict, ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "config.json"
@@ -78,7 +78,7 @@ class QnemoFile(TensorRtLlmDirectory):
 # ---------------------------------------------------------------- files
 
 
-def _config(packed: PackedFiles) -> dict[str, Any]:
+def _config(packed: PackedFiles) -> ValueDict:
     path = packed.path / CONFIG
     try:
         value = parse_json(packed.read(CONFIG, _MAX_CONFIG_BYTES))
@@ -91,7 +91,7 @@ def _config(packed: PackedFiles) -> dict[str, Any]:
     return value
 
 
-def _num_ranks(config: Mapping[str, Any], packed: PackedFiles) -> int:
+def _num_ranks(config: Values, packed: PackedFiles) -> int:
     """Return the tensor-parallel size. Raises :class:`CheckpointUnusable` for pipeline parallelism."""
     path = packed.path / CONFIG
     mapping = config["mapping"]
@@ -110,7 +110,7 @@ def _num_ranks(config: Mapping[str, Any], packed: PackedFiles) -> int:
     return int(sizes["tp_size"])
 
 
-def _rank_tensors(packed: PackedFiles, rank: int) -> dict[str, Tensor]:
+def _rank_tensors(packed: PackedFiles, rank: int) -> TensorDict:
     name = f"rank{rank}.safetensors"
     stored = packed.files.get(name)
     if stored is None:

@@ -30,6 +30,7 @@ from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import (
     is_index,
     read_index,
 )
+from automodel_ckpt.convert.type_aliases import TensorDict
 
 INDEX_SUFFIX = ".index"
 _STATE_FILE = "checkpoint"
@@ -86,7 +87,7 @@ class _Checkpoint:
 
     def __init__(self, index: Path) -> None:
         self.index = index
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: TensorDict = {}
         self.num_values = 0
         with faults_of(index, "this index of TensorFlow cannot be read"):
             num_shards, variables = read_index(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.convert.type_aliases import Shape
 
 FOOTER_BYTES = 48
 MAX_INDEX_BYTES = 64 << 20
@@ -65,7 +66,7 @@ class Variable:
 
     name: str
     dtype: str | None
-    shape: tuple[int, ...]
+    shape: Shape
     shard: int
     offset: int
     nbytes: int
@@ -254,7 +255,7 @@ def _variable(name: str, data: bytes) -> Variable:
     return Variable(name, dtype, shape, shard, offset, nbytes, 7 in fields)
 
 
-def _shape(name: str, data: bytes) -> tuple[int, ...]:
+def _shape(name: str, data: bytes) -> Shape:
     extents = []
     for field, value in _fields(data):
         if field != 2 or not isinstance(value, bytes):

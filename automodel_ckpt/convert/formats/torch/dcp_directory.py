@@ -32,6 +32,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     describe_archive,
     describe_pickle,
 )
+from automodel_ckpt.convert.type_aliases import Shape
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
 _FREE_BYTES = 4 << 20
@@ -65,7 +66,7 @@ class Described:
     """A tensor as ``.metadata`` describes it: safetensors dtype code, global shape, and its chunks with their items."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: tuple[tuple[Box, Item], ...]
 
 
@@ -160,7 +161,7 @@ def _content(value: Any, budget: int) -> DcpContent:
 
 
 # The name of a tensor or value, and the offsets of the chunk; None for a value.
-_Key = tuple[str, tuple[int, ...] | None]
+_Key = tuple[str, Shape | None]
 
 
 def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, Item]]:
@@ -203,7 +204,7 @@ def _dtype(properties: Any) -> Any:
     return properties.get("dtype")
 
 
-def _extents(value: Any) -> tuple[int, ...]:
+def _extents(value: Any) -> Shape:
     found = counts(value)
     if found is None or len(found) > _MAX_DIMENSIONS:
         raise Fault("a shape or an offset in it is not a list of counts")
@@ -257,7 +258,7 @@ class _Mapped:
             return describe_archive(data, max_program_bytes=max_program_bytes)
 
 
-def _raw_start(archive: Archive, dtype: str, sizes: tuple[int, ...]) -> int:
+def _raw_start(archive: Archive, dtype: str, sizes: Shape) -> int:
     """Return the offset in an item at which the tensor's row-major bytes begin."""
     view = archive.value
     if not isinstance(view, StoredView) or view.dtype != dtype:

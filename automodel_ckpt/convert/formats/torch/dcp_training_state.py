@@ -38,6 +38,7 @@ from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
 )
 from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.training_state import OptimizerState, TrainingState
+from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict
 
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
 # Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
@@ -58,7 +59,7 @@ def read_optimizer(
     directory: Path,
     content: DcpContent,
     key: str,
-    weights: Mapping[str, Tensor],
+    weights: TensorMap,
     *,
     rename: Callable[[str], str] = without_wrappers,
 ) -> OptimizerState | None:
@@ -82,7 +83,7 @@ def read_optimizer(
     stored = {*grouped.values(), *(name for entry in entries.values() for name in entry.values())}
     with damaged_optimizer(where):
         loaded = _loaded(directory, content, stored)
-        state: dict[Key, dict[str, Any]] = {
+        state: dict[Key, ValueDict] = {
             fqn: {
                 what: _renamed(loaded[name], f"{rename(fqn)}.{what}")
                 for what, name in entry.items()
@@ -106,7 +107,7 @@ def _renamed(value: Any, fqn: str) -> Any:
 
 
 def read_training_state(
-    directory: Path, content: DcpContent, weights: Mapping[str, Tensor]
+    directory: Path, content: DcpContent, weights: TensorMap
 ) -> TrainingState | None:
     """Return the training state that was saved in the same state dict as the model; None if there is no optimizer."""
     key = optimizer_key(content)
@@ -144,7 +145,7 @@ def optimizer_key(content: DcpContent) -> str | None:
     return next((key for key in OPTIMIZER_KEYS if _optimizer(content, key)[0]), None)
 
 
-def read_scheduler(directory: Path, content: DcpContent) -> dict[str, Any] | None:
+def read_scheduler(directory: Path, content: DcpContent) -> ValueDict | None:
     """Return the plain values of the LR scheduler's state; None if there is none."""
     names = [fqn for fqn in content.values if _path(content, fqn)[0] in _SCHEDULER_KEYS]
     if not names:
@@ -160,7 +161,7 @@ def read_scheduler(directory: Path, content: DcpContent) -> dict[str, Any] | Non
         return plain_values(state)
 
 
-def _loaded(directory: Path, content: DcpContent, names: Collection[str]) -> dict[str, Any]:
+def _loaded(directory: Path, content: DcpContent, names: Collection[str]) -> ValueDict:
     """Return the tensors, as descriptions, and the values of these *names*."""
     described = {name: content.tensors[name] for name in names if name in content.tensors}
     items = {name: content.values[name] for name in names if name in content.values}
@@ -198,12 +199,12 @@ def _optimizer(
     return entries, grouped
 
 
-def _groups(grouped: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
+def _groups(grouped: Mapping[tuple[str, str], Any]) -> list[ValueDict]:
     """Return ``param_groups``, from one value, from an option of each group, or from one of each parameter."""
     if ("", "") in grouped:
-        groups: list[dict[str, Any]] = grouped["", ""]
+        groups: list[ValueDict] = grouped["", ""]
         return groups
-    by_owner: dict[str, dict[str, Any]] = {}
+    by_owner: dict[str, ValueDict] = {}
     for (owner, option), value in grouped.items():
         if owner:
             by_owner.setdefault(owner, {})[option] = value
@@ -212,7 +213,7 @@ def _groups(grouped: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
     if all(map(str.isdecimal, by_owner)):
         return [by_owner[number] for number in sorted(by_owner, key=int)]
     # Parameters with the same options are in one group, in the order in which they are stored.
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, ValueDict] = {}
     for fqn, options in by_owner.items():
         plain = plain_values(options)
         # Plain values have the same text if and only if they are equal, also lists.

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     views_in,
 )
 from automodel_ckpt.convert.formats.unsupported_files import PICKLE, first_zip_entry
+from automodel_ckpt.convert.type_aliases import TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
 BIN_FILE = "pytorch_model.bin"
@@ -142,7 +143,7 @@ class TorchModelDirectory(Format):
 class TorchModel:
     """The model in one file: its tensors by name, and the number of other tensors and of other values."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: TensorMap
     num_others: int
     num_values: int
 

@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.files.dtypes import CODES, DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import counts
 from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_ranges
+from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -59,8 +60,8 @@ class StoredView:
     key: str
     storage_bytes: int
     offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
 
     @property
     def num_outer_dimensions(self) -> int:
@@ -271,7 +272,7 @@ def _reconstructed(kind: Any, *arguments: Any) -> Opaque:
     return Opaque(name, arguments)
 
 
-_KNOWN: dict[str, Any] = {
+_KNOWN: ValueDict = {
     "torch._utils._rebuild_tensor": _Function(_view),
     "torch._utils._rebuild_tensor_v2": _Function(_view),
     "torch._utils._rebuild_tensor_v3": _Function(_view),

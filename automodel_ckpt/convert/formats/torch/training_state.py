@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.convert.type_aliases import Shape, TensorMap, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class ModelParameter:
     """A parameter of a model: its name, its shape, and whether weight decay usually applies to it (no norm or bias)."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     decays: bool
 
 
@@ -35,7 +34,7 @@ class ParameterGroup:
     """The names of an optimizer's parameters with the same options, such as ``lr``, ``betas`` and ``weight_decay``."""
 
     parameters: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class OptimizerState:
     """
 
     root: Path
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Mapping[str, TensorMap]
     values: Mapping[str, Mapping[str, int | float | bool]]
     groups: tuple[ParameterGroup, ...]
     names_from: str = ""
@@ -68,5 +67,5 @@ class TrainingState:
     epoch: int | None = None
     consumed_samples: int | None = None
     optimizer: OptimizerState | None = None
-    scheduler: Mapping[str, Any] | None = None
+    scheduler: Values | None = None
     omitted: tuple[str, ...] = ()
