@@ -142,7 +142,7 @@ def _scheduler(path: Path) -> ValueDict:
 def _counters(path: Path) -> Counters:
     """Return the steps and the finished epochs, the integer part of the trainer's fractional ``epoch``."""
     state = read_json(path, STATE_FILE) or {}
-    epoch = state.get("epoch")
+    epoch: Any = state.get("epoch")
     is_finite = isinstance(epoch, int | float) and math.isfinite(epoch)
     return Counters.of(state.get("global_step"), int(epoch) if is_finite else None)
 

@@ -36,7 +36,7 @@ class Positions:
 
     def key_values(self, prefix: str) -> list[KeyValue]:
         """Return the keys ``PREFIX.rope.*``. Llama 3.1's scaling is a tensor instead (:meth:`factors`)."""
-        found = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
+        found: list[KeyValue] = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
         if self.local_theta is not None:
             found.append((f"{prefix}.rope.freq_base_swa", "float32", self.local_theta))
         if self.scaling.get("rope_type") == "linear":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -236,18 +234,6 @@ def test_damage_in_a_source_is_found_and_nothing_is_published(
         message = rejected(capsys, str(first), str(second), "-o", str(out))
         assert "damaged: its digest differs" in message and str(second) in message
         assert not list(out.glob("epoch*")) and not list(out.glob(".epoch*"))
-
-
-def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
-    tensors = {"w": torch.ones(4096, 4096)}
-    paths = [str(save(tmp_path / name, tensors)) for name in "ab"]
-    tracemalloc.start()
-    try:
-        averaged(tmp_path, *paths)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < math.prod((4096, 4096)) * 4 / 2
 
 
 def test_adapters_are_averaged_as_adapters_if_their_options_agree(

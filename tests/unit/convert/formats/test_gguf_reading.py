@@ -197,17 +197,6 @@ def test_values_are_decoded_once_and_removed_at_the_end(
     assert not Path(lines[0].strip()).exists() and len(list(base.iterdir())) == 1
 
 
-def test_a_directory_that_others_can_write_is_not_used(
-    tmp_path: Path, own_temporary_directory: Path
-) -> None:
-    (tmp_path / "source").write_bytes(b"")
-    base = own_temporary_directory / f"automodel_ckpt-values-{os.getuid()}"
-    base.mkdir()
-    base.chmod(0o777)
-    with pytest.raises(CheckpointUnusable, match="another user"):
-        decoded.decoded_directory(tmp_path / "source", "test", lambda directory: None)
-
-
 def test_a_part_of_a_model_is_an_error_that_names_llama_cpps_tool() -> None:
     part = Path(__file__).parents[3] / "fixtures" / "gguf" / "part" / "model-00001-of-00004.gguf"
     with pytest.raises(CheckpointUnusable, match="llama-gguf-split --merge"):
