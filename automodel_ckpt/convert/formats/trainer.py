@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable

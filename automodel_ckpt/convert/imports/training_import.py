@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
@@ -141,7 +142,7 @@ class TrainingImport:
 def training_import(
     state: TrainingState,
     *,
-    where: str,
+    where: Path,
     step: int | None,
     epoch: int | None,
 ) -> TrainingImport:
@@ -152,21 +153,15 @@ def training_import(
     """
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
         if given is not None and stated is not None and given != stated:
-            raise unusable(
-                f"{option} contradicts the training state",
-                where,
-                f"{given}; the source states {stated}",
-                f"remove {option}, or import without --training-state",
-            )
+            what = f"{option} contradicts the training state"
+            hint = f"remove {option}, or import without --training-state"
+            raise unusable(what, where, f"{given}; the source states {stated}", hint)
     final_step = step if state.step is None else state.step
     final_epoch = epoch if state.epoch is None else state.epoch
     if final_step is None:
-        raise unusable(
-            "the source does not state its step, and a run continues after one",
-            where,
-            "no step",
-            "add --step S, the number of optimizer steps that were taken",
-        )
+        what = "the source does not state its step, and a run continues after one"
+        hint = "add --step S, the number of optimizer steps that were taken"
+        raise unusable(what, where, "no step", hint)
     return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
 
 
