@@ -67,27 +67,23 @@ _MAX_TAG_BYTES = 1024
 _MAX_DIMENSIONS = 64
 _MAX_LISTED = 8
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # What the files of model states have for the model itself.
-_MODEL_KEYS = frozenset(
-    [
-        *_COUNTERS,
-        "module",
-        "buffer_names",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "ds_autoep_layers",
-    ]
-)
+_MODEL_KEYS = {
+    "module",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+    "ds_autoep_layers",
+}
 
 Shapes = dict[str, Shape]
 Vector = Sequence[Tensor]
@@ -307,11 +303,9 @@ class _Model:
         if not isinstance(states.value, dict) or "module" not in states.value:
             raise unusable("this file has no states of a model", states.path, "no module")
         # The model may be divided by more than ZeRO.
-        ranks = states.value.get("mp_world_size")
-        if type(ranks) is int and ranks > 1:
-            raise _divided(states.path, "tensor parallelism", f"mp_world_size {ranks}")
-        if states.value.get("ds_autoep_layers"):
-            raise _divided(states.path, "expert parallelism", "ds_autoep_layers")
+        for key, kind in (("mp_world_size", "tensor"), ("ds_autoep_layers", "expert")):
+            if states.value.get(key) not in (None, 0, 1, (), [], {}):
+                raise _divided(states.path, f"{kind} parallelism", key)
         self._tensors: TensorDict = {}
         self._tied = states.mapping("shared_params")
         self._omitted: list[str] = []
@@ -331,7 +325,12 @@ class _Model:
         names = plain_names(self._states.value, stored_names)
         if len(set(names.values())) != len(names):
             names = {name: name for name in stored_names}
-        omitted = (*self._omitted, *self._other_entries())
+        value = self._states.value
+        present = [key for key in value if is_text_name(key) and value[key] is not None]
+        others = [key[:40] for key in present if key not in _MODEL_KEYS]
+        if others:
+            self._omitted.append(f"other entries ({', '.join(others[:_MAX_LISTED])})")
+        omitted = tuple(self._omitted)
         notes = [UNCHECKED, f"the weights are {self._origin}"]
         if omitted:
             notes.append(f"left out: {', '.join(omitted)}")
@@ -344,16 +343,6 @@ class _Model:
             omitted=omitted,
             side_files=config_beside(directory),
         )
-
-    def _other_entries(self) -> Iterator[str]:
-        value = self._states.value
-        counters = [f"{key} {value[key]}" for key in _COUNTERS if type(value.get(key)) is int]
-        if counters:
-            yield f"counters ({', '.join(counters)})"
-        present = [key for key in value if is_text_name(key) and value[key] is not None]
-        others = [key[:40] for key in present if key not in _MODEL_KEYS]
-        if others:
-            yield f"other entries ({', '.join(others[:_MAX_LISTED])})"
 
     # ---------------------------------------------------------------- parameters
 
@@ -457,9 +446,6 @@ class _Model:
         share = -(-num_elements // len(vectors))
         slices: list[Slice] = []
         for rank, vector in enumerate(vectors):
-            if position + share > _length(vector):
-                what = f"the ranks' parts do not have the size of the parameter {fqn!r}"
-                raise unusable(what, self._tag, f"{_length(vector)} elements")
             first = min(rank * share, num_elements)
             elements = range(first, min(first + share, num_elements))
             slices.extend(_slices(vector, fqn, shape, elements, position))

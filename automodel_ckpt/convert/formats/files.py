@@ -127,6 +127,14 @@ def read_json(directory: Path, name: str, export: ExportManifest | None = None) 
     return value
 
 
+def optional_json(directory: Path, name: str) -> ValueDict:
+    """Return the JSON mapping in the file *name*; empty if it is missing, not readable, or something else."""
+    try:
+        return read_json(directory, name) or {}
+    except CheckpointUnusable:
+        return {}
+
+
 @contextlib.contextmanager
 def faults_of(
     path: Path,

@@ -19,6 +19,7 @@ from automodel_ckpt.convert.formats.files import (
     check_regular_files,
     config_beside,
     names_in,
+    optional_json,
     read_json,
 )
 from automodel_ckpt.convert.formats.format import Counters, Format
@@ -35,7 +36,6 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     TrainingState,
 )
 from automodel_ckpt.convert.type_aliases import ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -77,12 +77,8 @@ class TransformersTrainer(Format):
 
     def losses(self, path: Path) -> Values:
         """Return the last logged losses."""
-        try:
-            state = read_json(path, STATE_FILE) or {}
-        except CheckpointUnusable:
-            return {}
         found = {}
-        history = state.get("log_history")
+        history = optional_json(path, STATE_FILE).get("log_history")
         # Later lines replace earlier ones.
         for line in history if isinstance(history, list) else []:
             for key, name in (("loss", "train_loss"), ("eval_loss", "val_loss")):

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.files import names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format, Inventory
 from automodel_ckpt.convert.formats.registry import detect, formats_in
 from automodel_ckpt.convert.imports.file_names import parse_name
@@ -24,7 +22,6 @@ from automodel_ckpt.convert.imports.source_files import check_links_of_weights
 from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
-_MAX_LOSSES_BYTES = 1 << 20
 # The directory may be anything, and the list is only displayed.
 _MAX_FILES = 100_000
 _MAX_ENTRIES = 10_000
@@ -95,11 +92,7 @@ def losses_in(directory: Path, known: Format | None = None) -> Values:
     stated = known.losses(directory) if known is not None else {}
     if stated:
         return stated
-    try:
-        value = parse_json(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return optional_json(directory, layout.LOSSES)
 
 
 def _tree(directory: Path, known: Format) -> ExternalTree:

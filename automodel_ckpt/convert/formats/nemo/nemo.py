@@ -41,13 +41,14 @@ MAX_CONFIG_BYTES = 1 << 20
 # Source: nemo.utils.model_utils.inject_model_parallel_rank, NeMo 3.0.
 _RANK = re.compile(r"(mp_rank_[0-9]{2,4}|tp_rank_[0-9]{2,4}_pp_rank_[0-9]{3,4})/", re.ASCII)
 _GATED_SILU = re.compile(r"(fast-)?swiglu", re.ASCII)
-_DIMENSIONS = (
+_NUMBERS = (
     "num_layers",
     "num_attention_heads",
     "num_query_groups",
     "hidden_size",
     "kv_channels",
     "vocab_size",
+    "moe_router_topk",
 )
 
 
@@ -65,7 +66,7 @@ class NemoDirectory(Format):
         config = read_config(packed)
         if (path / DISTRIBUTED_WEIGHTS).is_dir():
             source = MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
-            return replace(source, stated_config=_stated_config(config))
+            return replace(source, stated_config=config_of_arguments(_arguments(config)))
         if any(name.startswith(f"{DISTRIBUTED_WEIGHTS}/") for name in packed.files):
             raise unusable(
                 "a distributed checkpoint in a .nemo file is read after it was unpacked",
@@ -77,7 +78,8 @@ class NemoDirectory(Format):
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
-        conversion = _conversion(read_config(packed_files(path)), str(path / CONFIG))
+        arguments = _arguments(read_config(packed_files(path)))
+        conversion = conversion_of_arguments(arguments, str(path / CONFIG))
         if conversion is None and (path / DISTRIBUTED_WEIGHTS).is_dir():
             return MegatronCore().conversion(path / DISTRIBUTED_WEIGHTS)
         return conversion
@@ -133,14 +135,13 @@ def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:
             yield path, text.removeprefix(ARTIFACT_PREFIX)
 
 
-def _conversion(config: Values, where: str) -> Conversion | None:
-    """Return the conversion that the config of a GPT model implies; None for another model.
+def _arguments(config: Values) -> ValueDict:
+    """Return the config of a GPT model as arguments of Megatron-LM.
 
-    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml. Raises
-    :class:`CheckpointUnusable` for wrong dimensions.
+    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml.
     """
     flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
-    arguments: ValueDict = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments: ValueDict = {key: _number(config.get(key)) for key in _NUMBERS}
     arguments |= {
         "swiglu": _GATED_SILU.fullmatch(flags.get("activation", "")),
         "normalization": "RMSNorm" if flags.get("normalization") == "rmsnorm" else None,
@@ -150,18 +151,10 @@ def _conversion(config: Values, where: str) -> Conversion | None:
         "qk_layernorm": flags.get("qk_layernorm") == "true",
         "add_qkv_bias": "true" in (flags.get("qkv_bias"), flags.get("add_qkv_bias")),
     }
-    return conversion_of_arguments(arguments, where)
-
-
-def _stated_config(config: Values) -> ValueDict:
-    """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show."""
-    arguments: ValueDict = {key: _number(config.get(key)) for key in _DIMENSIONS}
-    arguments["group_query_attention"] = arguments["num_query_groups"] is not None
-    arguments["moe_router_topk"] = _number(config.get("moe_router_topk"))
     for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
         with contextlib.suppress(ValueError):
             arguments[argument] = float(str(config.get(key)))
-    return config_of_arguments(arguments)
+    return arguments
 
 
 def _number(value: object) -> int | None:
@@ -190,7 +183,7 @@ def _source(packed: PackedFiles, config: Values, directory: Path) -> Source:
         model.tensors,
         notes=notes,
         omitted=omitted,
-        stated_config=_stated_config(config),
+        stated_config=config_of_arguments(_arguments(config)),
     )
 
 

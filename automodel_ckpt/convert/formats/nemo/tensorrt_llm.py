@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import read_header_at
 from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import names_in, read_json
+from automodel_ckpt.convert.formats.files import names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -27,7 +27,6 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import TENSORRT_LLAMA
 from automodel_ckpt.convert.type_aliases import TensorDict, ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "config.json"
 FIRST_RANK = "rank0.safetensors"
@@ -45,13 +44,8 @@ class TensorRtLlmDirectory(Format):
 
     def detect(self, path: Path) -> bool:
         names = names_in(path)
-        if FIRST_RANK not in names or CONFIG not in names:
-            return False
-        try:
-            config = read_json(path, CONFIG) or {}
-        except CheckpointUnusable:
-            return False
-        return isinstance(config.get("mapping"), dict)
+        is_complete = FIRST_RANK in names and CONFIG in names
+        return is_complete and isinstance(optional_json(path, CONFIG).get("mapping"), dict)
 
     def open(self, path: Path) -> Source:
         """Describe the model. Symbolic links are followed only to a file, which the user chose."""
