@@ -8,13 +8,13 @@ times are 0. Formats: POSIX pax, GNU tar.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -129,7 +129,7 @@ class TarReader:
         content: BinaryIO = self._raw
         if self.is_compressed:
             self._limit = self._limit * _MAX_GROWTH + _FREE_BYTES if max_members else 1 << 62
-            content = (decompress or _gunzip)(self._raw)
+            content = decompress(self._raw) if decompress else gzip.GzipFile(fileobj=self._raw)  # type: ignore[assignment]
         self._file = _Stream(content, self._limit, is_compressed=self.is_compressed)
 
     def __enter__(self) -> TarReader:
@@ -194,10 +194,6 @@ class TarReader:
                 str(error)[:300],
                 "take the file from another copy, or save it again with the program that made it",
             ) from error
-
-
-def _gunzip(file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file))
 
 
 def _next(archive: tarfile.TarFile) -> tarfile.TarInfo | None:
@@ -267,26 +263,21 @@ class TarWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._file.write(_header(_ROOT, 0, mode=0o755, type=tarfile.DIRTYPE))
+        self._archive = tarfile.TarFile(
+            fileobj=file, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="strict"
+        )
+        root = _entry(_ROOT, 0)
+        root.type, root.mode = tarfile.DIRTYPE, 0o755
+        self._archive.addfile(root)
 
     def add_bytes(self, name: str, content: bytes) -> None:
         """Add a file with this content."""
-        self._file.write(_header(f"./{name}", len(content)))
-        self._file.write(content)
-        self._pad(len(content))
+        self._archive.addfile(_entry(f"./{name}", len(content)), io.BytesIO(content))
 
     def add_file(self, name: str, directory: Path, path: str) -> None:
-        """Add the regular file *path* of *directory*. Raises OSError, also if it changes size while it is read."""
+        """Add the regular file *path* of *directory*. Raises OSError, also if it becomes shorter while it is read."""
         with open(open_safely(directory, path), "rb") as source:
-            nbytes = os.fstat(source.fileno()).st_size
-            self._file.write(_header(f"./{name}", nbytes))
-            written = 0
-            for block in iter(partial(source.read, _BLOCK_BYTES), b""):
-                self._file.write(block)
-                written += len(block)
-        if written != nbytes:
-            raise OSError(f"{directory / path} changed its size while it was packed")
-        self._pad(nbytes)
+            self._archive.addfile(_entry(f"./{name}", os.fstat(source.fileno()).st_size), source)
 
     def add_streamed(self, name: str, write: Callable[[BinaryIO], None]) -> None:
         """Add a file that *write* writes at the current position of the archive.
@@ -295,27 +286,28 @@ class TarWriter:
         depend on the size: it always has a pax header with the size in it, whose leading zeros readers ignore.
         """
         header_start = self._file.tell()
-        self._file.write(_header(f"./{name}", 0, pax_headers={"size": f"{0:019d}"}))
+        self._file.write(_streamed_header(name, 0))
         start = self._file.tell()
         write(self._file)
         nbytes = self._file.tell() - start
-        self._pad(nbytes)
-        end = self._file.tell()
+        self._file.write(bytes(-nbytes % tarfile.BLOCKSIZE))
+        self._archive.offset = self._file.tell()
         self._file.seek(header_start)
-        self._file.write(_header(f"./{name}", nbytes, pax_headers={"size": f"{nbytes:019d}"}))
-        self._file.seek(end)
+        self._file.write(_streamed_header(name, nbytes))
+        self._file.seek(self._archive.offset)
 
     def finish(self) -> None:
-        """Write the two blocks of zeros that end an archive."""
-        self._file.write(bytes(2 * tarfile.BLOCKSIZE))
-
-    def _pad(self, nbytes: int) -> None:
-        self._file.write(bytes(-nbytes % tarfile.BLOCKSIZE))
+        """Write the blocks of zeros that end an archive."""
+        self._archive.close()
 
 
-def _header(name: str, nbytes: int, *, mode: int = 0o644, **attributes: Any) -> bytes:
+def _entry(name: str, nbytes: int) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mode = nbytes, mode
-    for attribute, value in attributes.items():
-        setattr(entry, attribute, value)
+    entry.size = nbytes
+    return entry
+
+
+def _streamed_header(name: str, nbytes: int) -> bytes:
+    entry = _entry(f"./{name}", nbytes)
+    entry.pax_headers = {"size": f"{nbytes:019d}"}
     return entry.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
