@@ -16,7 +16,13 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    OptimizerState,
+    Parameters,
+    TrainingState,
+)
 from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
@@ -27,11 +33,6 @@ from automodel_ckpt.convert.formats.torch.dcp_training_state import (
     read_scheduler,
 )
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
-from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
-    Parameters,
-    TrainingState,
-)
 from automodel_ckpt.convert.type_aliases import ValueDict
 
 _MODEL = "model"

@@ -22,13 +22,12 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.format import Counters
+from automodel_ckpt.convert.formats.format import Counters, Parameters, TrainingState
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp, plain_model_names
 from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
 from automodel_ckpt.convert.formats.torch.dcp_training_state import read_optimizer
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
@@ -36,7 +35,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     plain_names,
     read_archive,
 )
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
+from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
 
 META_FILE = "meta.pt"
 _PROGRAM = "data.pkl"

@@ -22,7 +22,12 @@ from automodel_ckpt.convert.formats.files import (
     optional_json,
     read_json,
 )
-from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    Parameters,
+    TrainingState,
+)
 from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles, PeftAdapter
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
@@ -30,10 +35,6 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     TorchFile,
     TorchModelDirectory,
     read_archive,
-)
-from automodel_ckpt.convert.formats.torch.training_state import (
-    Parameters,
-    TrainingState,
 )
 from automodel_ckpt.convert.type_aliases import ValueDict, Values
 

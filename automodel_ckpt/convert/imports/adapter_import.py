@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
+from automodel_ckpt.convert.formats.format import ModelParameter
 from automodel_ckpt.convert.type_aliases import Files, Shape, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 

@@ -19,9 +19,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.convert.formats.format import Parameters
 from automodel_ckpt.convert.formats.hugging_face import has_adapter
 from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.formats.torch.training_state import Parameters
 from automodel_ckpt.convert.imports.adapter_import import (
     AdapterBuilder,
     AdapterModel,

@@ -16,10 +16,9 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.format import Format, Parameters, TrainingState
 from automodel_ckpt.convert.formats.hugging_face import OLD_ADAPTER
 from automodel_ckpt.convert.formats.registry import detect, detect_run, formats_in
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import (
     check_links_of_weights,

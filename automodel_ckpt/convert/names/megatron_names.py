@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows, stack, unstack
+from automodel_ckpt.convert.names.rules import RowRange, join_rows, stack, unstack
 from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 # What wrappers and NeMo put before the names of the model.

@@ -20,8 +20,7 @@ from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.rules import fuse, rename
-from automodel_ckpt.convert.names.slicing import RowRange
+from automodel_ckpt.convert.names.rules import RowRange, fuse, rename
 from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _CONFIG = "config.json"

@@ -20,8 +20,8 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.format import ParameterGroup
 from automodel_ckpt.convert.formats.torch.run_state import RunState
-from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.convert.type_aliases import ValueDict

@@ -22,12 +22,12 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
-from automodel_ckpt.convert.formats.torch.training_state import (
+from automodel_ckpt.convert.formats.format import (
     ModelParameter,
     ParameterGroup,
     Parameters,
 )
+from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
 from automodel_ckpt.convert.imports.training_import import lambda_schedule
 from automodel_ckpt.convert.targets.flow import Export, ExportReport

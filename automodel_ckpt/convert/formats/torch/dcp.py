@@ -16,7 +16,14 @@ from automodel_ckpt.convert.formats.files import (
     renamed,
     reports,
 )
-from automodel_ckpt.convert.formats.format import Counters, Format, Inventory, TensorSummary
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    Inventory,
+    Parameters,
+    TensorSummary,
+    TrainingState,
+)
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_content,
@@ -32,7 +39,6 @@ from automodel_ckpt.convert.formats.torch.nested_state import (
     keys_of_model,
     names_without_wrappers,
 )
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
 from automodel_ckpt.errors import CheckpointUnusable
 

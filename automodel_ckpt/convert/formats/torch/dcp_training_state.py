@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.format import Counters
+from automodel_ckpt.convert.formats.format import Counters, OptimizerState, TrainingState
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_tensors,
@@ -36,8 +36,7 @@ from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
     named_state,
     number_of,
 )
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.training_state import OptimizerState, TrainingState
+from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
 from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict
 
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")

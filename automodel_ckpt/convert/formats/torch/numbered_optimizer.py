@@ -21,19 +21,18 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.torch_files import (
-    is_text_name,
-    tensor_of_view,
-)
-from automodel_ckpt.convert.formats.torch.torch_objects import Archive, StoredView
-from automodel_ckpt.convert.formats.torch.training_state import (
+from automodel_ckpt.convert.formats.format import (
     ModelParameter,
     OptimizerState,
     ParameterGroup,
     Parameters,
 )
+from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
+from automodel_ckpt.convert.formats.torch.torch_files import (
+    is_text_name,
+    tensor_of_view,
+)
+from automodel_ckpt.convert.formats.torch.torch_objects import Archive, StoredView, plain_values
 from automodel_ckpt.convert.type_aliases import Shape, TensorDict, Values
 
 Key = int | str

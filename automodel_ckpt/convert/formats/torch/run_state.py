@@ -18,9 +18,8 @@ from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive
-from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
+from automodel_ckpt.convert.formats.format import ParameterGroup
+from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive, plain_values
 from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict, Values
 
 _MODEL_ATTRIBUTE = "model."
