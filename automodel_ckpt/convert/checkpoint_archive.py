@@ -21,8 +21,10 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import held_run, published_file
+from automodel_ckpt.convert.type_aliases import FileDict
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
 _NUM_THREADS = 2
@@ -56,11 +58,11 @@ def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[s
         # The oldest first.
         checkpoints = [source / record.name for record in resume.records(source, "")][::-1]
     if not checkpoints:
-        raise CheckpointUnusable(
+        raise unusable(
             "there is no complete checkpoint to archive",
-            where=str(source),
-            value="no checkpoint",
-            hint="name a run directory or a checkpoint",
+            source,
+            "no checkpoint",
+            "name a run directory or a checkpoint",
         )
     manifests = [Manifest.read(checkpoint) for checkpoint in checkpoints]
     for checkpoint, manifest in zip(checkpoints, manifests, strict=True):
@@ -147,7 +149,7 @@ class _Extraction:
     def run(self) -> list[Path]:
         """Extract everything. Returns the paths of the checkpoints."""
         published: list[Path] = []
-        logs: dict[str, bytes] = {}
+        logs: FileDict = {}
         for member in self._members:
             name, _, file = member.name.partition("/")
             if member.name in _LOGS and not member.is_directory:
@@ -176,11 +178,11 @@ class _Extraction:
             raise self._unusable(f"the manifest of {name} belongs to another checkpoint")
         if os.path.lexists(target):
             if Manifest.read(target).digest != manifest.digest:
-                raise CheckpointUnusable(
+                raise unusable(
                     "another checkpoint of this name already exists",
-                    where=str(target),
-                    value=name,
-                    hint="extract into another run directory",
+                    target,
+                    name,
+                    "extract into another run directory",
                 )
             self._log(f"{name} exists already")
             self._files(name, manifest, None)
@@ -220,4 +222,4 @@ class _Extraction:
         if _FIRST_FORMAT in value:
             hint = "an earlier version wrote it: extract it with revision f375f3ef of this program"
         where = str(self._reader.path)
-        return CheckpointUnusable("the archive is damaged", where=where, value=value, hint=hint)
+        return unusable("the archive is damaged", where, value, hint)

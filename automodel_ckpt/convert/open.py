@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
@@ -48,6 +47,7 @@ from automodel_ckpt.convert.names.torchtitan import (
     required_torchtitan_conversion,
     torchtitan_conversion,
 )
+from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -72,7 +72,7 @@ class Weights:
     files: frozenset[str] = frozenset()
     omitted: tuple[str, ...] = ()
     side_files: Path | None = None
-    stated_config: Mapping[str, Any] = field(default_factory=dict)
+    stated_config: Values = field(default_factory=dict)
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, if there is one.
@@ -169,9 +169,9 @@ def _open_external(directory: Path, config: Path | None = None) -> Source:
     for place in (directory, directory / MODEL):
         if not place.is_dir():
             continue
-        known = detect(place, follow_links=True)
+        known = detect(place)
         if known is not None:
-            source = known.open(place, follow_links=True)
+            source = known.open(place)
             return _in_hugging_face_names(source, known, place, config)
         if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
             return DCP.open(place)  # raises an error: .metadata is missing
@@ -185,11 +185,11 @@ def _open_external(directory: Path, config: Path | None = None) -> Source:
 def _open_file(path: Path, config: Path | None = None) -> Source:
     try:
         # Links are followed: the user named this file.
-        known = detect(path, follow_links=True)
+        known = detect(path)
     except OSError as error:
         raise _unusable("the file cannot be read", path, error.strerror) from error
     assert known is not None, "the last format recognizes every file"
-    source = known.open(path, follow_links=True)
+    source = known.open(path)
     return _in_hugging_face_names(source, known, path, config)
 
 
@@ -270,4 +270,4 @@ def _module_in(directory: Path) -> Tensors:
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)
+    return unusable(what, where, value, _HINT)

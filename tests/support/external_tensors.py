@@ -9,7 +9,7 @@ import torch
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole
-from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, OptimizerState
+from automodel_ckpt.convert.formats.format import ModelParameter, OptimizerState
 from automodel_ckpt.convert.open import open_weights
 
 

@@ -182,12 +182,6 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-}
 # Small caps, which change the result.
 _GEMMA = {
     "query_pre_attn_scalar": 64,
@@ -205,7 +199,7 @@ MODELS: tuple[TinyModel, ...] = (
     TinyModel("Mistral", "mistral", "spm:mistral", config={"sliding_window": None, "head_dim": 48}),
     TinyModel("Mistral, sliding", "mistral", "bpe:tekken", config={"sliding_window": 128}),
     TinyModel("Qwen 2, tied", "qwen2", "bpe:qwen2", config={"tie_word_embeddings": True}),
-    TinyModel("Qwen 2, YaRN", "qwen2", "bpe:qwen2", config={"rope_parameters": _YARN}),
+    TinyModel("Qwen 2", "qwen2", "bpe:qwen2"),
     TinyModel("Qwen 3", "qwen3", "bpe:qwen2", torch.bfloat16, {"head_dim": 64}),
     TinyModel("SmolLM 2", "llama", "bpe:smollm", config={"tie_word_embeddings": True}),
     TinyModel("SmolLM 3", "smollm3", "bpe:llama-bpe"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from automodel_ckpt.convert.formats.format import Parameters
 from automodel_ckpt.convert.formats.registry import detect_run
-from automodel_ckpt.convert.formats.torch.training_state import Parameters
 from tests.support.external_tensors import moments, no_parameters, values
 from tests.support.runs.continued import SHARDED, continued_losses
 from tools.interop.program import Check, Workplace

@@ -22,7 +22,7 @@ _COMPARED = {
     },
     PROGRAMS: {
         "DeepSpeed": "weights of stages 1, 2 and 3 and of universal checkpoints, bit-equal",
-        "llama.cpp": "11 architectures and 4 pre-tokenizers in F32, three architectures in five quantizations: "
+        "llama.cpp": "10 architectures and 4 pre-tokenizers in F32, three architectures in five quantizations: "
         "tokenization, log probabilities, greedy tokens",
         "Megatron-Core": "logits of imported and exported models of six architectures, differences below 2e-5",
         "NeMo": "tensors of `.nemo` archives and directories, bit-equal; `restore_from` reads exports",

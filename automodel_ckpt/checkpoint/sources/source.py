@@ -92,7 +92,7 @@ def check_no_links(root: Path, paths: Iterable[str]) -> None:
 
 def unusable(
     what: str,
-    where: Path,
+    where: Path | str,
     value: object,
     hint: str = "take the files from another copy, or use another checkpoint",
 ) -> CheckpointUnusable:

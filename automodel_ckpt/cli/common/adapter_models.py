@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +27,6 @@ _OPTIONS = (
     "use_rslora",
     "bias",
 )
-_PREFIX = "base_model.model."
 # peft's tasks of models that transformers builds with another head than that of the base's config.json.
 _OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _START = "start a run with its weights (recipe: {}, a section peft like its config, init_from.path: the adapter), or "
@@ -58,7 +57,7 @@ def adapter_builder(base: str | None, run: Path) -> AdapterBuilder:
 def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
     from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
-    from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
+    from automodel_ckpt.convert.formats.format import ModelParameter
     from automodel_ckpt.convert.imports.adapter_import import AdapterModel
     from automodel_ckpt.models.inspect.signature import empty_model, parameters_of
     from automodel_ckpt.models.inspect.vocabulary import num_embeddings
@@ -98,12 +97,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     trained = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
     is_tied = bool(model.all_tied_weights_keys)
     section = _section(lora, adapted.peft_config["target_modules"], is_tied=is_tied)
-    frozen = [name for name in adapted.model.state_dict(keep_vars=True) if name not in shapes]
-
-    def base_names() -> Mapping[str, Sequence[str]]:
-        return _names_in_base(directory, frozen)
-
-    return AdapterModel(tuple(trained), shapes, base_names, files, directory, section, vocab_size)
+    return AdapterModel(tuple(trained), shapes, files, directory, section, vocab_size)
 
 
 def _directory_of(base: str, revision: str | None) -> Path:
@@ -154,27 +148,6 @@ def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
     model.tie_weights()
     return vocab_size
-
-
-def _names_in_base(directory: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names in the files of the base in *directory* of frozen tensors, by their *names* in peft.
-
-    Several tied tensors have one in the files. Their names are all listed.
-    """
-    from automodel_ckpt.models.inspect.signature import read_signature
-
-    signature = read_signature(directory)
-    found: dict[str, list[str]] = {}
-    for name in names:
-        in_memory = name.removeprefix(_PREFIX).replace(f"{_WRAPPED}.", ".")
-        if in_memory not in signature.files:
-            continue
-        aliases = [in_memory]
-        for alias, first in signature.tied.items():
-            if in_memory in (alias, first):
-                aliases += [first, alias]
-        found[name] = [signature.files[alias] for alias in dict.fromkeys(aliases)]
-    return found
 
 
 def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dict[str, Any]:

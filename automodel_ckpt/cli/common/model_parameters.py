@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, Parameters
+    from automodel_ckpt.convert.formats.format import ModelParameter, Parameters
     from automodel_ckpt.convert.merging.model_names import NameDifferences
 
 _SCIPY = "scipy"
@@ -23,7 +23,7 @@ def parameters_in(directory: Path) -> Parameters:
     """
 
     def parameters() -> list[ModelParameter]:
-        from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
+        from automodel_ckpt.convert.formats.format import ModelParameter
 
         with _without_scipy():
             from automodel_ckpt.models.inspect.signature import list_parameters

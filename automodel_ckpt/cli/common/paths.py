@@ -207,7 +207,7 @@ def _external_file(path: Path) -> Path:
     from automodel_ckpt.convert.formats.registry import detect
 
     try:
-        known = detect(path, follow_links=True)
+        known = detect(path)
     except OSError as error:
         raise _not_found("the file cannot be read", path, str(error.strerror), "") from error
     if known is None or not known.is_readable:

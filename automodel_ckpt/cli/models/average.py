@@ -24,8 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Combine the weights of several checkpoints, in any format that ckpt reads, into a checkpoint of weights. "
         "Arithmetic is in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. "
-        "Names and shapes must agree. So must dtypes, except those of floats of 16 and 32 bits, whose average is in "
-        "float32."
+        "Names, shapes and dtypes must agree."
     )
     command.add_argument(
         "sources",

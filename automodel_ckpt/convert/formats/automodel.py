@@ -9,7 +9,6 @@ recipes/base_recipe.py). Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    OptimizerState,
+    Parameters,
+    TrainingState,
+)
 from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
@@ -28,12 +33,7 @@ from automodel_ckpt.convert.formats.torch.dcp_training_state import (
     read_scheduler,
 )
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
-from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
-    Parameters,
-    TrainingState,
-)
-from automodel_ckpt.convert.formats.trainer import count_of
+from automodel_ckpt.convert.type_aliases import ValueDict
 
 _MODEL = "model"
 _OPTIMIZER = "optim"
@@ -48,27 +48,32 @@ class AutoModel(Format):
 
     name = "NeMo AutoModel"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         # A checkpoint of this program has the same directories; its optimizer is under another key.
         is_complete = layout.DCP_METADATA in names_in(path / _OPTIMIZER)
         if not is_complete or os.path.lexists(path / layout.MANIFEST):
             return False
         if layout.ADAPTER_MODEL in names_in(path / _MODEL):
             return False
-        return _weights_of(path, follow_links) is not None
+        return _weights_of(path) is not None
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model in ``model/``. Links are never followed out of the checkpoint."""
         check_no_links(path, (_MODEL, _OPTIMIZER))
-        known = _weights_of(path, follow_links)
+        known = _weights_of(path)
         assert known is not None, "detect() has found weights"
-        source = known.open(path / _MODEL, follow_links=follow_links)
+        source = known.open(path / _MODEL)
         return replace(source, omitted=(*source.omitted, "optimizer state (optim/)"))
 
     def counters(self, path: Path) -> Counters:
         """Return the finished steps: one more than the name of the directory states, which counts from 0."""
-        stated = _counters(path)
-        return Counters(step=count_of(stated.get("step")), epoch=count_of(stated.get("epoch")))
+        if _COUNTERS not in names_in(path):
+            return Counters()
+        check_no_links(path, [_COUNTERS])
+        stated = read_archive(path / _COUNTERS).value
+        if not isinstance(stated, dict):
+            return Counters()
+        return Counters.of(stated.get("step"), stated.get("epoch"))
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset({_MODEL, _OPTIMIZER})
@@ -93,26 +98,14 @@ class AutoModel(Format):
             omitted=tuple(name for name in _RANK_STATE if os.path.lexists(path / name)),
         )
 
-    def has_training_state(self, path: Path) -> bool:
-        return True
 
-
-def _weights_of(path: Path, follow_links: bool) -> Format | None:
-    path = path / _MODEL
-    return next((each for each in _WEIGHTS if each.detect(path, follow_links=follow_links)), None)
-
-
-def _counters(path: Path) -> Mapping[Any, Any]:
-    if _COUNTERS not in names_in(path):
-        return {}
-    check_no_links(path, [_COUNTERS])
-    value = read_archive(path / _COUNTERS).value
-    return value if isinstance(value, dict) else {}
+def _weights_of(path: Path) -> Format | None:
+    return next((each for each in _WEIGHTS if each.detect(path / _MODEL)), None)
 
 
 def _schedule(
     directory: Path, content: DcpContent, optimizer: OptimizerState | None
-) -> dict[str, Any] | None:
+) -> ValueDict | None:
     """Return the LR scheduler's values, with the peak rates of the groups as ``base_lrs``.
 
     AutoModel's OptimizerParamScheduler has one peak rate, which each group's ``lr_mult`` multiplies.

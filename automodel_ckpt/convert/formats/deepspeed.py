@@ -16,64 +16,78 @@ read as descriptions: the classes of DeepSpeed in them are never imported. Impor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.deepspeed_files import (
-    NOT_PRINTABLE,
-    Partition,
-    RankFiles,
-    Shape,
-    StateFile,
-    Vector,
-    check_ranks,
-    divided_error,
-    is_tag_directory,
-    length_of,
-    read_partition,
-    shapes_in,
-    slices_of,
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, row_major_boxes
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.convert.formats.files import (
+    UNCHECKED,
+    check_regular_files,
+    config_beside,
+    faults_of,
+    names_in,
+    renamed,
+    tiled,
 )
-from automodel_ckpt.convert.formats.files import UNCHECKED, faults_of, names_in
 from automodel_ckpt.convert.formats.format import Counters, Format
 from automodel_ckpt.convert.formats.torch.torch_files import (
     is_text_name,
     plain_names,
+    read_archive,
+    tensor_of_view,
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque, StoredView, has_tensor
+from automodel_ckpt.convert.type_aliases import Shape, TensorDict, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 _ZERO = "zero"
-_MAX_TAG_BYTES = 1024
-_MAX_LISTED = 8
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-# What the files of model states have for the model itself.
-_MODEL_KEYS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "ds_autoep_layers",
-    ]
+_RANK_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_(model|optim)_states\.pt",
+    re.ASCII,
 )
+# Files of models that are divided in another way than by ZeRO: by layer, or by expert.
+_OTHER_FILE = re.compile(
+    r"layer_[0-9]+-model.*_states\.pt"
+    r"|(layer_-?[0-9]+_)?expert_[0-9]+_mp_rank_.*_states\.pt|expp_rank_.*_states\.pt",
+    re.ASCII,
+)
+_STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_MAX_TAG_BYTES = 1024
+_MAX_DIMENSIONS = 64
+_MAX_LISTED = 8
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# What the files of model states have for the model itself.
+_MODEL_KEYS = {
+    "module",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+    "ds_autoep_layers",
+}
+
+Shapes = dict[str, Shape]
+Vector = Sequence[Tensor]
+"""A flat vector: the concatenation of tensors of one dimension and one dtype."""
 
 
 class DeepSpeed(Format):
@@ -82,24 +96,21 @@ class DeepSpeed(Format):
     name = "DeepSpeed"
     has_own_names = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         if LATEST not in names and LATEST_UNIVERSAL not in names:
-            return is_tag_directory(path)
+            return _is_tag(path)
         places = [path, *(path / name for name in names if not (path / name).is_symlink())]
-        return any(map(is_tag_directory, places))
+        return any(map(_is_tag, places))
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: DeepSpeed writes all files to one directory."""
-        tag = _tag_directory(path)
-        side_files = path if (path / "config.json").is_file() else None
-        return _Model(tag).source(path, side_files)
+        return _Model(_tag_directory(path)).source(path)
 
     def counters(self, path: Path) -> Counters:
         tag = _tag_directory(path)
-        value = StateFile(tag, RankFiles(tag).model[0]).value
-        found = [value.get(key) for key in ("global_steps", "epoch", "global_samples")]
-        return Counters(*(each if type(each) is int and each >= 0 else None for each in found))
+        stated = _StateFile(tag, _rank_files(tag)[0][0]).value
+        return Counters.of(*map(stated.get, ("global_steps", "epoch", "global_samples")))
 
     def training_left(self, path: Path) -> str:
         return "only the weights of DeepSpeed's files are read"
@@ -112,27 +123,171 @@ class DeepSpeed(Format):
         return frozenset() if tag == path else frozenset({tag.name})
 
 
+def _is_tag(path: Path) -> bool:
+    return any(map(_RANK_FILE.fullmatch, names_in(path)))
+
+
 def _tag_directory(path: Path) -> Path:
     """Return the directory of the save that *path* is, or that its file ``latest`` names."""
-    if is_tag_directory(path):
+    if _is_tag(path):
         return path
     pointer = LATEST if LATEST in names_in(path) else LATEST_UNIVERSAL
-    try:
+    with faults_of(path / pointer, "this file does not name the directory of a save beside it"):
         tag = read_safely(path, pointer, limit=_MAX_TAG_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise unusable("this file cannot be read", path / pointer, repr(error)[:200]) from error
-    # The tag is a name in this directory. Nothing outside of it is read.
-    if not tag.isprintable() or "/" in tag or tag in ("", ".", ".."):
-        raise unusable("this file does not name a directory beside it", path / pointer, tag[:200])
-    directory = path / tag
-    if directory.is_symlink() or not is_tag_directory(directory):
+        # The tag is a name in this directory. Nothing outside of it is read.
+        is_name = tag.isprintable() and "/" not in tag and tag not in ("", ".", "..")
+        if not is_name or (path / tag).is_symlink() or not _is_tag(path / tag):
+            raise Fault(
+                f"{tag[:200]!r}: name the directory of another save, such as global_step100"
+            )
+    return path / tag
+
+
+def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
+    """Return the files of model states and those of optimizer states by rank, and whether the model is partitioned.
+
+    If it is (ZeRO stage 3), the files of model states contain parts of parameters, one file for each rank. Otherwise
+    there is one file for all ranks.
+    """
+    files: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    is_partitioned = False
+    for name in names_in(tag):
+        if _OTHER_FILE.fullmatch(name):
+            raise _divided(tag, "pipeline or expert parallelism", name)
+        match = _RANK_FILE.fullmatch(name)
+        if match is None:
+            continue
+        if int(match[2]):
+            raise _divided(tag, "tensor parallelism", name)
+        other = files[match[3]].setdefault(int(match[1] or 0), name)
+        if other != name:
+            what = f"two files claim to be those of rank {int(match[1] or 0)}"
+            raise unusable(what, tag, f"{other}, {name}")
+        is_partitioned |= match[3] == "model" and match[1] is not None
+    model, optimizer = files["model"], files["optim"]
+    if 0 not in model:
+        what = "the file of the model's states is missing"
+        raise unusable(what, tag, "no mp_rank_00_model_states.pt")
+    used = [*model.values(), *optimizer.values()]
+    check_no_links(tag, used)
+    check_regular_files(tag, used)
+    return model, optimizer, is_partitioned
+
+
+def _divided(path: Path, kind: str, value: object) -> CheckpointUnusable:
+    return unusable(
+        f"a checkpoint of DeepSpeed with {kind} cannot be read",
+        path,
+        value,
+        "convert it to Hugging Face files or to one file of torch.save with the program that trained it",
+    )
+
+
+def _check_ranks(ranks: Collection[int], num_ranks: int, tag: Path) -> None:
+    """Raise :class:`CheckpointUnusable` unless *ranks* are those from 0 to *num_ranks* - 1."""
+    # Counted first: a damaged file could claim any number of ranks.
+    if not len(ranks) == num_ranks == max(ranks) + 1:
+        listed = ", ".join(map(str, sorted(ranks)[:_MAX_LISTED]))
         raise unusable(
-            "the directory that this file names has no files of DeepSpeed",
-            path / pointer,
+            f"files of some of the {counted(num_ranks, 'rank')} are missing, or of more ranks are here",
             tag,
-            "name the directory of another save, for example global_step100",
+            f"files of {counted(len(ranks), 'rank')}: {listed}",
+            "copy the files of all ranks into this directory: each node may have written its own",
         )
-    return directory
+
+
+class _StateFile:
+    """The mapping in one file. Its methods raise :class:`CheckpointUnusable`, which names the file."""
+
+    def __init__(self, tag: Path, name: str) -> None:
+        self.name = name
+        self.path = tag / name
+        self._archive = read_archive(self.path)
+        self.value: Any = self._archive.value
+        if not isinstance(self.value, dict | StoredView):
+            raise unusable("this file has no states", self.path, type(self.value).__name__)
+
+    def mapping(self, key: str) -> ValueDict:
+        """Return the mapping of names of tensors under *key*; an empty one if it is None or absent."""
+        found = self.value.get(key) if isinstance(self.value, dict) else None
+        if not isinstance(found, dict | None) or not all(map(is_text_name, found or ())):
+            what = f"the file has no mapping {key!r} with printable names"
+            raise unusable(what, self.path, repr(found)[:200])
+        return found or {}
+
+    def flat(self, what: str, view: Any) -> Tensor:
+        """Return a tensor of one dimension. *what* is its name in errors."""
+        is_view = isinstance(view, StoredView) and view.dtype in _FLOATS
+        if not is_view or len(view.shape) != 1 or view.num_outer_dimensions:
+            raise unusable(f"{what} is not a flat tensor of floats", self.path, repr(view)[:200])
+        return self.tensor(what, view)
+
+    def tensor(self, fqn: str, view: StoredView) -> Tensor:
+        """Return a complete tensor as slices of this file."""
+        with faults_of(self.path):
+            return tensor_of_view(fqn, view, self._archive, self.name)
+
+    def shapes(self, mapping: Any) -> Shapes:
+        """Return the names and shapes of *mapping*, such as ``param_shapes``."""
+        found: Shapes = {}
+        with faults_of(self.path, "the shape of a parameter is damaged"):
+            for name, extents in mapping.items():
+                shape = counts(extents)
+                is_usable = shape is not None and len(shape) <= _MAX_DIMENSIONS
+                if shape is None or not is_usable or shape_fault(shape) or not is_text_name(name):
+                    raise Fault(f"{name!r:.200}: {extents!r:.200}")
+                found[name] = shape
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """One rank's part of the parameters: a flat tensor for each group.
+
+    *facts* are what all ranks have in common: the stage, the number of ranks that share the groups, the number of
+    groups, their dtype, and the elements after each parameter that belong to none. *places* has where the file states
+    that parameters are, for each group, as stored.
+    """
+
+    path: Path
+    facts: tuple[Any, ...]
+    parts: Vector
+    places: Any
+
+    def stated_places(self, index: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, first element, number of elements) of the parameters in group *index*, if they are stated."""
+        groups = self.places if isinstance(self.places, (list, tuple)) else ()
+        group = groups[index] if index < len(groups) else None
+        for name, address in group.items() if isinstance(group, dict) else ():
+            if isinstance(address, Opaque):
+                place = counts([address.get("start"), address.get("numel")])
+                if place is not None:
+                    yield name, place[0], place[1]
+
+
+def _partition(tag: Path, name: str) -> _Partition:
+    """Read the file *name* of a rank's optimizer states. Raises :class:`CheckpointUnusable` if it is damaged."""
+    file = _StateFile(tag, name)
+    with faults_of(file.path, "this rank's part of the parameters cannot be read"):
+        state = file.mapping("optimizer_state_dict")
+        # An optimizer without ZeRO (BF16_Optimizer) states no stage.
+        stage = state.get("zero_stage")
+        if isinstance(stage, Opaque) and stage.kind == _STAGE_ENUM:
+            (stage,) = stage.arguments
+        if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
+            raise Fault(f"the stage of ZeRO is unknown: {stage!r:.100}")
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        parts = [file.flat(key, group) for group in state[key]]
+        count = state["partition_count"]
+        numbers = counts(count if isinstance(count, (list, tuple)) else [count])
+        if len({part.dtype for part in parts}) != 1 or not numbers:
+            raise Fault(f"{key} is empty or has several dtypes, or there is no partition_count")
+        if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
+            # Parameters of experts are divided among fewer ranks than the others.
+            raise _divided(file.path, "expert parallelism", f"partition_count {count!r:.100}")
+    paddings = state.get("param_alignment_paddings")
+    facts = (stage, numbers[0], len(parts), parts[0].dtype, paddings)
+    return _Partition(file.path, facts, parts, state.get("param_slice_mappings"))
 
 
 # ---------------------------------------------------------------- the model
@@ -143,207 +298,125 @@ class _Model:
 
     def __init__(self, tag: Path) -> None:
         self._tag = tag
-        self._files = RankFiles(tag)
-        self._states = states = StateFile(tag, self._files.model[0])
-        value = states.value
-        if not isinstance(value, dict) or "module" not in value:
-            raise unusable("this file has no states of a model", states.path, type(value).__name__)
+        self._model_files, self._optimizer_files, self._is_partitioned = _rank_files(tag)
+        self._states = states = _StateFile(tag, self._model_files[0])
+        if not isinstance(states.value, dict) or "module" not in states.value:
+            raise unusable("this file has no states of a model", states.path, "no module")
         # The model may be divided by more than ZeRO.
-        ranks = value.get("mp_world_size")
-        if type(ranks) is int and ranks > 1:
-            raise divided_error(states.path, "tensor parallelism", f"mp_world_size {ranks}")
-        if value.get("ds_autoep_layers"):
-            raise divided_error(states.path, "expert parallelism", "ds_autoep_layers")
-        self._tensors: dict[str, Tensor] = {}
-        self._notes = [UNCHECKED]
-        self._omitted: list[str] = []
+        for key, kind in (("mp_world_size", "tensor"), ("ds_autoep_layers", "expert")):
+            if states.value.get(key) not in (None, 0, 1, (), [], {}):
+                raise _divided(states.path, f"{kind} parallelism", key)
+        self._tensors: TensorDict = {}
         self._tied = states.mapping("shared_params")
-        if not all(map(is_text_name, self._tied.values())):
-            raise unusable(NOT_PRINTABLE, states.path, "shared_params")
-        self._add_parameters()
+        self._omitted: list[str] = []
+        self._origin = self._add_parameters()
         self._add_rest()
-        self._add_texts()
 
-    def source(self, directory: Path, side_files: Path | None) -> Source:
+    def source(self, directory: Path) -> Source:
         """Return the description of the complete model."""
         if not self._tensors:
             raise unusable("there are no tensors here", self._states.path, "no parameters")
         tied = {
             name: stored
             for name, stored in self._tied.items()
-            if stored in self._tensors and name not in self._tensors
+            if name not in self._tensors and stored in self._tensors
         }
         stored_names = [*self._tensors, *tied]
         names = plain_names(self._states.value, stored_names)
         if len(set(names.values())) != len(names):
             names = {name: name for name in stored_names}
+        value = self._states.value
+        present = [key for key in value if is_text_name(key) and value[key] is not None]
+        others = [key[:40] for key in present if key not in _MODEL_KEYS]
+        if others:
+            self._omitted.append(f"other entries ({', '.join(others[:_MAX_LISTED])})")
+        omitted = tuple(self._omitted)
+        notes = [UNCHECKED, f"the weights are {self._origin}"]
+        if omitted:
+            notes.append(f"left out: {', '.join(omitted)}")
         return Source(
             self._tag,
             directory,
-            {names[fqn]: tensor.renamed(names[fqn]) for fqn, tensor in self._tensors.items()},
+            renamed(self._tensors, {fqn: names[fqn] for fqn in self._tensors}),
             tied={names[name]: names[stored] for name, stored in tied.items()},
-            notes=tuple(self._notes),
-            omitted=tuple(self._omitted),
-            side_files=side_files,
+            notes=tuple(notes),
+            omitted=omitted,
+            side_files=config_beside(directory),
         )
 
-    def _add_texts(self) -> None:
-        value = self._states.value
-        counters = [f"{key} {value[key]}" for key in _COUNTERS if type(value.get(key)) is int]
-        if counters:
-            self._omitted.append(f"counters ({', '.join(counters)})")
-        used = _MODEL_KEYS.union(_COUNTERS)
-        others = [
-            key[:40]
-            for key, item in value.items()
-            if key not in used and item is not None and is_text_name(key)
-        ]
-        if others:
-            self._omitted.append(f"other entries ({', '.join(others[:_MAX_LISTED])})")
-        if self._omitted:
-            self._notes.append(f"left out: {', '.join(self._omitted)}")
+    # ---------------------------------------------------------------- parameters
 
-    def _add(self, fqn: str, shape: Shape, vectors: Sequence[Vector], position: int) -> None:
-        """Add a parameter that is divided evenly among *vectors*, in each from *position* on.
-
-        The end of the last parts is padding.
-        """
-        num_elements = math.prod(shape)
-        share = -(-num_elements // len(vectors))
-        slices: list[Slice] = []
-        for rank, vector in enumerate(vectors):
-            first = min(rank * share, num_elements)
-            last = min(first + share, num_elements)
-            if position + share > length_of(vector):
-                raise unusable(
-                    f"the ranks' parts do not have the size of the parameter {fqn!r}",
-                    self._tag,
-                    f"{length_of(vector)} elements",
-                )
-            slices.extend(slices_of(vector, fqn, shape, range(first, last), position))
-        self._add_tensor(Tensor(fqn, vectors[0][0].dtype, shape, tuple(slices)))
-
-    def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[StateFile, Any]]) -> None:
-        """Add a parameter of which each file has a flat part, or one file a tensor of its shape."""
-        file, view = parts[0]
-        if len(parts) == 1 and isinstance(view, StoredView) and view.shape == shape:
-            self._add_tensor(file.tensor(fqn, view))
-            return
-        what = f"the part of the parameter {fqn!r}"
-        segments = [file.segment(what, view) for file, view in parts]
-        share = -(-math.prod(shape) // len(segments))
-        if any((each.dtype, each.length) != (segments[0].dtype, share) for each in segments):
-            raise unusable(
-                f"the parts of the parameter {fqn!r} do not have its size, or several dtypes",
-                file.path,
-                f"{len(segments)} parts of {list(shape)}",
-            )
-        self._add(fqn, shape, [[segment] for segment in segments], 0)
-
-    def _add_tensor(self, tensor: Tensor) -> None:
-        fault = tiling_fault([stored.box for stored in tensor.slices], tensor.shape)
-        if tensor.fqn in self._tensors:
-            fault = "it is stored twice"
-        if fault:
-            raise unusable(
-                f"the slices of the parameter {tensor.fqn!r} do not make it up", self._tag, fault
-            )
-        self._tensors[tensor.fqn] = tensor
-
-    def _add_parameters(self) -> None:
-        """Add the parameters that the optimizer trains: the master weights, if there are files with them."""
+    def _add_parameters(self) -> str:
+        """Add the parameters that the optimizer trains. Returns which ones they are, in words."""
         shapes = self._states.value.get("param_shapes")
+        num_ranks = len(self._optimizer_files)
         zero = self._tag / _ZERO
         if zero.is_dir() and not zero.is_symlink():
             self._add_universal(zero, self._groups(shapes))
-            self._notes.append("the weights are the float32 weights of a universal checkpoint")
+            self._add_frozen(len(self._model_files))
             self._omitted.append("optimizer state (moments, steps) of each parameter")
-            self._add_frozen(len(self._files.model))
-            return
-        num_ranks = len(self._files.optimizer)
+            return "the float32 weights of a universal checkpoint"
+        if num_ranks:
+            ranks = counted(num_ranks, "rank")
+            self._omitted.append(f"optimizer state of {ranks} (moments, steps, loss scale)")
         if num_ranks and shapes is not None:
             self._add_partitions(self._groups(shapes))
             self._add_frozen(num_ranks)
-            self._notes.append(
-                f"the weights are the optimizer's master weights, from the files of {counted(num_ranks, 'rank')}"
-            )
-        elif self._files.is_partitioned:
+            return f"the optimizer's master weights, from the files of {ranks}"
+        if self._is_partitioned:
             raise unusable(
                 "the files with the parameters are missing: with ZeRO stage 3, only they have them",
                 self._tag,
                 "no *_optim_states.pt",
                 "copy the files *_optim_states.pt of all ranks into this directory",
             )
-        else:
-            reason = "the run did not use ZeRO"
-            if shapes is not None:
-                reason = (
-                    "there are no files with the optimizer's master weights (*_optim_states.pt)"
-                )
-            self._notes.append(f"the weights are those that computed the model (module): {reason}")
-        if num_ranks:
-            ranks = counted(num_ranks, "rank")
-            self._omitted.append(f"optimizer state of {ranks} (moments, steps, loss scale)")
+        reason = "the run did not use ZeRO"
+        if shapes is not None:
+            reason = "there are no files with the optimizer's master weights (*_optim_states.pt)"
+        return f"those that computed the model (module): {reason}"
 
-    def _groups(self, value: Any) -> list[dict[str, Shape]]:
+    def _groups(self, value: Any) -> list[Shapes]:
         if not isinstance(value, (list, tuple)):
-            raise unusable(
-                "the shapes of the parameters are missing", self._states.path, "param_shapes"
-            )
-        return [shapes_in(self._states, group) for group in value]
+            what = "the shapes of the parameters are missing"
+            raise unusable(what, self._states.path, "param_shapes")
+        return [self._states.shapes(group) for group in value]
 
-    def _add_partitions(self, groups: Sequence[dict[str, Shape]]) -> None:
+    def _add_partitions(self, groups: Sequence[Shapes]) -> None:
         """Add the parameters of *groups*, whose values are in the ranks' files of optimizer states."""
-        ranks = [
-            read_partition(self._tag, name) for _, name in sorted(self._files.optimizer.items())
-        ]
+        files = sorted(self._optimizer_files.items())
+        ranks = [_partition(self._tag, name) for _, name in files]
         first = ranks[0]
+        stage, num_ranks, num_groups, _, stated_paddings = first.facts
         for rank in ranks:
             if rank.facts != first.facts:
-                raise unusable(
-                    "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes",
-                    rank.path,
-                    f"as in {first.path.name}",
-                )
-        check_ranks(self._files.optimizer, first.num_ranks, self._tag)
+                what = "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes"
+                raise unusable(what, rank.path, f"as in {first.path.name}")
+        _check_ranks(self._optimizer_files, num_ranks, self._tag)
         stated = self._states.value.get("dp_world_size")
         # Ranks that share a sequence count as one there.
-        if type(stated) is int and (stated < 1 or first.num_ranks % stated):
+        is_of_run = type(stated) is not int or (stated > 0 and num_ranks % stated == 0)
+        if not is_of_run or (stage == 3) != self._is_partitioned:
             raise unusable(
-                "the files of the optimizer's and the model's states are of different numbers of ranks",
+                "the files of the optimizer's and the model's states are of different numbers of ranks, "
+                "or of different stages of ZeRO",
                 self._tag,
-                f"dp_world_size {stated}, not {first.num_ranks}",
+                f"stage {stage} of {num_ranks} ranks in {first.path.name}; dp_world_size {stated}",
             )
-        if (first.stage == 3) != self._files.is_partitioned:
-            raise unusable(
-                "the files of the optimizer's and the model's states are of different stages of ZeRO",
-                self._tag,
-                f"stage {first.stage} in {first.path.name}",
-            )
-        if first.stage == 3:
+        if stage == 3:
             # All groups follow one another in each rank's part.
-            merged = [(name, shape) for shapes in groups for name, shape in shapes.items()]
-            self._add_group(merged, [rank.segments for rank in ranks], [0] * len(merged))
+            merged = [item for shapes in groups for item in shapes.items()]
+            self._add_group(merged, [rank.parts for rank in ranks], [0] * len(merged))
             return
-        if len(groups) != len(first.segments):
-            raise unusable(
-                f"the model has {len(groups)} groups of parameters, the optimizer another number",
-                first.path,
-                len(first.segments),
-            )
+        if len(groups) != num_groups:
+            what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
+            raise unusable(what, first.path, num_groups)
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
-            paddings: tuple[int, ...] | None = (0,) * len(shapes)
-            if first.paddings is not None:
-                with faults_of(first.path, "the paddings of the parameters are damaged"):
-                    paddings = counts(first.paddings[index])
-            if paddings is None or len(paddings) != len(shapes):
-                raise unusable(
-                    "the paddings of the parameters are damaged",
-                    first.path,
-                    repr(first.paddings)[:200],
-                )
-            vector = [rank.segments[index] for rank in ranks]
+            with faults_of(first.path, "the paddings of the parameters are damaged"):
+                paddings = counts(stated_paddings[index] if stated_paddings else [0] * len(shapes))
+                if paddings is None or len(paddings) != len(shapes):
+                    raise Fault(repr(stated_paddings)[:200])
+            vector = [rank.parts[index] for rank in ranks]
             self._add_group(list(shapes.items()), [vector], paddings)
 
     def _add_group(
@@ -358,86 +431,132 @@ class _Model:
             self._add(fqn, shape, vectors, position)
             position += -(-math.prod(shape) // len(vectors)) + padding
         # One vector is padded to twice the number of ranks, and that padding is stored only in part.
-        unit = 2 * len(self._files.optimizer) if len(vectors) == 1 else 1
-        for vector in vectors:
-            if length_of(vector) >= position + unit:
-                raise unusable(
-                    "the ranks' parts do not have the size of the parameters",
-                    self._tag,
-                    f"{length_of(vector)} elements, not {position}",
-                )
+        unit = 2 * len(self._optimizer_files) if len(vectors) == 1 else 1
+        longest = max(map(_length, vectors))
+        if longest >= position + unit:
+            what = "the ranks' parts do not have the size of the parameters"
+            raise unusable(what, self._tag, f"{longest} elements, not {position}")
 
-    def _add_universal(self, zero: Path, groups: Iterable[dict[str, Shape]]) -> None:
+    def _add(self, fqn: str, shape: Shape, vectors: Sequence[Vector], position: int) -> None:
+        """Add a parameter that is divided evenly among *vectors*, in each from *position* on.
+
+        The end of the last parts is padding.
+        """
+        num_elements = math.prod(shape)
+        share = -(-num_elements // len(vectors))
+        slices: list[Slice] = []
+        for rank, vector in enumerate(vectors):
+            first = min(rank * share, num_elements)
+            elements = range(first, min(first + share, num_elements))
+            slices.extend(_slices(vector, fqn, shape, elements, position))
+        self._add_tensor(tiled(fqn, vectors[0][0].dtype, shape, slices, self._tag))
+
+    def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[_StateFile, Any]]) -> None:
+        """Add a parameter of which each file has a flat part, or one file a tensor of its shape."""
+        file, view = parts[0]
+        if len(parts) == 1 and isinstance(view, StoredView) and view.shape == shape:
+            self._add_tensor(file.tensor(fqn, view))
+            return
+        flat = [file.flat(f"the part of the parameter {fqn!r}", view) for file, view in parts]
+        share = -(-math.prod(shape) // len(flat))
+        if any((each.dtype, each.shape) != (flat[0].dtype, (share,)) for each in flat):
+            what = f"the parts of the parameter {fqn!r} do not have its size, or several dtypes"
+            raise unusable(what, file.path, f"{len(flat)} parts of {list(shape)}")
+        self._add(fqn, shape, [[each] for each in flat], 0)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        if tensor.fqn in self._tensors:
+            raise unusable(f"the parameter {tensor.fqn!r} is stored twice", self._tag, tensor.fqn)
+        self._tensors[tensor.fqn] = tensor
+
+    def _add_universal(self, zero: Path, groups: Sequence[Shapes]) -> None:
         """Add the parameters in ``zero/NAME/fp32.pt`` (source: deepspeed/checkpoint/ds_to_universal.py, 0.19).
 
         The conversion also writes buffers there, as float32 whatever they were. They are taken from ``module``.
         """
         # Compared with the listing: a name with a slash or ".." is never in it.
         names = set(names_in(zero))
-        for shapes in groups:
-            for fqn, shape in shapes.items():
-                if fqn not in names or (zero / fqn).is_symlink():
-                    raise unusable(
-                        f"the file of the parameter {fqn!r} is missing", zero, "no such name"
-                    )
-                file = StateFile(self._tag, f"{_ZERO}/{fqn}/fp32.pt")
-                view = file.value.get("param") if isinstance(file.value, dict) else file.value
-                # Converted from ZeRO stage 3, it is flat.
-                self._add_parts(fqn, shape, [(file, view)])
+        for fqn, shape in (item for shapes in groups for item in shapes.items()):
+            if fqn not in names or (zero / fqn).is_symlink():
+                what = f"the file of the parameter {fqn!r} is missing"
+                raise unusable(what, zero, "no such name")
+            file = _StateFile(self._tag, f"{_ZERO}/{fqn}/fp32.pt")
+            view = file.value.get("param") if isinstance(file.value, dict) else file.value
+            # Converted from ZeRO stage 3, it is flat.
+            self._add_parts(fqn, shape, [(file, view)])
 
     def _add_frozen(self, num_ranks: int) -> None:
         """Add the parameters that the optimizer does not train.
 
         With stage 3, the model's states of each of *num_ranks* ranks have a part of them.
         """
-        shapes = shapes_in(self._states, self._states.mapping("frozen_param_shapes"))
+        shapes = self._states.shapes(self._states.mapping("frozen_param_shapes"))
         if not shapes:
             return
         files = [self._states]
-        if self._files.is_partitioned:
-            check_ranks(self._files.model, num_ranks, self._tag)
-            others = (self._files.model[rank] for rank in range(1, num_ranks))
-            files += [StateFile(self._tag, name) for name in others]
+        if self._is_partitioned:
+            _check_ranks(self._model_files, num_ranks, self._tag)
+            others = (self._model_files[rank] for rank in range(1, num_ranks))
+            files += [_StateFile(self._tag, name) for name in others]
         parts = [(file, file.mapping("frozen_param_fragments")) for file in files]
         for fqn, shape in shapes.items():
             self._add_parts(fqn, shape, [(file, views.get(fqn)) for file, views in parts])
 
     def _add_rest(self) -> None:
         """Add what only ``module`` has: buffers, and the parameters whose data is nowhere else."""
-        states, is_partitioned = self._states, self._files.is_partitioned
-        module, buffers = states.mapping("module"), states.value.get("buffer_names")
+        states, module = self._states, self._states.mapping("module")
+        buffers = states.value.get("buffer_names")
         for fqn, view in module.items():
             if not isinstance(view, StoredView):
                 # Extra state is no tensor.
                 if has_tensor(view):
                     kind = view.kind if isinstance(view, Opaque) else type(view).__name__
-                    raise unusable(
-                        "a tensor of the model is of a class that is not read",
-                        states.path,
-                        f"{fqn[:200]}: {kind}",
-                    )
+                    what = "a tensor of the model is of a class that is not read"
+                    raise unusable(what, states.path, f"{fqn[:200]}: {kind}")
                 continue
             stored = self._tensors.get(fqn)
             tied_to = self._tied.get(fqn)
             if stored is None and tied_to not in self._tensors and tied_to not in module:
                 # With stage 3, a parameter is empty here, and has no data in this file. A buffer may be empty.
                 is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
-                if is_partitioned and not is_buffer and view.shape == (0,):
-                    raise unusable(
-                        f"the data of the parameter {fqn!r} is missing",
-                        states.path,
-                        "not in param_shapes",
-                    )
+                if self._is_partitioned and not is_buffer and view.shape == (0,):
+                    what = f"the data of the parameter {fqn!r} is missing"
+                    raise unusable(what, states.path, "not in param_shapes")
                 self._add_tensor(states.tensor(fqn, view))
-            elif stored is not None and not is_partitioned and stored.shape != view.shape:
-                raise unusable(
-                    f"the shapes of {fqn!r} in param_shapes and module are different",
-                    states.path,
-                    f"{list(stored.shape)}, {list(view.shape)}",
-                )
+            elif stored is not None and not self._is_partitioned and stored.shape != view.shape:
+                what = f"the shapes of {fqn!r} in param_shapes and module are different"
+                raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
 
 
-def _check_places(ranks: Sequence[Partition], index: int) -> None:
+def _length(vector: Vector) -> int:
+    return sum(part.shape[0] for part in vector)
+
+
+def _slices(
+    vector: Vector, fqn: str, shape: Shape, elements: range, position: int
+) -> Iterator[Slice]:
+    """Yield the slices that the row-major *elements* of a tensor make up; the first is element *position* of *vector*.
+
+    A range of elements of a row-major tensor is a few boxes, each of which is contiguous in the vector.
+    """
+    itemsize = DTYPE_BITS[vector[0].dtype] // 8
+    first, begin = elements.start, 0
+    for part in vector:
+        end = begin + part.shape[0]
+        if position < end and first < elements.stop:
+            (stored,) = part.slices
+            num_elements = min(end - position, elements.stop - first)
+            start = stored.start + (position - begin) * itemsize
+            for box in row_major_boxes(shape, first, first + num_elements):
+                nbytes = box.numel * itemsize
+                yield Slice(fqn, part.dtype, box.offsets, box.sizes, stored.file, start, nbytes)
+                start += nbytes
+            first += num_elements
+            position += num_elements
+        begin = end
+
+
+def _check_places(ranks: Sequence[_Partition], index: int) -> None:
     """Raise :class:`CheckpointUnusable` if the parts of a parameter do not follow one another in group *index*.
 
     This finds most files under the name of another rank, which have the same sizes. The parts of different parameters
@@ -446,13 +565,10 @@ def _check_places(ranks: Sequence[Partition], index: int) -> None:
     ends: dict[str, int] = {}
     rank_begin = 0
     for rank in ranks:
-        for fqn, start, num_elements in rank.place_of(index):
+        for fqn, start, num_elements in rank.stated_places(index):
             begin = rank_begin + start
             if ends.setdefault(fqn, begin) != begin:
-                raise unusable(
-                    f"the part of {fqn!r:.200} does not continue the part of the rank before",
-                    rank.path,
-                    f"element {begin}, not {ends[fqn]}",
-                )
+                what = f"the part of {fqn!r:.200} does not continue the part of the rank before"
+                raise unusable(what, rank.path, f"element {begin}, not {ends[fqn]}")
             ends[fqn] = begin + num_elements
-        rank_begin += rank.segments[index].length
+        rank_begin += rank.parts[index].shape[0]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.type_aliases import Shape, TensorDict, TensorMap, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
@@ -51,6 +53,44 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
         os.close(descriptor)
 
 
+def config_beside(directory: Path) -> Path | None:
+    """Return *directory* if it has a config.json, the directory of the side files; else None."""
+    return directory if (directory / "config.json").is_file() else None
+
+
+def tiled(fqn: str, dtype: str, shape: Shape, slices: Sequence[Slice], where: Path) -> Tensor:
+    """Return a tensor of *slices* in *where*. Raises :class:`CheckpointUnusable` unless they tile its *shape*."""
+    fault = tiling_fault([stored.box for stored in slices], shape)
+    if fault:
+        raise unusable(f"the slices of {fqn!r} do not make it up", where, fault)
+    return Tensor(fqn, dtype, shape, tuple(slices))
+
+
+def renamed(tensors: TensorMap, names: Mapping[str, str]) -> TensorDict:
+    """Return those *tensors* that *names* maps to another name, under it."""
+    return {name: tensors[stored].renamed(name) for stored, name in names.items()}
+
+
+def tensors_by_file(
+    directory: Path, names: Iterable[str], tensors_in: Callable[[str], TensorMap]
+) -> tuple[TensorDict, dict[str, str]]:
+    """Return the tensors of the files *names* in *directory*, and the file of each.
+
+    Raises :class:`CheckpointUnusable` if two files hold the same tensor.
+    """
+    tensors: TensorDict = {}
+    files: dict[str, str] = {}
+    for name in names:
+        found = tensors_in(name)
+        for fqn in found.keys() & files.keys():
+            raise unusable(
+                f"two files hold the tensor {fqn!r}", directory / name, f"also in {files[fqn]}"
+            )
+        tensors |= found
+        files |= dict.fromkeys(found, name)
+    return tensors, files
+
+
 def check_regular_files(directory: Path, names: Iterable[str]) -> None:
     """Raise :class:`CheckpointUnusable` unless the files *names* in *directory* are regular, and not sparse."""
     for name in names:
@@ -67,9 +107,7 @@ def check_regular_files(directory: Path, names: Iterable[str]) -> None:
             raise unusable("this shard is nearly all hole", path, f"{status.st_size} bytes")
 
 
-def read_json(
-    directory: Path, name: str, export: ExportManifest | None = None
-) -> dict[str, Any] | None:
+def read_json(directory: Path, name: str, export: ExportManifest | None = None) -> ValueDict | None:
     """Return the JSON mapping in the file *name* of *directory*, or None if there is no such file.
 
     It is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
@@ -87,6 +125,14 @@ def read_json(
     if not isinstance(value, dict):
         raise unusable("this file is not a JSON mapping", path, type(value).__name__)
     return value
+
+
+def optional_json(directory: Path, name: str) -> ValueDict:
+    """Return the JSON mapping in the file *name*; empty if it is missing, not readable, or something else."""
+    try:
+        return read_json(directory, name) or {}
+    except CheckpointUnusable:
+        return {}
 
 
 @contextlib.contextmanager

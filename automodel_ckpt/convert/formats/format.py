@@ -3,15 +3,74 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.names.conversion import Conversion
+from automodel_ckpt.convert.type_aliases import Shape, TensorMap, Values
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameter:
+    """A parameter of a model: its name, its shape, and whether weight decay usually applies to it (no norm or bias)."""
+
+    name: str
+    shape: Shape
+    decays: bool
+
+
+Parameters = Callable[[], Sequence[ModelParameter]]
+"""Returns the model's parameters in the order of ``named_parameters()``, each tied parameter once.
+
+The command that imports passes it: building the model without memory needs torch and transformers. A format calls it
+only if its files number the parameters instead of naming them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """The names of an optimizer's parameters with the same options, such as ``lr``, ``betas`` and ``weight_decay``."""
+
+    parameters: tuple[str, ...]
+    options: Values
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The state of an optimizer.
+
+    *tensors* maps the name of a parameter to its tensors by entry, for example ``exp_avg`` and ``exp_avg_sq``. They
+    are slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both
+    have the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*; one
+    that was never updated is in neither mapping. *names_from* states, in words, how parameters that the file numbers
+    got their names; empty if the file names them.
+    """
+
+    root: Path
+    tensors: Mapping[str, TensorMap]
+    values: Mapping[str, Mapping[str, int | float | bool]]
+    groups: tuple[ParameterGroup, ...]
+    names_from: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What a checkpoint states about its training run. A field is None if the checkpoint does not state it.
+
+    *step* counts optimizer steps, *epoch* finished epochs, and *consumed_samples* the samples of all ranks. *scheduler*
+    has the plain values of the LR scheduler's ``state_dict()``. *omitted* names, in words, what is not transferred.
+    """
+
+    step: int | None = None
+    epoch: int | None = None
+    consumed_samples: int | None = None
+    optimizer: OptimizerState | None = None
+    scheduler: Values | None = None
+    omitted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +78,7 @@ class TensorSummary:
     """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     slices: int
 
 
@@ -31,6 +90,10 @@ class Inventory:
     num_values: int = 0
 
 
+# Counters below this are exact in all numbers of a run.
+_MAX_COUNT = 2**53
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """What a checkpoint states about its position in a run, as its program counts; None for what it does not state."""
@@ -38,6 +101,14 @@ class Counters:
     step: int | None = None
     epoch: int | None = None
     consumed_samples: int | None = None
+
+    @staticmethod
+    def of(*stated: object) -> Counters:
+        """Return counters from values that may be anything."""
+        # Not isinstance: True is an int, too.
+        return Counters(
+            *(each if type(each) is int and 0 <= each < _MAX_COUNT else None for each in stated)
+        )
 
 
 class Format(ABC):
@@ -63,18 +134,18 @@ class Format(ABC):
     """True if the names of tensors are those of any module that a user's program saved, not only of a known model."""
 
     @abstractmethod
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         """Return whether the directory or file *path* has this format, by its file names and first bytes.
 
-        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Symbolic links
-        count only with *follow_links*: for directories that the user chose as weights, such as the Hub's cache.
-        Returns False if *path* cannot be read.
+        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Returns False
+        if *path* cannot be read.
         """
 
     @abstractmethod
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Return the model in *path*: its tensors, tied names, notes for the user, and what is not part of the model.
 
+        Symbolic links are followed where a user may keep files elsewhere, such as the Hub's cache.
         Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
         """
 
@@ -103,10 +174,9 @@ class Format(ABC):
     def stored_tensors(self, path: Path) -> StoredTensors:
         """Return all tensors in *path* for reading. By default these are the tensors of the model.
 
-        A format that stores other tensors in the same files, such as optimizer state, overrides this method. Symbolic
-        links are followed: the user named *path*, which can be a snapshot in the Hub's cache.
+        A format that stores other tensors in the same files, such as optimizer state, overrides this method.
         """
-        source = self.open(path, follow_links=True)
+        source = self.open(path)
         return StoredTensors(source.root, source.tensors)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
@@ -131,7 +201,7 @@ class Format(ABC):
         """
         return Counters()
 
-    def losses(self, path: Path) -> Mapping[str, Any]:
+    def losses(self, path: Path) -> Values:
         """Return the last losses that the files state, for display: ``train_loss``, ``val_loss``.
 
         A key is absent if the files do not state it. Never raises.
@@ -164,7 +234,7 @@ class UnsupportedFormat(Format):
     is_readable = False
     hint: ClassVar[str]
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Raise :class:`CheckpointUnusable`, which names the format and the way to convert it."""
         raise unusable(
             f"this format cannot be read: {self.describe(path)}", path, path.name, self.hint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +12,23 @@ from automodel_ckpt.base.other_weights import MLX_ADAPTER, weights_of_another_pr
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest, find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.safetensors_header import (
-    Header,
-    read_header,
-    read_header_safely,
-)
+from automodel_ckpt.checkpoint.files.safe_open import model_file
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import UNCHECKED, first_bytes, names_in
+from automodel_ckpt.convert.formats.files import (
+    UNCHECKED,
+    first_bytes,
+    names_in,
+    renamed,
+    tensors_by_file,
+)
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
 from automodel_ckpt.convert.formats.torch.torch_files import BIN_FILE, BIN_INDEX
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
 # How transformers numbers the files of a model.
@@ -41,72 +45,59 @@ class HuggingFaceFiles(Format):
 
     name = "Hugging Face files"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         has_index = (path / layout.HF_INDEX).is_file()
         names = safetensors_in(path)
         if not names:
             return has_index
         try:
-            header = _header(path, names[0], follow_links)
-        # detect() never raises; opening the directory in the next format reports the damage.
-        except (CheckpointUnusable, OSError):
-            is_not_followed = not follow_links and (path / names[0]).is_symlink()
-            return has_index or is_not_followed
+            header = read_header(os.path.realpath(model_file(path, names[0])))
+        except CheckpointUnusable:
+            return has_index
+        # A link to another place, which only opening the directory follows.
+        except OSError:
+            return has_index or (path / names[0]).is_symlink()
         # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
         return SHARDING_INFO not in header.metadata
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. The index and headers of an export are compared with its manifest, and its slices have
         digests, which are compared when the slices are read."""
-        _check_not_mlx_adapter(path)
-        export = find_export_manifest(path, follow_links=follow_links)
-        weight_map = weight_map_of(path, export, follow_links=follow_links)
+        found = weights_of_another_program(path)
+        if found == MLX_ADAPTER:
+            what = f"this format cannot be read: {found[0]}"
+            raise unusable(what, path, "adapters.safetensors", found[1])
+        export = find_export_manifest(path, follow_links=True)
+        weight_map = weight_map_of(path, export) or {}
         names = safetensors_in(path)
         omitted: tuple[str, ...] = ()
-        if SINGLE_FILE in names and SINGLE_FILE not in (weight_map or {}).values():
+        if SINGLE_FILE in names and SINGLE_FILE not in weight_map.values():
             # transformers reads this file, and neither the index of an earlier model nor other files: Mistral's
             # consolidated.safetensors has the same weights under other names.
             others = [name for name in names if name != SINGLE_FILE]
             if others:
                 omitted = (f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}",)
-            weight_map, names = None, [SINGLE_FILE]
-        elif weight_map is not None:
+            weight_map, names = {}, [SINGLE_FILE]
+        elif weight_map:
             names = sorted(set(weight_map.values()))
         else:
             _check_numbers(path, names)
-        tensors: dict[str, Tensor] = {}
-        files: dict[str, str] = {}
-        for name in names:
-            found = tensors_in_file(path, name, export, follow_links=follow_links)
-            for fqn in found:
-                if fqn in files:
-                    raise unusable(
-                        f"two files hold the tensor {fqn!r}", path / name, f"also in {files[fqn]}"
-                    )
-                files[fqn] = name
-            tensors |= found
+        tensors, files = tensors_by_file(
+            path, names, lambda name: tensors_in_file(path, name, export)
+        )
         _check_not_mlx(path, tensors)
-        absent = sorted((weight_map or {}).keys() - files.keys())
+        absent = sorted(weight_map.keys() - files.keys())
         if absent:
             what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
             omitted = (*omitted, f"{what}, such as {absent[0][:200]}")
         # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
         # compared with the model's names later; other callers compare the index.
-        misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
-        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        misplaced = [fqn for fqn, name in weight_map.items() if files.get(fqn) != name]
+        source = source_of_files(path, names, tensors, export)
         return replace(source, misplaced=tuple(misplaced), omitted=(*source.omitted, *omitted))
 
 
-def _check_not_mlx_adapter(directory: Path) -> None:
-    """Raise :class:`CheckpointUnusable` for an adapter of mlx-lm, before its files are read as those of a model."""
-    found = weights_of_another_program(directory)
-    if found == MLX_ADAPTER:
-        raise unusable(
-            f"this format cannot be read: {found[0]}", directory, "adapters.safetensors", found[1]
-        )
-
-
-def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_not_mlx(directory: Path, tensors: TensorMap) -> None:
     """Raise :class:`CheckpointUnusable` for weights that only MLX reads: experts or latent attention as it names them,
     and weights that it quantized, which are U32 beside scales."""
     for fqn, tensor in tensors.items():
@@ -123,36 +114,31 @@ def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 def _check_numbers(directory: Path, names: Iterable[str]) -> None:
     """Raise :class:`CheckpointUnusable` if files are missing, by the numbers in the *names* of the others."""
     present: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        if match is not None:
-            present.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        present.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (stem, total), numbers in present.items():
-        if len(numbers) < int(total):
-            first = next(number for number in range(1, int(total) + 1) if number not in numbers)
-            missing = f"{stem}-{first:0{len(total)}d}-of-{total}.safetensors"
-            raise unusable("a file of weights is missing", directory / missing, "no such file")
+        for number in range(1, int(total) + 1):
+            if number not in numbers:
+                missing = f"{stem}-{number:05d}-of-{total}.safetensors"
+                raise unusable("a file of weights is missing", directory / missing, "no such file")
 
 
 def source_of_files(
     directory: Path,
     names: Iterable[str],
-    tensors: Mapping[str, Tensor],
+    tensors: TensorMap,
     export: ExportManifest | None,
-    *,
-    follow_links: bool,
 ) -> Source:
-    """Return the source of a model whose *tensors* are those of the files *names* of *directory*.
+    """Return the source of a model with the *tensors* of the files *names* of *directory*.
 
     Names that wrappers added are removed, except in an *export* of this program, which has the model's own names:
     accelerate's ``save_state`` of a compiled model writes ``_orig_mod.``.
     """
     if export is None:
-        plain = names_without_wrappers(tensors)
-        tensors = {plain[fqn]: tensor.renamed(plain[fqn]) for fqn, tensor in tensors.items()}
+        tensors = renamed(tensors, names_without_wrappers(tensors))
     return Source(
         # Behind a link, a file can be anywhere: in the Hub's cache, in another directory than its siblings.
-        Path("/") if follow_links else directory,
+        Path("/"),
         directory,
         tensors,
         notes=() if export is not None else (UNCHECKED,),
@@ -162,16 +148,13 @@ def source_of_files(
     )
 
 
-def weight_map_of(
-    directory: Path, export: ExportManifest | None, *, follow_links: bool
-) -> dict[str, str] | None:
+def weight_map_of(directory: Path, export: ExportManifest | None) -> dict[str, str] | None:
     """Return {tensor name: file name} from the index in *directory*, or None if there is none.
 
     The index is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
     """
     check_bytes = None if export is None else export.check_bytes
-    index = directory / layout.HF_INDEX
-    return read_weight_map(index, follow_links=follow_links, check_bytes=check_bytes)
+    return read_weight_map(directory / layout.HF_INDEX, follow_links=True, check_bytes=check_bytes)
 
 
 def safetensors_in(directory: Path) -> list[str]:
@@ -179,41 +162,29 @@ def safetensors_in(directory: Path) -> list[str]:
     return [name for name in names_in(directory) if name.endswith(".safetensors")]
 
 
-def tensors_in_file(
-    directory: Path,
-    name: str,
-    export: ExportManifest | None = None,
-    *,
-    follow_links: bool = False,
-) -> dict[str, Tensor]:
+def tensors_in_file(directory: Path, name: str, export: ExportManifest | None = None) -> TensorDict:
     """Return the tensors of the safetensors file *name* in *directory*, each in one slice.
 
-    The slice's file is *name*, or with *follow_links* the absolute path of the file without the first slash. Slices of
-    an *export* have its digests. Raises :class:`CheckpointUnusable` if the file is missing, damaged, or a shard.
+    The slice's file is the absolute path of the file without links and without the first slash. Slices of an *export*
+    have its digests. Raises :class:`CheckpointUnusable` if the file is missing, damaged, or a shard.
     """
     path = directory / name
+    real = os.path.realpath(path)
     try:
         if export is not None:
             export.check_header(name)
-        header = _header(directory, name, follow_links)
+        header = read_header(real)
     except FileNotFoundError as error:
         raise unusable("a file of weights is missing", path, "no such file") from error
     except OSError as error:
         raise unusable("a file of weights cannot be read", path, error.strerror) from error
     if SHARDING_INFO in header.metadata:
         raise unusable("a shard is stored among whole files", path, SHARDING_INFO)
-    file = os.path.realpath(path).lstrip("/") if follow_links else name
     tensors = {}
     for fqn, entry in header.tensors.items():
-        tensor = whole_tensor(fqn, entry.dtype, entry.shape, file, entry.start)
+        tensor = whole_tensor(fqn, entry.dtype, entry.shape, real.lstrip("/"), entry.start)
         tensors[fqn] = tensor if export is None else export.with_digests(name, tensor)
     return tensors
-
-
-def _header(directory: Path, name: str, follow_links: bool) -> Header:
-    if follow_links:
-        return read_header(os.path.realpath(directory / name))
-    return read_header_safely(directory, name)
 
 
 # ---------------------------------------------------------------- one file, and adapters
@@ -224,37 +195,25 @@ class SafetensorsFile(Format):
 
     name = "a safetensors file"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         if not path.is_file():
             return False
         return path.suffix == ".safetensors" or first_bytes(path, 9)[8:] == b"{"
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Raises :class:`CheckpointUnusable` for a file with only a part of a model."""
         directory = path.parent.resolve()
         export = find_export_manifest(directory, follow_links=True)
-        weight_map = weight_map_of(directory, export, follow_links=True)
-        if weight_map is not None:
-            num_files = len(set(weight_map.values()))
-            if num_files > 1:
-                raise _incomplete(
-                    "this file is a part of a model",
-                    path,
-                    f"one of {num_files}: name the directory",
-                )
-        if SHARDING_INFO in read_header(path).metadata:
-            raise _incomplete(
-                "this file is a rank's shard of a model", path, "name the directory of the shards"
-            )
-        if path.name == layout.ADAPTER_MODEL:
-            raise _incomplete("this file is an adapter, not a model", path, "name its directory")
-        tensors = tensors_in_file(directory, path.name, export, follow_links=True)
-        return source_of_files(directory, [path.name], tensors, export, follow_links=True)
-
-
-def _incomplete(what: str, path: Path, value: str) -> CheckpointUnusable:
-    hint = "name a directory of *.safetensors, or a file with all tensors of the model"
-    return unusable(what, path, value, hint)
+        num_files = len(set((weight_map_of(directory, export) or {}).values()))
+        for is_part, what in (
+            (num_files > 1, "this file is a part of a model"),
+            (SHARDING_INFO in read_header(path).metadata, "this file is a rank's shard of a model"),
+            (path.name == layout.ADAPTER_MODEL, "this file is an adapter, not a model"),
+        ):
+            if is_part:
+                raise unusable(what, path, path.name, "name its directory")
+        tensors = tensors_in_file(directory, path.name, export)
+        return source_of_files(directory, [path.name], tensors, export)
 
 
 class PeftAdapter(Format):
@@ -262,26 +221,21 @@ class PeftAdapter(Format):
 
     name = "PEFT adapter"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return has_adapter(path)
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        export = find_export_manifest(path, follow_links=follow_links)
-        names = [layout.ADAPTER_MODEL]
-        tensors = tensors_in_file(path, names[0], export, follow_links=follow_links)
-        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
-        return replace(source, omitted=_weights_beside(path))
+    def open(self, path: Path) -> Source:
+        export = find_export_manifest(path, follow_links=True)
+        tensors = tensors_in_file(path, layout.ADAPTER_MODEL, export)
+        source = source_of_files(path, [layout.ADAPTER_MODEL], tensors, export)
+        models = sorted(set(names_in(path)) & _MODELS)
+        if not models:
+            return source
+        # torchtune saves the merged model in the same directory.
+        text = f"the model in {' and '.join(models)}: to use it, move {layout.ADAPTER_MODEL} to another directory"
+        return replace(source, omitted=(text,))
 
 
 def has_adapter(path: Path) -> bool:
     """Return whether the directory *path* has the weights of an adapter."""
     return os.path.lexists(path / layout.ADAPTER_MODEL)
-
-
-def _weights_beside(path: Path) -> tuple[str, ...]:
-    """Describe the weights beside the adapter: torchtune saves the merged model in the same directory."""
-    found = set(names_in(path)) & _MODELS
-    if not found:
-        return ()
-    names = " and ".join(sorted(found))
-    return (f"the model in {names}: to use it, move {layout.ADAPTER_MODEL} to another directory",)

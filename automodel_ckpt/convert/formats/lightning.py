@@ -14,21 +14,20 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.format import Counters
+from automodel_ckpt.convert.formats.format import Counters, Parameters, TrainingState
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp, plain_model_names
 from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
 from automodel_ckpt.convert.formats.torch.dcp_training_state import read_optimizer
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
@@ -36,8 +35,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     plain_names,
     read_archive,
 )
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
 
 META_FILE = "meta.pt"
 _PROGRAM = "data.pkl"
@@ -46,7 +44,7 @@ _MODEL, _OPTIMIZERS, _SCHEDULES = "state_dict", "optimizer_states", "lr_schedule
 _USED = (_MODEL, _OPTIMIZERS, _SCHEDULES, "epoch", "global_step", LIGHTNING_VERSION)
 # More than this many keys that are not transferred are counted.
 _MAX_NAMED = 12
-_MAX_COUNT = 2**62
+_EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
 class LightningFile(TorchFile):
@@ -54,8 +52,8 @@ class LightningFile(TorchFile):
 
     name = "PyTorch Lightning checkpoint"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        return super().detect(path, follow_links=follow_links) and _states_version(path)
+    def detect(self, path: Path) -> bool:
+        return super().detect(path) and _states_version(path)
 
     def training_left(self, path: Path) -> str:
         return ""
@@ -94,11 +92,11 @@ class LightningDistributed(PyTorchDcp):
 
     name = "PyTorch Lightning distributed checkpoint"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         meta = path / META_FILE
         if meta.is_symlink() or not meta.is_file():
             return False
-        return super().detect(path, follow_links=follow_links) and _states_version(meta)
+        return super().detect(path) and _states_version(meta)
 
     def names(self, content: DcpContent) -> Mapping[str, str]:
         prefix = _prefix(content)
@@ -108,13 +106,6 @@ class LightningDistributed(PyTorchDcp):
 
     def counters(self, path: Path) -> Counters:
         return _counters(read_archive(path / META_FILE).value)
-
-    def has_training_state(self, path: Path) -> bool:
-        try:
-            content = read_content(path)
-        except CheckpointUnusable:
-            return False
-        return bool(_optimizer_keys(content))
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the training state. The optimizer names its parameters: *parameters* is not called.
@@ -167,10 +158,8 @@ def _only_item(value: Any) -> tuple[Any, str]:
 
 def _counters(value: object) -> Counters:
     """Return the counters in the object of a file."""
-    if not isinstance(value, dict):
-        return Counters()
-    step, epoch = value.get("global_step"), value.get("epoch")
-    return Counters(step if _is_count(step) else None, epoch if _is_count(epoch) else None)
+    stated = value if isinstance(value, dict) else {}
+    return Counters.of(stated.get("global_step"), stated.get("epoch"))
 
 
 def finished_epochs(loops: Any, epoch: int | None) -> int | None:
@@ -187,27 +176,20 @@ def finished_epochs(loops: Any, epoch: int | None) -> int | None:
     current = progress.get("current") if isinstance(progress, dict) else None
     if not isinstance(current, dict) or not isinstance(batches, dict):
         return epoch
-    completed, ready = current.get("completed"), current.get("ready")
-    if not (_is_count(completed) and _is_count(ready)):
+    counters = Counters.of(current.get("completed"), current.get("ready"))
+    completed, ready = counters.step, counters.epoch
+    if completed is None or ready is None:
         return epoch
     return completed + (ready > completed and batches.get("is_last_batch") is True)
 
 
-def _is_count(value: object) -> TypeGuard[int]:
-    # Not isinstance: True is an int, too.
-    return type(value) is int and 0 <= value <= _MAX_COUNT
-
-
-def _other_keys(value: Mapping[Any, Any]) -> Iterable[str]:
-    """Yield the keys of what is not transferred."""
-    others = [
-        str(key)[:100]
-        for key, item in value.items()
-        if key not in _USED and item is not None and item != {} and item != []
-    ]
-    yield from others[:_MAX_NAMED]
+def _other_keys(value: Mapping[Any, Any]) -> list[str]:
+    """Return the keys of what is not transferred."""
+    items = value.items()
+    others = [str(key)[:100] for key, item in items if key not in _USED and item not in _EMPTY]
     if len(others) > _MAX_NAMED:
-        yield f"{len(others) - _MAX_NAMED} other entries"
+        return [*others[:_MAX_NAMED], f"{len(others) - _MAX_NAMED} other entries"]
+    return others
 
 
 def _prefix(content: DcpContent) -> str:

@@ -42,7 +42,6 @@ from automodel_ckpt.convert.formats.unsupported_files import (
     OtherWeights,
     VerlShards,
 )
-from automodel_ckpt.convert.imports.source_files import has_links_outside
 
 DCP = PyTorchDcp()
 
@@ -103,7 +102,7 @@ def detect_run(path: Path) -> Format | None:
     This is that of :func:`detect`, except for a checkpoint whose parts have a format each. Such a checkpoint is shown
     as its parts, and its weights are those of one part.
     """
-    return detect_parts(path) or detect(path, follow_links=True, readable_only=True)
+    return detect_parts(path) or detect(path, readable_only=True)
 
 
 def detect_parts(path: Path) -> Format | None:
@@ -111,15 +110,13 @@ def detect_parts(path: Path) -> Format | None:
     return _RUN if _RUN.detect(path) else None
 
 
-def detect(path: Path, *, follow_links: bool = False, readable_only: bool = False) -> Format | None:
+def detect(path: Path, *, readable_only: bool = False) -> Format | None:
     """Return the first format that recognizes the directory or file *path*; None if there is none.
 
     With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
     """
     for known in FORMATS:
-        if (known.is_readable or not readable_only) and known.detect(
-            path, follow_links=follow_links
-        ):
+        if (known.is_readable or not readable_only) and known.detect(path):
             return known
     return None
 
@@ -127,15 +124,14 @@ def detect(path: Path, *, follow_links: bool = False, readable_only: bool = Fals
 def formats_in(directory: Path) -> dict[str, Format]:
     """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
 
-    Links to directories are not followed, and a checkpoint of this program is not an external format. The files of
-    *directory* itself can be links within it, or those of the Hub's cache. A subdirectory that is a part of what
-    *directory* itself contains is not listed again, and one that cannot be read is skipped. Empty if no format is
-    recognized. Raises PermissionError if *directory* itself cannot be read.
+    Links to directories are not followed, and a checkpoint of this program is not an external format. A subdirectory
+    that is a part of what *directory* itself contains is not listed again, and one that cannot be read is skipped.
+    Empty if no format is recognized. Raises PermissionError if *directory* itself cannot be read.
     """
     parts: frozenset[str] = frozenset()
     found = {}
     if directory.is_file():
-        known = detect(directory, follow_links=True, readable_only=True)
+        known = detect(directory, readable_only=True)
         return {".": known} if known is not None else {}
     for name in (".", *names_in(directory)):
         path, is_inside = directory / name, name != "."
@@ -144,8 +140,7 @@ def formats_in(directory: Path) -> dict[str, Format]:
         if os.path.lexists(path / layout.MANIFEST):
             continue
         try:
-            follows = not is_inside and not has_links_outside(path)
-            known = detect(path, follow_links=follows, readable_only=True)
+            known = detect(path, readable_only=True)
         except PermissionError:
             # A directory of another user, such as lost+found, does not hide the others.
             if is_inside:

@@ -6,20 +6,23 @@ A ``model/`` directory of this program without its manifest has this format, too
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.files import (
+    check_regular_files,
+    names_in,
+    renamed,
+    tiled,
+)
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
+from automodel_ckpt.convert.type_aliases import Shape, Values
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
@@ -32,10 +35,10 @@ class SafetensorsShards(Format):
     name = "safetensors shards"
     has_own_names = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return any(name.endswith(".safetensors") for name in names_in(path))
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: all shards are in one directory."""
         names = [name for name in names_in(path) if name.endswith(".safetensors")]
         check_no_links(path, (*names, layout.HF_METADATA))
@@ -43,11 +46,8 @@ class SafetensorsShards(Format):
         found: dict[str, _Found] = {}
         for name in names:
             _add_slices_of(path / name, found)
-        plain = names_without_wrappers(found)
-        tensors = {
-            plain[fqn]: _tensor(fqn, parts, path).renamed(plain[fqn])
-            for fqn, parts in found.items()
-        }
+        tensors = {fqn: _tensor(fqn, parts, path) for fqn, parts in found.items()}
+        tensors = renamed(tensors, names_without_wrappers(found))
         notes = [_UNCHECKED]
         if any(parts.shape is None for parts in found.values()):
             notes.append(_NO_SHAPES)
@@ -59,7 +59,7 @@ class _Found:
     """The slices of one tensor in the shards read so far, and its global shape if a header states it."""
 
     slices: list[Slice] = field(default_factory=list)
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
 
 def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
@@ -87,7 +87,7 @@ def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
         parts.shape = parts.shape if shape is None else shape
 
 
-def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
+def _sharding_info(header: Header, path: Path) -> Values:
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         raise unusable(
@@ -118,16 +118,10 @@ def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
     # PyTorch's writer states no global shape. Then a missing last shard only makes the tensor
     # smaller, which nothing here can detect: the note _NO_SHAPES reports it.
     shape = _extents(slices) if found.shape is None else found.shape
-    fault = tiling_fault([stored.box for stored in slices], shape)
-    if fault:
-        files = ", ".join(sorted({stored.file for stored in slices}))
-        raise unusable(
-            f"the slices of {fqn!r} do not make it up: {fault}", directory, f"slices in {files}"
-        )
-    return Tensor(fqn, slices[0].dtype, shape, tuple(slices))
+    return tiled(fqn, slices[0].dtype, shape, slices, directory)
 
 
-def _extents(slices: list[Slice]) -> tuple[int, ...]:
+def _extents(slices: list[Slice]) -> Shape:
     """Return the smallest shape that contains all slices."""
     ends = [
         [offset + size for offset, size in zip(stored.offsets, stored.sizes, strict=True)]

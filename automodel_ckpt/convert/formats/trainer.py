@@ -2,25 +2,32 @@
 
 ``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
 ``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
-(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes: nothing of the
-random state is read, and of the arguments only their description (``torch_objects.py``), for the number of
-micro-batches.
+(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes, and are not read.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in, read_json
-from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.files import (
+    check_regular_files,
+    config_beside,
+    names_in,
+    optional_json,
+    read_json,
+)
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    Parameters,
+    TrainingState,
+)
 from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles, PeftAdapter
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
@@ -29,12 +36,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     TorchModelDirectory,
     read_archive,
 )
-from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
-from automodel_ckpt.convert.formats.torch.training_state import (
-    Parameters,
-    TrainingState,
-)
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -48,8 +50,6 @@ _FSDP_FILE = "pytorch_model_fsdp.bin"
 _FSDP_DIRECTORY = "pytorch_model_fsdp_0"
 _FSDP_OPTIMIZER = "optimizer_0"
 _LEFT = "only the weights of accelerate's files are read"
-# Counters below this are exact in all numbers of a run.
-_MAX_COUNT = 2**53
 
 
 class TransformersTrainer(Format):
@@ -57,38 +57,29 @@ class TransformersTrainer(Format):
 
     name = "transformers Trainer"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         if STATE_FILE not in names:
             return False
         if _DEEPSPEED_FILE in names and layout.ADAPTER_MODEL not in names:
             # Trained with DeepSpeed, whose files have the exact weights and the optimizer.
             return False
-        return _weights_of(path, follow_links) is not None
+        return _weights_of(path) is not None
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the weights."""
-        known = _weights_of(path, follow_links)
+        known = _weights_of(path)
         assert known is not None, "detect() has found weights"
-        return known.open(path, follow_links=follow_links)
+        return known.open(path)
 
     def counters(self, path: Path) -> Counters:
-        """Return the steps, finished epochs and samples of the trainer's state."""
-        state = read_json(path, STATE_FILE) or {}
-        step = count_of(state.get("global_step"))
-        samples = None
-        if step is not None:
-            samples = _consumed_samples(path, names_in(path), state, step)
-        return Counters(step, finished_epochs(state), samples)
+        """Return the steps and finished epochs of the trainer's state."""
+        return _counters(path)
 
-    def losses(self, path: Path) -> Mapping[str, Any]:
+    def losses(self, path: Path) -> Values:
         """Return the last logged losses."""
-        try:
-            state = read_json(path, STATE_FILE) or {}
-        except CheckpointUnusable:
-            return {}
         found = {}
-        history = state.get("log_history")
+        history = optional_json(path, STATE_FILE).get("log_history")
         # Later lines replace earlier ones.
         for line in history if isinstance(history, list) else []:
             for key, name in (("loss", "train_loss"), ("eval_loss", "val_loss")):
@@ -108,13 +99,10 @@ class TransformersTrainer(Format):
         check_regular_files(
             path, [name for name in (OPTIMIZER_FILE, SCHEDULER_FILE) if name in names]
         )
-        step = count_of(state.get("global_step"))
-        if step is None:
-            raise unusable(
-                "the trainer's state has no step",
-                path / STATE_FILE,
-                repr(state.get("global_step"))[:100],
-            )
+        counters = _counters(path)
+        if counters.step is None:
+            step = repr(state.get("global_step"))[:100]
+            raise unusable("the trainer's state has no step", path / STATE_FILE, step)
         optimizer = None
         if OPTIMIZER_FILE in names:
             archive = read_archive(path / OPTIMIZER_FILE)
@@ -128,73 +116,33 @@ class TransformersTrainer(Format):
         if state.get("best_metric") is not None:
             omitted.append("the best metric")
         return TrainingState(
-            step=step,
-            epoch=finished_epochs(state),
-            consumed_samples=_consumed_samples(path, names, state, step),
+            step=counters.step,
+            epoch=counters.epoch,
             optimizer=optimizer,
             scheduler=scheduler,
             omitted=tuple(omitted),
         )
 
 
-def _weights_of(path: Path, follow_links: bool) -> Format | None:
-    return next((each for each in _WEIGHTS if each.detect(path, follow_links=follow_links)), None)
+def _weights_of(path: Path) -> Format | None:
+    return next((each for each in _WEIGHTS if each.detect(path)), None)
 
 
-def _scheduler(path: Path) -> dict[str, Any]:
+def _scheduler(path: Path) -> ValueDict:
     """Return the plain values of the scheduler's state."""
     value = read_archive(path / SCHEDULER_FILE).value
     if not isinstance(value, dict):
-        raise unusable(
-            "the state of the learning-rate schedule is not a mapping",
-            path / SCHEDULER_FILE,
-            type(value).__name__,
-        )
+        what = "the state of the learning-rate schedule is not a mapping"
+        raise unusable(what, path / SCHEDULER_FILE, type(value).__name__)
     return {key: item for key, item in value.items() if isinstance(key, str)}
 
 
-def count_of(value: object) -> int | None:
-    """Return a counter; None for any other value."""
-    # Not isinstance: True is an int, too.
-    return value if type(value) is int and 0 <= value < _MAX_COUNT else None
-
-
-def finished_epochs(state: Mapping[str, Any]) -> int | None:
-    """Return the number of finished epochs: the integer part of the trainer's fractional ``epoch``."""
-    epoch = state.get("epoch")
-    if not isinstance(epoch, int | float) or not math.isfinite(epoch):
-        return None
-    return int(epoch) if 0 <= epoch < _MAX_COUNT else None
-
-
-def _consumed_samples(
-    path: Path, names: list[str], state: Mapping[str, Any], step: int
-) -> int | None:
-    """Return the samples of *step* global batches; None if the files do not state the size of one.
-
-    The size is that of a rank's micro-batch x micro-batches per step x ranks, each of which saves a file of its random
-    state. The last batch of an epoch may have been smaller.
-    """
-    micro_batch = count_of(state.get("train_batch_size"))
-    accumulation = _accumulation_steps(path, names)
-    if not micro_batch or not accumulation:
-        return None
-    num_ranks = max(1, sum(1 for name in names if _RANDOM_FILE.fullmatch(name)))
-    consumed = step * micro_batch * accumulation * num_ranks
-    return consumed if consumed < _MAX_COUNT else None
-
-
-def _accumulation_steps(path: Path, names: list[str]) -> int | None:
-    """Return ``gradient_accumulation_steps`` of the arguments, read from their description."""
-    if _ARGUMENTS_FILE not in names or os.path.islink(path / _ARGUMENTS_FILE):
-        return None
-    try:
-        arguments = read_archive(path / _ARGUMENTS_FILE).value
-    except CheckpointUnusable:
-        # They are only used for this number, and may contain anything.
-        return None
-    stated = arguments.get("gradient_accumulation_steps") if isinstance(arguments, Opaque) else None
-    return count_of(stated)
+def _counters(path: Path) -> Counters:
+    """Return the steps and the finished epochs, the integer part of the trainer's fractional ``epoch``."""
+    state = read_json(path, STATE_FILE) or {}
+    epoch: Any = state.get("epoch")
+    is_finite = isinstance(epoch, int | float) and math.isfinite(epoch)
+    return Counters.of(state.get("global_step"), int(epoch) if is_finite else None)
 
 
 # ---------------------------------------------------------------- accelerate with FSDP
@@ -219,10 +167,10 @@ class AccelerateFsdp(Format):
     # accelerate saves none, and transformers' Trainer that of its model.
     saves_config = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return _FSDP_FILE in names_in(path) or _is_dcp(path / _FSDP_DIRECTORY)
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: accelerate writes all files to one directory."""
         if _is_dcp(path / _FSDP_DIRECTORY):
             check_no_links(path, [_FSDP_DIRECTORY])
@@ -231,16 +179,14 @@ class AccelerateFsdp(Format):
             check_no_links(path, [_FSDP_FILE])
             check_regular_files(path, [_FSDP_FILE])
             source = TorchFile().open(path / _FSDP_FILE)
-        side_files = path if (path / "config.json").is_file() else None
-        return replace(source, side_files=side_files)
+        return replace(source, side_files=config_beside(path))
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset({_FSDP_DIRECTORY, _FSDP_OPTIMIZER})
 
     def counters(self, path: Path) -> Counters:
         """Return the steps and epochs of the Trainer, if it saved the files."""
-        state = read_json(path, STATE_FILE) or {}
-        return Counters(count_of(state.get("global_step")), finished_epochs(state))
+        return _counters(path)
 
     def training_left(self, path: Path) -> str:
         return _LEFT

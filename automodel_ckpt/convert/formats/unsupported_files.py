@@ -37,7 +37,7 @@ class FileByContent(UnsupportedFormat):
         self.hint = hint  # type: ignore[misc]
         self.matches = matches
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return path.is_file() and self.matches(first_bytes(path, _HEAD_BYTES))
 
 
@@ -101,7 +101,7 @@ class VerlShards(UnsupportedFormat):
         "MERGED has Hugging Face files"
     )
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = [path.name] if path.is_file() else names_in(path)
         return any(_VERL_RANK.fullmatch(name) for name in names)
 
@@ -111,10 +111,10 @@ class OtherWeights(UnsupportedFormat):
 
     name = "weights of another program"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return _other_weights(path) is not None
 
-    def open(self, path: Path, *, follow_links: bool = False) -> NoReturn:
+    def open(self, path: Path) -> NoReturn:
         name, hint = _other_weights(path) or ("", "")
         raise unusable(f"this format cannot be read: {name}", path, path.name, hint)
 
@@ -140,5 +140,5 @@ class LitGptModel(UnsupportedFormat):
         "with --config"
     )
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return "lit_model.pth" in names_in(path)

@@ -12,19 +12,16 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.files import names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format, Inventory
 from automodel_ckpt.convert.formats.registry import detect, formats_in
 from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
+from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
-_MAX_LOSSES_BYTES = 1 << 20
 # The directory may be anything, and the list is only displayed.
 _MAX_FILES = 100_000
 _MAX_ENTRIES = 10_000
@@ -54,7 +51,7 @@ class ExternalDirectory:
     path: Path
     formats: Mapping[str, Format]
     files: Mapping[str, int]
-    losses: Mapping[str, Any]
+    losses: Values
     written: float
 
     @property
@@ -84,22 +81,18 @@ def read_external(directory: Path) -> ExternalDirectory | None:
         return None
     status = directory.stat()
     files: dict[str, int] = {directory.name: status.st_size}
-    losses: Mapping[str, Any] = {}
+    losses: Values = {}
     if directory.is_dir():
         files, losses = dict(_files(directory)), losses_in(directory, formats.get("."))
     return ExternalDirectory(directory, formats, files, losses, status.st_mtime)
 
 
-def losses_in(directory: Path, known: Format | None = None) -> Mapping[str, Any]:
+def losses_in(directory: Path, known: Format | None = None) -> Values:
     """Return the losses that the files of a format state, or the content of losses.json; empty if there are none."""
     stated = known.losses(directory) if known is not None else {}
     if stated:
         return stated
-    try:
-        value = parse_json(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return optional_json(directory, layout.LOSSES)
 
 
 def _tree(directory: Path, known: Format) -> ExternalTree:

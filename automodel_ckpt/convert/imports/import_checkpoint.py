@@ -19,9 +19,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.convert.formats.format import Parameters
 from automodel_ckpt.convert.formats.hugging_face import has_adapter
 from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.formats.torch.training_state import Parameters
 from automodel_ckpt.convert.imports.adapter_import import (
     AdapterBuilder,
     AdapterModel,
@@ -35,17 +35,17 @@ from automodel_ckpt.convert.imports.import_source import (
     position_of,
     training_state_of,
 )
-from automodel_ckpt.convert.imports.names_file import Renaming, rename, without_prefix
+from automodel_ckpt.convert.imports.names_file import rename, without_prefix
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
-from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, unusable
-from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
+from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, source_error
+from automodel_ckpt.convert.imports.training_import import training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
     has_odd_prefix,
     possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 _CONFIG = "config.json"
 
@@ -85,35 +85,38 @@ def prepare(source: Path, run: Path, options: ImportOptions = ImportOptions()) -
         return _prepared(ImportSource.of(source, options.config), run, options)
     except OSError as error:
         where = Path(error.filename or source)
-        raise unusable("a file to import cannot be read", where, error.strerror) from error
+        raise source_error("a file to import cannot be read", where, error.strerror) from error
 
 
 def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewCheckpoint:
-    weights = source.opened.modules[MODEL]
+    stored = weights = source.opened.modules[MODEL]
     adapter = _adapter(source, weights, options)
-    renamings: list[Renaming] = []
     name_notes: tuple[str, ...] = ()
     omitted = [*source.opened.omitted]
     if adapter is not None:
-        weights = _without_copies(weights, adapter, omitted)
+        stored = weights = _without_copies(weights, adapter, omitted)
         if options.parameters is not None:
             trained = adapter.parameters
             options = replace(options, parameters=lambda _: lambda: trained)
     if options.names is not None:
-        renamings.append(rename(weights, options.names))
-        weights = renamings[-1].after
+        weights = rename(weights, options.names, omitted)
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
     if adapter is None:
         check_merged(weights, source.path)
-        name_notes, without = _compared(source, weights, options)
-        if without is not None:
-            renamings.append(without)
-            weights = without.after
-    omitted += [text for renaming in renamings for text in renaming.left_out]
-    training = _training(source, options, renamings)
+        weights, name_notes = _compared(source, weights, options, omitted)
+    training = None
     name, origin = position_of(source, options.step, options.epoch)
-    if training is not None:
+    if options.parameters is not None:
+        if weights is not stored:
+            raise RecipeError(
+                "the weights get other names, and the state of the optimizer cannot get them",
+                where="ckpt import --training-state",
+                value=next(iter(stored.tensors))[:200],
+                hint="import the weights without --training-state",
+            )
+        path, state = training_state_of(source, options.parameters, config=options.config)
+        training = training_import(state, where=path, step=options.step, epoch=options.epoch)
         # The omitted parts of the model's files are what the training state consists of.
         omitted = [*training.state.omitted]
         name = layout.CheckpointName(step=training.step, epoch=training.epoch)
@@ -135,7 +138,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         plan=plan,
         side_files=side_files,
         other_files=recipe_of(source.run_directory),
-        losses=losses_in(source.run_directory, detect(source.run_directory, follow_links=True)),
+        losses=losses_in(source.run_directory, detect(source.run_directory)),
         run=run,
         name=name,
         left_out=tuple(left_out),
@@ -149,27 +152,10 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     )
 
 
-def _training(
-    source: ImportSource, options: ImportOptions, renamings: list[Renaming]
-) -> TrainingImport | None:
-    """Return the training state of the source, if it is asked for."""
-    if options.parameters is None:
-        return None
-    if renamings:
-        raise RecipeError(
-            "the weights get other names, and the state of the optimizer cannot get them",
-            where="ckpt import --training-state",
-            value=next(iter(renamings[0].before.tensors))[:200],
-            hint="import the weights without --training-state",
-        )
-    path, state = training_state_of(source, options.parameters, config=options.config)
-    return training_import(state, where=str(path), step=options.step, epoch=options.epoch)
-
-
 def _compared(
-    source: ImportSource, weights: Tensors, options: ImportOptions
-) -> tuple[tuple[str, ...], Renaming | None]:
-    """Compare *weights* with the model that config.json describes: notes in words, and a renaming of the tensors.
+    source: ImportSource, weights: Tensors, options: ImportOptions, omitted: list[str]
+) -> tuple[Tensors, tuple[str, ...]]:
+    """Compare *weights* with the model that config.json describes. Returns them, without a prefix, and notes in words.
 
     Files that were saved with their config.json are not compared: building the model takes seconds. Raises
     :class:`CheckpointUnusable` if the tensors have other names or shapes than the model's.
@@ -178,33 +164,33 @@ def _compared(
     has_own_names = source.known.has_own_names or has_odd_prefix(weights.tensors)
     has_config_of_model = source.known.saves_config and options.config is None
     if compare is None or has_config_of_model or not (has_own_names or options.config):
-        return (), None
+        return weights, ()
     files = source.side_files(options.config)
     config = files.get(_CONFIG)
     if config is None:
         first = next(iter(weights.tensors))
-        return (f"unchecked, because there is no config.json; the first is {first}",), None
+        return weights, (f"unchecked, because there is no config.json; the first is {first}",)
     found = compare(config, [*weights.tensors, *weights.tied])
     if found is None:
         unknown = "unchecked, because those of this type of model are unknown"
-        return ((unknown,) if has_own_names else ()), None
-    notes, renaming = tuple(found.lines()), None
+        return weights, (unknown,) if has_own_names else ()
+    notes = tuple(found.lines())
     if has_own_names and options.names is None and found.unknown and found.missing:
-        fitting: dict[str, Renaming] = {}
+        fitting: dict[str, Tensors] = {}
         for prefix in possible_prefixes(weights.tensors, found.missing):
-            after = without_prefix(weights, prefix)
-            again = compare(config, [*after.after.tensors, *after.after.tied])
+            after = without_prefix(weights, prefix, [])
+            again = compare(config, [*after.tensors, *after.tied])
             if again is not None and not (again.unknown or again.missing):
                 fitting[prefix] = after
-        if len(fitting) != 1:
+        if len(fitting) == 1:
+            (prefix,) = fitting
+            notes = (f"those of the model after the prefix {prefix!r}, which is removed",)
+            weights = without_prefix(weights, prefix, omitted)
+        else:
             found.check(str(source.path))
-            return notes, None
-        ((prefix, renaming),) = fitting.items()
-        notes = (f"those of the model after the prefix {prefix!r}, which is removed",)
     is_quantized = bool(quantization_of(files))
-    stored = weights if renaming is None else renaming.after
-    found.check_shapes(stored.tensors, str(source.path), is_quantized=is_quantized)
-    return notes, renaming
+    found.check_shapes(weights.tensors, str(source.path), is_quantized=is_quantized)
+    return weights, notes
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
@@ -212,12 +198,9 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
-        raise CheckpointUnusable(
-            "an adapter is imported with its base, not with a config",
-            where=str(source.directory),
-            value=layout.ADAPTER_MODEL,
-            hint="name the directory of the base with --base",
-        )
+        what = "an adapter is imported with its base, not with a config"
+        hint = "name the directory of the base with --base"
+        raise source_error(what, source.directory, layout.ADAPTER_MODEL, hint)
     return adapter_model(source.directory, weights, options.adapters)
 
 
@@ -226,7 +209,7 @@ def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str])
     tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
     if num_copies := len(weights.tensors) - len(tensors):
         copies = counted(num_copies, "copy", "copies")
-        omitted.append(f"{copies} of weights that the base or the adapter has")
+        omitted.append(f"{copies} of weights of the base or the adapter")
     return replace(weights, tensors=tensors)
 
 
@@ -234,10 +217,6 @@ def _config_directory(config: Path) -> Path:
     """Return the directory of a config.json, from its own path or that of its directory."""
     directory = config.parent if config.name == _CONFIG else config
     if not (directory / _CONFIG).is_file():
-        raise CheckpointUnusable(
-            "there is no config.json",
-            where=str(directory),
-            value="no such file",
-            hint="give --config the directory of the model's config.json",
-        )
+        hint = "give --config the directory of the model's config.json"
+        raise source_error("there is no config.json", directory, "no such file", hint)
     return Path(os.path.realpath(directory))

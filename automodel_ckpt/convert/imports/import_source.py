@@ -16,19 +16,18 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.format import Format, Parameters, TrainingState
 from automodel_ckpt.convert.formats.hugging_face import OLD_ADAPTER
 from automodel_ckpt.convert.formats.registry import detect, detect_run, formats_in
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import (
     check_links_of_weights,
     side_files_of,
-    unusable,
+    source_error,
     without_unused_code,
 )
 from automodel_ckpt.convert.open import Weights, open_weights
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.type_aliases import FileDict
 
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
@@ -59,7 +58,7 @@ class ImportSource:
         # Without links, except the last part of a file: its name determines the format.
         if path.is_file():
             path = Path(os.path.realpath(path.parent), path.name)
-            known = detect(path, follow_links=True)
+            known = detect(path)
             opened = open_weights(path, config)
             assert known is not None, "open_weights raises for an unknown format"
             return ImportSource(path, path.parent, known, opened)
@@ -83,7 +82,7 @@ class ImportSource:
             if known is not None:
                 yield path, known
 
-    def side_files(self, config: Path | None) -> dict[str, bytes]:
+    def side_files(self, config: Path | None) -> FileDict:
         """Return the config and the tokenizer's files: those in the directory *config*, else those of the source."""
         chosen = config or self.opened.side_files
         files = side_files_of(chosen, chosen) if chosen is not None else {}
@@ -117,11 +116,11 @@ def check_merged(weights: Tensors, where: Path) -> None:
         if ".lora_A." in name:
             base = name.partition(".lora_A.")[0] + ".base_layer.weight"
             if base in weights.tensors:
-                raise CheckpointUnusable(
+                raise source_error(
                     "these are the weights of a base and of an adapter that is not merged into it",
-                    where=str(where),
-                    value=f"{base[:200]}, {name[:200]}",
-                    hint="in your own code, load them into the model of peft, and save the adapter (save_pretrained), "
+                    where,
+                    f"{base[:200]}, {name[:200]}",
+                    "in your own code, load them into the model of peft, and save the adapter (save_pretrained), "
                     "or the merged model (merge_and_unload().save_pretrained)",
                 )
 
@@ -134,29 +133,26 @@ def check_not_sparse(weights: Tensors) -> None:
         status = os.lstat(path)
         if is_sparse(status):
             what = "this file is sparse: nearly all of it is unallocated"
-            raise unusable(what, path, f"{status.st_size} bytes")
+            raise source_error(what, path, f"{status.st_size} bytes")
 
 
 def _located(source: Path) -> tuple[Path, Format]:
     """Return the directory of the weights, and its format. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
-        raise CheckpointUnusable(
-            "the path to import does not exist",
-            where=str(source),
-            value="no such file or directory",
-            hint=f"check the path; relative paths start at the working directory, {os.getcwd()}",
-        )
+        hint = f"check the path; relative paths start at the working directory, {os.getcwd()}"
+        what = "the path to import does not exist"
+        raise source_error(what, source, "no such file or directory", hint)
     known = detect(source)
     if known is not None and not known.is_readable:
         known.open(source)  # raises an error that names the format
     # lexists(): a broken link must not make a checkpoint look like files of another program.
     is_ours = any(os.path.lexists(place / layout.MANIFEST) for place in (source, source.parent))
     if is_ours or resume.newest(source) is not None:
-        raise CheckpointUnusable(
+        raise source_error(
             "this is already a checkpoint or a run of automodel_ckpt: there is nothing to import",
-            where=str(source),
-            value=layout.MANIFEST,
-            hint="use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
+            source,
+            layout.MANIFEST,
+            "use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
         )
     for place in _PLACES:
         directory = source / place
@@ -164,29 +160,25 @@ def _located(source: Path) -> tuple[Path, Format]:
             continue
         # Before detect(), which follows links: they must not lead out of the directory.
         check_links_of_weights(directory)
-        known = detect(directory, follow_links=True, readable_only=True)
+        known = detect(directory, readable_only=True)
         if known is not None:
             return directory, known
-    raise unusable("no weights that can be imported were found", source, _found(source))
+    raise source_error("no weights that can be imported were found", source, _found(source))
 
 
 def _found(source: Path) -> str:
     names = sorted(os.listdir(source))
     if OLD_ADAPTER in names:
         return f"{OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
+    if {"blobs", "snapshots"} <= set(names):
+        commits = ", ".join(f"snapshots/{name}" for name in names_in(source / "snapshots"))
+        return f"it is a model in the Hub's cache: name one of its commits ({commits[:300]})"
     files = [name for name in names if name.endswith(_SINGLE_FILES)]
     if files:
         return f"it contains {files[0]}: name the file, if it has the model's weights"
-    if {"blobs", "snapshots"} <= set(names):
-        commits = names_in(source / "snapshots")
-        shown = ", ".join(f"snapshots/{name}" for name in commits[:_MAX_NAMED])
-        return f"it is a model in the Hub's cache: name one of its commits ({shown or 'none here'})"
     if not names:
         return "it is empty"
-    directories = [name for name in names if (source / name).is_dir()]
-    if directories:
-        return f"it contains the directories {', '.join(directories[:_MAX_NAMED])}: name the one with the weights"
-    return f"it contains {', '.join(names[:_MAX_NAMED])}"
+    return f"it contains {', '.join(names[:_MAX_NAMED])}: name the directory with the weights"
 
 
 def position_of(
@@ -241,10 +233,10 @@ def training_state_of(
             if getattr(state, name) is None:
                 counters[name] = getattr(named, name)
         return path, replace(state, **counters)
-    raise CheckpointUnusable(
+    raise source_error(
         "there is no training state that can be imported",
-        where=str(source.path),
-        value=", ".join(kinds) or "no known format",
-        hint="import the weights without --training-state; runs of transformers' Trainer, Lightning and NeMo "
+        source.path,
+        ", ".join(kinds) or "no known format",
+        "import the weights without --training-state; runs of transformers' Trainer, Lightning and NeMo "
         "AutoModel, and of PyTorch DCP if the optimizer has the names of the weights, can be continued",
     )

@@ -8,12 +8,12 @@ whose new name is empty or null is left out. Names that no line matches are kept
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
 from automodel_ckpt.errors import RecipeError
@@ -24,68 +24,60 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 _LEFT_OUT = ("", "null", "~")
 
 
-@dataclass(frozen=True, slots=True)
-class Renaming:
-    """Weights under other names: *before* are those of the source. *left_out* states in words what is left out."""
-
-    before: Tensors
-    after: Tensors
-    left_out: tuple[str, ...]
-
-
-def rename(module: Tensors, path: Path) -> Renaming:
-    """Rename the tensors of *module* by the file *path*.
+def rename(module: Tensors, path: Path, omitted: list[str]) -> Tensors:
+    """Return the tensors of *module* under the names that the file *path* gives them. What it leaves out is *omitted*.
 
     Raises :class:`RecipeError` if a line matches no tensor, or two tensors get one name.
     """
     lines = _read(path)
     patterns = {text: _pattern(path, text, new) for text, new in lines.items()}
-    # Exact names are not compared with each tensor: a model of many experts can have a hundred thousand.
-    general = [text for text in lines if _PLACEHOLDER.search(text)]
+    general = list(filter(_PLACEHOLDER.search, lines))
     unused = dict.fromkeys(lines)
-    renamed: dict[str, Tensor] = {}
-    for fqn, tensor in module.tensors.items():
-        name = fqn
-        is_exact = fqn in lines and fqn not in general
-        for text in [fqn] if is_exact else general:
+
+    def new_name(fqn: str) -> str:
+        # Exact names are not compared with each tensor: a model of many experts can have a hundred thousand.
+        for text in [fqn] if fqn in lines else general:
             match = patterns[text].fullmatch(fqn)
             if match is not None:
                 unused.pop(text, None)
-                name = _filled(lines[text], match)
-                break
-        if name in renamed:
-            raise _wrong(path, f"two tensors get the name {name!r}")
-        if name not in _LEFT_OUT:
-            renamed[name] = tensor.renamed(name)
+                return _filled(lines[text], match)
+        return fqn
+
+    renamed, others = _renamed(module, new_name)
+    if len(renamed.tensors) + len(others) < len(module.tensors):
+        given = Counter(map(new_name, module.tensors))
+        twice = next(name for name in renamed.tensors if given[name] > 1)
+        raise _wrong(path, f"two tensors get the name {twice!r}")
     if unused:
         raise _wrong(path, f"no tensor has the name {next(iter(unused))!r}")
-    if not renamed:
+    if not renamed.tensors:
         raise _wrong(path, "all tensors are left out")
-    tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
-    left_out: tuple[str, ...] = ()
-    if num_left_out := len(module.tensors) - len(renamed):
-        left_out = (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",)
-    return Renaming(module, Tensors(module.root, renamed, tied), left_out)
+    if others:
+        omitted.append(f"{counted(len(others), 'tensor')} that {path.name} leaves out")
+    return renamed
 
 
-def without_prefix(module: Tensors, prefix: str) -> Renaming:
-    """Return the tensors of *module* whose names begin with *prefix* without it."""
-    tensors: dict[str, Tensor] = {}
-    others: list[str] = []
-    for name, tensor in module.tensors.items():
-        if name.startswith(prefix):
-            tensors[name.removeprefix(prefix)] = tensor.renamed(name.removeprefix(prefix))
-        else:
-            others.append(name)
+def without_prefix(module: Tensors, prefix: str, omitted: list[str]) -> Tensors:
+    """Return the tensors of *module* with names that begin with *prefix*, without it; the others are *omitted*."""
+    renamed, others = _renamed(
+        module, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else ""
+    )
+    if others:
+        text = f"{counted(len(others), 'tensor')} without the prefix of the model"
+        omitted.append(f"{text}, such as {others[0][:200]}")
+    return renamed
+
+
+def _renamed(module: Tensors, new_name: Callable[[str], str]) -> tuple[Tensors, list[str]]:
+    """Return the tensors under their new names, and the names of those that get none."""
+    names = {fqn: new_name(fqn) for fqn in module.tensors}
+    tensors = {name: module.tensors[fqn].renamed(name) for fqn, name in names.items() if name}
     tied: dict[str, str] = {}
     for alias, stored in module.tied.items():
-        if alias.startswith(prefix) and stored.startswith(prefix):
-            tied[alias.removeprefix(prefix)] = stored.removeprefix(prefix)
-    left_out: tuple[str, ...] = ()
-    if others:
-        other = f"{counted(len(others), 'tensor')} without the prefix of the model"
-        left_out = (f"{other}, such as {others[0][:200]}",)
-    return Renaming(module, Tensors(module.root, tensors, tied), left_out)
+        if names[stored] and new_name(alias):
+            tied[new_name(alias)] = names[stored]
+    others = [fqn for fqn, name in names.items() if not name]
+    return Tensors(module.root, tensors, tied), others
 
 
 def _filled(replacement: str, numbers: re.Match[str]) -> str:
@@ -100,10 +92,12 @@ def _read(path: Path) -> dict[str, str]:
         raise _wrong(path, str(error)[:300]) from error
     if not isinstance(value, dict):
         raise _wrong(path, "it is not a mapping of names to names")
+    lines: dict[str, str] = {}
     for text, replacement in value.items():
         if not isinstance(text, str) or not isinstance(replacement, str):
             raise _wrong(path, f"the new name of {text!r:.200} is not text")
-    return value
+        lines[text] = "" if replacement in _LEFT_OUT else replacement
+    return lines
 
 
 def _pattern(path: Path, text: str, replacement: str) -> re.Pattern[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
@@ -32,7 +31,7 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.policy import metric_of
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.imports.adapter_import import AdapterModel
 from automodel_ckpt.convert.imports.training_import import (
@@ -43,7 +42,7 @@ from automodel_ckpt.convert.imports.training_import import (
 )
 from automodel_ckpt.convert.publishing import held_run
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.type_aliases import Files, ValueDict, Values
 
 _FORMAT = "hf"
 _CONFIG = "config.json"
@@ -67,13 +66,13 @@ class NewCheckpoint:
     kind: str
     weights: Tensors
     plan: Plan
-    side_files: Mapping[str, bytes]
-    other_files: Mapping[str, bytes]
-    losses: Mapping[str, Any]
+    side_files: Files
+    other_files: Files
+    losses: Values
     run: Path
     name: layout.CheckpointName
     left_out: tuple[str, ...]
-    lineage: Mapping[str, Any]
+    lineage: Values
     contents: Callable[[Tensor], Data] | None = None
     training: TrainingImport | None = None
     has_training_state: bool = False
@@ -124,11 +123,11 @@ def check_free(run: Path, name: layout.CheckpointName) -> None:
     """Check that the checkpoint *name* can be added to *run*. Raises :class:`CheckpointUnusable`."""
     target = run / str(name)
     if os.path.lexists(target):
-        raise CheckpointUnusable(
+        raise unusable(
             "a checkpoint of this step already exists",
-            where=str(target),
-            value=target.name,
-            hint="choose another run directory, or another --step",
+            target,
+            target.name,
+            "choose another run directory, or another --step",
         )
     _check_step_order(run, name)
 
@@ -142,11 +141,11 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     if newest is None or (newest.step, newest.epoch) > name:
         return
     if Summary.read(run / newest.name).has_optimizer:
-        raise CheckpointUnusable(
+        raise unusable(
             "weights without an optimizer would become the newest checkpoint of an existing training run",
-            where=str(run),
-            value=newest.name,
-            hint="choose a separate run directory, and start from it with init_from",
+            run,
+            newest.name,
+            "choose a separate run directory, and start from it with init_from",
         )
 
 
@@ -217,7 +216,7 @@ def _data(root: Path, tensor: Tensor) -> Data:
     return lambda: whole_checked(root, tensor).reshape(-1).view("u1").data
 
 
-def _losses(planned: NewCheckpoint) -> dict[str, Any]:
+def _losses(planned: NewCheckpoint) -> ValueDict:
     """Return the content of losses.json: the source's losses, null if they are not finite numbers."""
     return {
         "step": planned.name.step,
@@ -232,7 +231,7 @@ def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
     trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
     state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
     lineage = dict(planned.lineage)
-    progress: dict[str, Any] = {}
+    progress: ValueDict = {}
     training = planned.training
     if training is not None:
         state |= training.records()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
@@ -16,7 +14,9 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     base_files,
     unreadable,
 )
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.torch_files import BIN_INDEX
+from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
@@ -35,14 +35,14 @@ _WEIGHT_FILES = (
 _HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 
 
-def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
+def side_files_of(source: Path, directory: Path) -> FileDict:
     """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
     for place in (directory / layout.HF_METADATA, directory, source):
         if place.is_symlink() or not (place / _CONFIG).is_file():
             continue
         files = base_files(place)
         if len(files[_CONFIG]) > _MAX_CONFIG_BYTES:
-            raise unusable("config.json is too large", place / _CONFIG, len(files[_CONFIG]))
+            raise source_error("config.json is too large", place / _CONFIG, len(files[_CONFIG]))
         check_links(place, (layout.EXPORT_MANIFEST,))
         export = find_export_manifest(place, follow_links=True)
         if export is not None:
@@ -52,7 +52,7 @@ def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
     return {}
 
 
-def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def without_unused_code(files: Files) -> FileDict:
     """Return side files without Python files if no JSON file refers to code of the model (``auto_map``).
 
     A single file of weights is often in the directory of the scripts that wrote it.
@@ -63,7 +63,7 @@ def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if not name.endswith(".py")}
 
 
-def quantization_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+def quantization_of(files: Files) -> ValueDict:
     """Find the settings by which weights are quantized.
 
     Args:
@@ -81,7 +81,7 @@ def quantization_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     return {}
 
 
-def recipe_of(source: Path) -> dict[str, bytes]:
+def recipe_of(source: Path) -> FileDict:
     """Return the recipe that the other program saved, unchanged, for reference, by its name; empty without one."""
     path = source / layout.CONFIG
     if not path.is_file() or path.is_symlink() or path.stat().st_size > _MAX_RECIPE_BYTES:
@@ -106,15 +106,6 @@ def check_links_of_weights(directory: Path) -> None:
     check_links(directory, _WEIGHT_FILES)
 
 
-def has_links_outside(directory: Path) -> bool:
-    """Return whether :func:`check_links_of_weights` rejects a link in *directory*."""
-    try:
-        check_links_of_weights(directory)
-    except CheckpointUnusable:
-        return True
-    return False
-
-
-def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+def source_error(what: str, where: Path, value: object, hint: str = _HINT) -> CheckpointUnusable:
     """Return the error for a source that cannot be imported."""
-    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)
+    return unusable(what, where, value, hint)

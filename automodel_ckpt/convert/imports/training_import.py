@@ -9,8 +9,9 @@ one's random state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
@@ -23,11 +24,12 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.convert.formats.torch.training_state import (
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.format import (
     OptimizerState,
     TrainingState,
 )
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 
 # The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
 _FORMAT = "torch_save"
@@ -41,7 +43,7 @@ _ADAM_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
 """What OneCycleLR (torch 2.13) adds to each parameter group."""
 # The options of torch.optim.AdamW (2.13) and their values in the recipes' default optimizer.
-_ADAM_OPTIONS: Mapping[str, Any] = {
+_ADAM_OPTIONS: Values = {
     "lr": 1e-3,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -77,7 +79,7 @@ class TrainingImport:
     state: TrainingState
     step: int
     epoch: int
-    schedule: Mapping[str, Any] | None
+    schedule: Values | None
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +142,7 @@ class TrainingImport:
 def training_import(
     state: TrainingState,
     *,
-    where: str,
+    where: Path,
     step: int | None,
     epoch: int | None,
 ) -> TrainingImport:
@@ -151,25 +153,19 @@ def training_import(
     """
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
         if given is not None and stated is not None and given != stated:
-            raise CheckpointUnusable(
-                f"{option} contradicts the training state",
-                where=where,
-                value=f"{given}; the source states {stated}",
-                hint=f"remove {option}, or import without --training-state",
-            )
+            what = f"{option} contradicts the training state"
+            hint = f"remove {option}, or import without --training-state"
+            raise unusable(what, where, f"{given}; the source states {stated}", hint)
     final_step = step if state.step is None else state.step
     final_epoch = epoch if state.epoch is None else state.epoch
     if final_step is None:
-        raise CheckpointUnusable(
-            "the source does not state its step, and a run continues after one",
-            where=where,
-            value="no step",
-            hint="add --step S, the number of optimizer steps that were taken",
-        )
+        what = "the source does not state its step, and a run continues after one"
+        hint = "add --step S, the number of optimizer steps that were taken"
+        raise unusable(what, where, "no step", hint)
     return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
 
 
-def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
+def _schedule(state: TrainingState, step: int) -> ValueDict | None:
     """Return the state that a schedule of transformers (LambdaLR, torch 2.13) has after *step* steps.
 
     The shape of the schedule comes from the recipe; the position and the base rates are those of the source. None if
@@ -191,7 +187,7 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
 
 def lambda_schedule(
     base_rates: Sequence[float], last_rates: Sequence[float], step: int
-) -> dict[str, Any]:
+) -> ValueDict:
     """Return the state of a LambdaLR (torch 2.13), such as the schedules of transformers, after *step* steps."""
     return {
         "base_lrs": base_rates,
@@ -233,7 +229,7 @@ def written_optimizer(written: RankManifest) -> Tree:
     return merge_tree(OPTIMIZER, _FORMAT, [written], {})
 
 
-def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> DescribedTree:
+def _tree(optimizer: OptimizerState, schedule: Values | None) -> DescribedTree:
     all_entries = {entry for entries in optimizer.tensors.values() for entry in entries}
     is_adam = "exp_avg" in all_entries and all_entries <= _ADAM_ENTRIES
     for group in optimizer.groups:
@@ -264,7 +260,7 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
     return DescribedTree(OPTIMIZER, directory, optimizer.root, stored, numbers, objects)
 
 
-def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def _adam_options(given: Values) -> ValueDict:
     """Return the options of the recipes' AdamW, with the values that another implementation has for them."""
     transferred = {name: given[name] for name in _TRANSFERRED if given.get(name) is not None}
     options = {**_ADAM_OPTIONS, **transferred}

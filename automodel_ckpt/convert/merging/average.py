@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,31 +23,24 @@ from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.model_files import (
-    ADAPTER_SIDE_FILES,
-    MAX_SIDE_BYTES,
-    read_files,
-)
+from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
+from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
+from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
+from automodel_ckpt.errors import RecipeError
 
 Integers = Literal["equal", "first", "last"]
-_MIXED = frozenset({"BF16", "F16", "F32"})
-"""Types in which the sources may have the same tensor. A run that moved from a GPU to a CPU has saved frozen weights in
-two types."""
 _SHOWN = 5
 # Options of an adapter that decide what its tensors mean. The base decides, too; it is compared by its digest.
 _ADAPTER_OPTIONS = (
@@ -84,12 +76,9 @@ def last_checkpoints(run: Path, count: int) -> list[Path]:
     """
     found = [run / record.name for record in resume.records(run, "")]
     if len(found) < count:
-        raise CheckpointUnusable(
-            f"there are fewer than {count} complete checkpoints to average",
-            where=str(run),
-            value=counted(len(found), "checkpoint"),
-            hint="average fewer, or keep more of them (checkpoint.keep_last)",
-        )
+        what = f"there are fewer than {count} complete checkpoints to average"
+        hint = "average fewer, or keep more of them (checkpoint.keep_last)"
+        raise unusable(what, run, counted(len(found), "checkpoint"), hint)
     return found[:count][::-1]
 
 
@@ -125,7 +114,7 @@ def prepare(
     lineage, newest = _lineage(opened, shares, ema)
     name = name or newest
     maps = BaseMaps(is_adapter=layout.ADAPTER_CONFIG in side_files)
-    plan = make_plan(_averaged_types(modules), {}, maps, where=str(sources[0]))
+    plan = make_plan(modules[0].tensors, {}, maps, where=str(sources[0]))
     check_free(run, name)
     copied_from = modules[-1 if integers == "last" else 0]
 
@@ -196,32 +185,23 @@ def _opened(sources: Sequence[Path]) -> list[Weights]:
     for source in sources:
         weights_in = open_weights(source)
         if MODEL not in weights_in.modules:
-            raise CheckpointUnusable(
-                "this checkpoint has no module named 'model'",
-                where=str(weights_in.path),
-                value=", ".join(weights_in.modules),
-                hint="name the directory of one of its modules",
+            modules, hint = (
+                ", ".join(weights_in.modules),
+                "name the directory of one of its modules",
             )
+            what = "this checkpoint has no module named 'model'"
+            raise unusable(what, weights_in.path, modules, hint)
         opened.append(weights_in)
         first, other = opened[0].modules[MODEL], weights_in.modules[MODEL]
         _check_consistent(first, other, opened[0].path, source)
     return opened
 
 
-def _averaged_types(modules: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Return the tensors of the first module, with the dtypes of the average: float32 where the modules differ."""
-    tensors: dict[str, Tensor] = {}
-    for fqn, tensor in modules[0].tensors.items():
-        is_mixed = any(module.tensors[fqn].dtype != tensor.dtype for module in modules)
-        tensors[fqn] = replace(tensor, dtype="F32") if is_mixed else tensor
-    return tensors
-
-
 def _lineage(
     opened: Sequence[Weights], shares: Sequence[float], ema: float | None
-) -> tuple[dict[str, Any], layout.CheckpointName]:
+) -> tuple[ValueDict, layout.CheckpointName]:
     """Describe the average for the manifest; also return the name of the newest source that is a checkpoint."""
-    lineage: dict[str, Any] = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
+    lineage: ValueDict = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
     names = [layout.CheckpointName(step=0, epoch=0)]
     for weights_in, share in zip(opened, shares, strict=True):
         lineage["averaged_from"].append({"path": str(weights_in.path), "weight": share})
@@ -242,20 +222,20 @@ def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
 
 
 def _check_consistent(first: Tensors, other: Tensors, first_path: Path, other_path: Path) -> None:
-    """Check that names, shapes and dtypes agree; floats of 16 and 32 bits may differ in their dtype."""
+    """Check that names, shapes and dtypes agree."""
     different = sorted(first.tensors.keys() ^ other.tensors.keys())
     what = f"tensors are only here, or only in {first_path}"
     if not different:
         what = f"a tensor has another dtype or shape than in {first_path}"
         for fqn, tensor in first.tensors.items():
             found = other.tensors[fqn]
-            is_same = found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= _MIXED
-            if not is_same or found.shape != tensor.shape:
+            if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
                 expected = f"{tensor.dtype} {list(tensor.shape)}"
                 different.append(f"{fqn}: {found.dtype} {list(found.shape)}, not {expected}")
     if different:
-        hint = "average checkpoints of the same model"
-        raise CheckpointUnusable(what, where=str(other_path), value=_some(different), hint=hint)
+        raise unusable(
+            what, other_path, _some(different), "average checkpoints of the same model and dtype"
+        )
 
 
 def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
@@ -271,12 +251,11 @@ def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
         if any(block != group[0] for group in zip(*blocks, strict=True) for block in group[1:]):
             different.append(f"{fqn} ({tensor.dtype})")
     if different and integers == "equal":
-        raise CheckpointUnusable(
-            "tensors that cannot be averaged differ between the sources",
-            where=str(modules[0].root),
-            value=_some(different),
-            hint="if they are counters or the like, copy those of one source: --integers first, or last",
+        what = "tensors that cannot be averaged differ between the sources"
+        hint = (
+            "if they are counters or the like, copy those of one source: --integers first, or last"
         )
+        raise unusable(what, modules[0].root, _some(different), hint)
     return different
 
 
@@ -288,7 +267,7 @@ def _some(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- side files
 
 
-def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], list[str]]:
+def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[FileDict, list[str]]:
     """Return the side files of the first source, and notes for the user."""
     first = opened[0].path
     adapters = [_adapter_files(weights_in.path) for weights_in in opened]
@@ -299,24 +278,10 @@ def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], 
             "the factors of the adapters are averaged, which is not the average of their products"
         )
         return {**tokenizer, **adapters[0]}, [note]
-    files = _side_files(first)
-    expected = _json(files.get(CONFIG), first)
-    notes = []
-    for weights_in in opened[1:]:
-        found = _json(_side_files(weights_in.path).get(CONFIG), weights_in.path)
-        changes = config_changes(found, expected, there="there")
-        if expected and found and changes.function:
-            notes.append(
-                f"config.json of {weights_in.path} describes a model that computes something else than {first}, whose "
-                f"config the average gets: {_some(changes.function)}"
-            )
-    return files, notes
-
-
-def _side_files(path: Path) -> dict[str, bytes]:
-    if path.is_file():
-        return without_unused_code(side_files_of(path.parent, path.parent))
-    return side_files_of(path, path / MODEL if (path / MODEL).is_dir() else path)
+    if first.is_file():
+        return without_unused_code(side_files_of(first.parent, first.parent)), []
+    model = first / MODEL
+    return side_files_of(first, model if model.is_dir() else first), []
 
 
 def _adapter_directory(path: Path) -> Path:
@@ -327,16 +292,13 @@ def _adapter_directory(path: Path) -> Path:
     return path
 
 
-def _adapter_files(path: Path) -> dict[str, bytes]:
+def _adapter_files(path: Path) -> FileDict:
     """Return the files that describe an adapter; empty if *path* has no adapter."""
     directory = _adapter_directory(path)
-    files: dict[str, bytes] = {}
-    for name in (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            files[name] = read_safely(directory, name, limit=MAX_SIDE_BYTES)
+    files = read_files(directory, [layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG])
     if layout.ADAPTER_CONFIG not in files:
         return {}
-    record = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), directory)
+    record = read_json(directory, layout.AUTOMODEL_PEFT_CONFIG) or {}
     if isinstance(record.get("base"), dict):
         # It is the path from another run directory.
         record["base"]["relative_to_run"] = None
@@ -344,38 +306,24 @@ def _adapter_files(path: Path) -> dict[str, bytes]:
     return files
 
 
-def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Mapping[str, bytes]]) -> None:
+def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Files]) -> None:
     """Check that all sources are adapters with the same options and the same base."""
-    described: list[dict[str, Any]] = []
+    expected: ValueDict = {}
     for weights_in, files in zip(opened, adapters, strict=True):
-        config = _json(files.get(layout.ADAPTER_CONFIG), weights_in.path)
-        base = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), weights_in.path).get("base")
+        # Empty mappings for a source without an adapter.
+        config = parse_json(files.get(layout.ADAPTER_CONFIG, b"{}"))
+        record = parse_json(files.get(layout.AUTOMODEL_PEFT_CONFIG, b"{}"))
         options = {name: config.get(name) for name in _ADAPTER_OPTIONS}
-        options["digest of the base"] = base.get("digest") if isinstance(base, dict) else None
-        described.append(options)
-        for key, expected in described[0].items():
-            if options[key] != expected:
-                raise CheckpointUnusable(
+        options["base"] = (record.get("base") or {}).get("digest")
+        expected = expected or options
+        for key, value in options.items():
+            if value != expected[key]:
+                raise unusable(
                     f"the adapters differ in {key}",
-                    where=str(weights_in.path),
-                    value=f"{options[key]}, not {expected}",
-                    hint="merge each adapter into its base (`ckpt export --merge`), and average the results",
+                    weights_in.path,
+                    f"{value}, not {expected[key]}",
+                    "merge each adapter into its base (`ckpt export --merge`), and average the results",
                 )
-
-
-def _json(content: bytes | None, where: Path) -> dict[str, Any]:
-    try:
-        value: Any = {} if content is None else parse_json(content)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise CheckpointUnusable(
-            "a file that describes the model is not a JSON mapping",
-            where=str(where),
-            value=repr(content)[:40],
-            hint="restore the file from another copy",
-        )
-    return value
 
 
 # ---------------------------------------------------------------- tensors

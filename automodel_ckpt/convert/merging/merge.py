@@ -12,9 +12,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,13 +54,14 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     is_tokenizer_file,
     read_files,
 )
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
 from automodel_ckpt.convert.merging.merge_rules import (
     Naming,
 )
 from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
+from automodel_ckpt.convert.type_aliases import FileDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 
@@ -128,18 +128,18 @@ def _checkpoint_of(source: Path) -> tuple[Path, str]:
     if not os.path.lexists(source / layout.MANIFEST):
         checkpoint, name = source.parent, source.name
     if not os.path.lexists(checkpoint / layout.MANIFEST):
-        raise CheckpointUnusable(
+        raise unusable(
             "only adapters in a checkpoint of this program can be merged",
-            where=str(source),
-            value=f"no {layout.MANIFEST}",
-            hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
+            source,
+            f"no {layout.MANIFEST}",
+            "import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
             "`ckpt export RUN --merge`",
         )
     return checkpoint, name
 
 
 def _checked(
-    directory: Path | None, name: str, recorded: Mapping[str, Any], run: Path, cache: Path | None
+    directory: Path | None, name: str, recorded: Values, run: Path, cache: Path | None
 ) -> Path:
     """Return the *directory* of the base, after its digest was compared with the *recorded* one."""
     if directory is None:
@@ -152,11 +152,11 @@ def _checked(
     digest = identify_base(name, directory, run=run, cache=cache).digest
     # Shapes prove nothing: an adapter on another base loads and answers nonsense.
     if digest != recorded.get("digest"):
-        raise CheckpointUnusable(
+        raise unusable(
             "this is not the base that the adapter was trained on",
-            where=str(directory),
-            value=f"digest {digest}, not {recorded.get('digest')}",
-            hint=f"give the directory of the original {recorded.get('name')} with --base",
+            directory,
+            f"digest {digest}, not {recorded.get('digest')}",
+            f"give the directory of the original {recorded.get('name')} with --base",
         )
     return directory
 
@@ -176,21 +176,21 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
             scratch = tempfile.TemporaryDirectory(prefix="automodel_ckpt-")
             directory = Path(stack.enter_context(scratch), "adapter")
             consolidate(checkpoint / name, directory)
-        tensors = tensors_in_file(directory, layout.ADAPTER_MODEL, follow_links=True)
+        tensors = tensors_in_file(directory, layout.ADAPTER_MODEL)
         config = read_json(directory, layout.ADAPTER_CONFIG)
         if config is None:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the description of the adapters is not there",
-                where=str(directory),
-                value=layout.ADAPTER_CONFIG,
-                hint="restore the file from another copy, or use another checkpoint",
+                directory,
+                layout.ADAPTER_CONFIG,
+                "restore the file from another copy, or use another checkpoint",
             )
         yield Adapter(directory, tensors, config)
 
 
 def _side_files(
     adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
-) -> tuple[dict[str, bytes], list[str]]:
+) -> tuple[FileDict, list[str]]:
     """Return the side files of the merged model, and warnings.
 
     They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
@@ -198,7 +198,7 @@ def _side_files(
     """
     tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
     of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
-    files: dict[str, bytes] = {}
+    files: FileDict = {}
     for name, data in base_files(base_dir).items():
         is_replaced = (tokenizer and is_tokenizer_file(name)) or (
             of_embeddings and is_embedding_file(name)

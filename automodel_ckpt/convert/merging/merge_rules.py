@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from automodel_ckpt.checkpoint.tensors.float_cast import Array
+from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST_ALPHA = 1e9
@@ -92,7 +93,7 @@ class Naming(Protocol):
     def exported(self) -> Mapping[str, str]: ...
 
 
-def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
+def changes_by(keys: Values, where: str) -> dict[str, Change]:
     """Return {name in memory: its change} for the *keys* of an adapter's file.
 
     Raises :class:`CheckpointUnusable` for a key of another kind of adapter, or if a factor is missing.
@@ -122,7 +123,7 @@ def expert_changes(
     changes: dict[str, Change],
     module: str,
     experts: Sequence[Experts],
-    config: Mapping[str, Any],
+    config: Values,
 ) -> Iterator[tuple[Experts, Change]]:
     """Remove the changes of the fused *experts* in *module* from *changes*, and yield each parameter with its own.
 
@@ -148,7 +149,7 @@ def expert_changes(
 def merged(
     weight: Array,
     factors: Mapping[str, Array],
-    config: Mapping[str, Any],
+    config: Values,
     *,
     name: str,
     transposed: bool,
@@ -197,7 +198,7 @@ def merged(
     return result
 
 
-def scale_of(config: Mapping[str, Any], rank: int, module: str) -> float:
+def scale_of(config: Values, rank: int, module: str) -> float:
     """Return the scale of the adapter of that *rank* on a *module*.
 
     The module's entry of ``alpha_pattern`` takes precedence over ``lora_alpha`` (source: peft, LoraConfig). Raises

@@ -31,6 +31,7 @@ from automodel_ckpt.convert.merging.merge_rules import (
     unusable,
 )
 from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Adapter:
     """An adapter as peft's files in *directory*: its tensors, and the content of its configuration."""
 
     directory: Path
-    tensors: Mapping[str, Tensor]
-    config: Mapping[str, Any]
+    tensors: TensorMap
+    config: Values
 
     @property
     def where(self) -> str:
@@ -61,7 +62,7 @@ class Adapter:
         return path if path.is_file() else None
 
 
-def base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
+def base_tensors(directory: Path) -> tuple[TensorDict, dict[str, int]]:
     """Return the base's tensors, and {tensor name: number of its file (from 1)}."""
     index = directory / layout.HF_INDEX
     names = files_of_index(index) or [_SINGLE]
@@ -73,10 +74,10 @@ def base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
             hint="merge with peft in your own code (merge_and_unload): its digest is of these files",
         )
     export = find_export_manifest(directory, follow_links=True)
-    tensors: dict[str, Tensor] = {}
+    tensors: TensorDict = {}
     numbers: dict[str, int] = {}
     for number, name in enumerate(names, start=1):
-        found = tensors_in_file(directory, name, export, follow_links=True)
+        found = tensors_in_file(directory, name, export)
         tensors |= found
         numbers |= dict.fromkeys(found, number)
     return tensors, numbers
@@ -164,7 +165,7 @@ class MergedModel:
 
     # ---------------------------------------------------------------- the base
 
-    def _dequantize(self, config: Mapping[str, Any]) -> bool:
+    def _dequantize(self, config: Values) -> bool:
         """Describe the dequantized tensors of a quantized base in the place of those in its files.
 
         Their dtype is the one that the base's config states, or bfloat16. Returns whether the *config* states a

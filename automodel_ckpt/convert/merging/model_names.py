@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.type_aliases import Shape, TensorMap
 
 _MAX_NAMED = 3
 # Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.
@@ -34,7 +34,7 @@ class NameDifferences:
     model: str
     unknown: tuple[str, ...]
     missing: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
     vocab_size: int | None = None
 
     def check(self, where: str) -> None:
@@ -44,15 +44,15 @@ class NameDifferences:
             return
         name = self.unknown[0]
         (similar,) = difflib.get_close_matches(name, self.missing, n=1, cutoff=0)
-        raise CheckpointUnusable(
+        raise unusable(
             f"these tensors do not have the names of a {self.model}, whose config.json this is",
-            where=where,
-            value="\n    " + "\n    ".join(self.lines()),
-            hint="use the config.json of this model; or give --names a file with a line for each name, such as "
+            where,
+            "\n    " + "\n    ".join(self.lines()),
+            "use the config.json of this model; or give --names a file with a line for each name, such as "
             f"`{name[:200]}: {similar}`, in which {{i}} is any number",
         )
 
-    def check_shapes(self, stored: Mapping[str, Tensor], where: str, *, is_quantized: bool) -> None:
+    def check_shapes(self, stored: TensorMap, where: str, *, is_quantized: bool) -> None:
         """Raise :class:`CheckpointUnusable` if *stored* tensors have other shapes than the model's parameters.
 
         Padding of the vocabulary is no difference. Matrices of a quantized model can be stored in any shape.
@@ -76,11 +76,11 @@ class NameDifferences:
         shown = different[:_MAX_NAMED]
         if len(different) > _MAX_NAMED:
             shown.append(f"and {counted(len(different) - _MAX_NAMED, 'other tensor')}")
-        raise CheckpointUnusable(
+        raise unusable(
             f"these tensors do not have the shapes of the {self.model} that config.json describes",
-            where=where,
-            value="\n    " + "\n    ".join(shown),
-            hint="give --config the directory of this model's own config.json: this one is that of a model of another "
+            where,
+            "\n    " + "\n    ".join(shown),
+            "give --config the directory of this model's own config.json: this one is that of a model of another "
             "size",
         )
 

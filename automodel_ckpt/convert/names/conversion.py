@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.converter import Converter
@@ -18,7 +17,7 @@ from automodel_ckpt.convert.names.megatron_names import (
     without_prefix,
 )
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _CONFIG = "config.json"
 # Tensors that every GPT model of Megatron-Core has, on one of its pipeline stages.
@@ -37,7 +36,7 @@ class Conversion:
     converter: Converter
     dimensions: Dimensions
     where: str
-    renamed: Callable[[Mapping[str, Tensor], str], dict[str, Tensor]] = plain_names
+    renamed: Callable[[TensorMap, str], TensorDict] = plain_names
     is_weight: Callable[[str], bool] = is_model_tensor
 
     def source(self, source: Source) -> Source:
@@ -83,18 +82,18 @@ def required_conversion(directory: Path) -> Conversion:
     return conversion
 
 
-def has_megatron_names(tensors: Mapping[str, Tensor]) -> bool:
+def has_megatron_names(tensors: TensorMap) -> bool:
     """Return whether *tensors* have the names of a GPT model of Megatron-Core."""
     # Exactly these: other models have, for example, transformer.embedding.word_embeddings.weight.
     return any(without_prefix(name) in _MARKS for name in tensors)
 
 
-def check_converted(tensors: Mapping[str, Tensor], where: str) -> None:
+def check_converted(tensors: TensorMap, where: str) -> None:
     """Raise :class:`CheckpointUnusable` if *tensors* still have Megatron's names, which no recipe can use."""
     if has_megatron_names(tensors):
-        raise CheckpointUnusable(
+        raise unusable(
             "these weights have Megatron's names, and the model that they are for is not stated here",
-            where=where,
-            value=next(name for name in tensors if without_prefix(name) in _MARKS),
-            hint=HINT,
+            where,
+            next(name for name in tensors if without_prefix(name) in _MARKS),
+            HINT,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,8 +14,8 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.names.dimensions import Dimensions
-from automodel_ckpt.convert.names.rules import Rule
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows
+from automodel_ckpt.convert.names.rules import RowRange, Rule, join_rows
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _MAX_LISTED = 3
 
@@ -27,7 +28,7 @@ class ExternalTensors:
     slices, and its shape, are without them.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: TensorMap
     zero_rows: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -41,15 +42,13 @@ class Converter:
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
 
-    def to_hugging_face(
-        self, tensors: Mapping[str, Tensor], dimensions: Dimensions, where: str
-    ) -> dict[str, Tensor]:
+    def to_hugging_face(self, tensors: TensorMap, dimensions: Dimensions, where: str) -> TensorDict:
         """Return the Hugging Face tensors that consist of the other program's *tensors*, found in *where*.
 
         The names are per layer and per expert; for Megatron, see :func:`~.megatron_names.plain_names`. Raises
         :class:`CheckpointUnusable` if a tensor is missing, unknown, or does not have the rows that *dimensions* imply.
         """
-        found: dict[str, Tensor] = {}
+        found: TensorDict = {}
         used = set()
         with _mismatches(where):
             for rule in self.rules:
@@ -65,7 +64,7 @@ class Converter:
 
     def from_hugging_face(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: TensorMap,
         dimensions: Dimensions,
         where: str,
         *,
@@ -102,50 +101,44 @@ def _split(
     rule: Rule, tensor: Tensor, targets: tuple[str, ...], dimensions: Dimensions
 ) -> list[Tensor]:
     """Return the Hugging Face tensors *targets* in one of the other program."""
-    if rule.padded:
-        vocab_size = dimensions.vocab_size
-        if vocab_size is None or tensor.shape[:1] == (vocab_size,):
-            return [tensor.renamed(targets[0])]
+    vocab_size = dimensions.vocab_size
+    if rule.padded and vocab_size is not None and tensor.shape[:1] != (vocab_size,):
         if not tensor.shape or tensor.shape[0] < vocab_size:
             raise _wrong_rows(tensor)
         return [join_rows(targets[0], [tensor], [RowRange(0, 0, vocab_size)])]
-    if len(targets) == 1 and not tensor.shape:
+    if rule.is_renaming:
         return [tensor.renamed(targets[0])]
-    ranges = rule.rows(dimensions, tensor.shape[0], len(targets))
-    if sum(wanted.num_rows for wanted in ranges) != tensor.shape[0]:
-        raise _wrong_rows(tensor)
-    if len(ranges) == 1:
-        return [tensor.renamed(targets[0])]
+    num_rows = math.prod(tensor.shape[:1])
     # The inverse: each range of a part is located in the fused tensor, in the order of the part's rows.
     located: list[list[tuple[int, RowRange]]] = [[] for _ in targets]
     first = 0
-    for wanted in ranges:
+    for wanted in rule.rows(dimensions, num_rows, len(targets)):
         located[wanted.part].append((wanted.first, RowRange(0, first, wanted.num_rows)))
         first += wanted.num_rows
+    if first != num_rows or not tensor.shape:
+        raise _wrong_rows(tensor)
     parts = []
     for target, own in zip(targets, located, strict=True):
         rows = [each for _, each in sorted(own, key=operator.itemgetter(0))]
-        parts.append(join_rows(target, [tensor], rows, strided=rule.permuted))
+        parts.append(join_rows(target, [tensor], rows))
     return parts
 
 
 def _joined(rule: Rule, name: str, parts: list[Tensor], dimensions: Dimensions) -> Tensor:
     """Return the tensor of the other program that consists of *parts*."""
-    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+    if rule.is_renaming:
+        return parts[0].renamed(name)
+    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1 or not parts[0].shape:
         text = ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts)
         raise Fault(f"these tensors are fused and do not match: {text}")
-    if rule.padded or (len(parts) == 1 and not parts[0].shape):
-        return parts[0].renamed(name)
     ranges = rule.rows(dimensions, sum(part.shape[0] for part in parts), len(parts))
     for number, part in enumerate(parts):
         if sum(own.num_rows for own in ranges if own.part == number) != part.shape[0]:
             raise _wrong_rows(part)
-    if len(ranges) == 1:
-        return parts[0].renamed(name)
-    return join_rows(name, parts, ranges, strided=rule.permuted)
+    return join_rows(name, parts, ranges)
 
 
-def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
+def _check_all_used(tensors: TensorMap, used: set[str]) -> None:
     unknown = sorted(tensors.keys() - used)
     if unknown:
         text = ", ".join(unknown[:_MAX_LISTED])

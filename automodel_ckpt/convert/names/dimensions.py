@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Arguments of Megatron-LM, by the keys of config.json.
@@ -34,7 +34,7 @@ class Dimensions:
     num_experts: int = 0
 
 
-def dimensions_of_config(config: Mapping[str, Any], where: str) -> Dimensions:
+def dimensions_of_config(config: Values, where: str) -> Dimensions:
     """Return the dimensions in the content of a Hugging Face ``config.json``, which is located at *where*.
 
     Raises :class:`CheckpointUnusable` if a dimension is missing or is not a positive integer.
@@ -63,7 +63,7 @@ def dimensions_of_config(config: Mapping[str, Any], where: str) -> Dimensions:
     )
 
 
-def dimensions_of_arguments(arguments: Mapping[str, Any], where: str) -> Dimensions:
+def dimensions_of_arguments(arguments: Values, where: str) -> Dimensions:
     """Return the dimensions in the command-line arguments of Megatron-LM, which the file *where* contains.
 
     Source of the names: megatron/training/arguments.py of Megatron-LM. Its ``padded_vocab_size`` includes padding, so
@@ -83,12 +83,12 @@ def dimensions_of_arguments(arguments: Mapping[str, Any], where: str) -> Dimensi
     return dimensions_of_config({key: arguments.get(keys[key]) for key in keys}, where)
 
 
-def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def config_of_arguments(arguments: Values) -> ValueDict:
     """Return what arguments of Megatron-LM state of the keys of ``config.json`` that the shapes do not show.
 
     The same sources as for :func:`dimensions_of_arguments`. A value that is not set, or is not usable, is left out.
     """
-    found: dict[str, Any] = {}
+    found: ValueDict = {}
     for key, argument in _COUNTS.items():
         value = arguments.get(argument)
         if type(value) is int and value > 0:
@@ -105,7 +105,7 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _optional_count(values: Mapping[str, Any], key: str, where: str) -> int | None:
+def _optional_count(values: Values, key: str, where: str) -> int | None:
     value = values.get(key)
     if value is None:
         return None
@@ -115,7 +115,7 @@ def _optional_count(values: Mapping[str, Any], key: str, where: str) -> int | No
     return value
 
 
-def _count(values: Mapping[str, Any], key: str, where: str) -> int:
+def _count(values: Values, key: str, where: str) -> int:
     value = _optional_count(values, key, where)
     if value is None:
         raise _unusable(key, None, where)
@@ -124,9 +124,9 @@ def _count(values: Mapping[str, Any], key: str, where: str) -> int:
 
 def _unusable(key: str, value: object, where: str) -> CheckpointUnusable:
     found = "not set" if value is None else str(value)[:100]
-    return CheckpointUnusable(
+    return unusable(
         f"the model's {key} is missing or invalid",
-        where=where,
-        value=found,
-        hint="use the config.json of a Hugging Face model with the same dimensions",
+        where,
+        found,
+        "use the config.json of a Hugging Face model with the same dimensions",
     )

@@ -10,14 +10,15 @@ linear layer that follows it, the local implementation in a module. Imports no t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows, stack, unstack
+from automodel_ckpt.convert.names.rules import RowRange, join_rows, stack, unstack
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 # What wrappers and NeMo put before the names of the model.
 _PREFIX = re.compile(
@@ -54,7 +55,7 @@ def is_model_tensor(name: str) -> bool:
     return not without_prefix(name).startswith("rotary_pos_emb.")
 
 
-def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def plain_names(tensors: TensorMap, where: str) -> TensorDict:
     """Return Megatron's *tensors* under one naming scheme: ``decoder.layers.0.mlp.experts.local_experts.3...``.
 
     Norms are under the names of Transformer Engine. Raises :class:`CheckpointUnusable` if two stored tensors are the
@@ -82,7 +83,7 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     return found
 
 
-def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def stacked_names(tensors: TensorMap, where: str) -> TensorDict:
     """Return tensors of :func:`plain_names` as a distributed checkpoint of megatron-core stores them by default.
 
     Layers are stacked along a first dimension, and experts along a second. All layers have the same tensors. Raises

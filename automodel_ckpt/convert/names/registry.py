@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.llama import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
-from automodel_ckpt.errors import CheckpointUnusable
 
 CONVERTERS: tuple[Converter, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)
 
@@ -22,9 +22,9 @@ def converter_of(model_type: object, where: str) -> Converter:
     for converter in CONVERTERS:
         if model_type in converter.model_types:
             return converter
-    raise CheckpointUnusable(
+    raise unusable(
         "there is no converter for this type of model",
-        where=where,
-        value=str(model_type)[:100],
-        hint=f"models of these types can be converted: {', '.join(model_types())}",
+        where,
+        str(model_type)[:100],
+        f"models of these types can be converted: {', '.join(model_types())}",
     )

@@ -19,8 +19,7 @@ from typing import Literal
 
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions
-from automodel_ckpt.convert.names.rules import Rule, fuse, rename
-from automodel_ckpt.convert.names.slicing import RowRange
+from automodel_ckpt.convert.names.rules import RowRange, Rule, fuse, rename
 
 Division = Literal["vocabulary", "rows", "columns", "equal", "qkv"]
 

@@ -12,17 +12,16 @@ Versions before 0.3 and Meta's files have other names for the output layer and t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.rules import Rule, rename
-from automodel_ckpt.convert.names.slicing import RowRange
+from automodel_ckpt.convert.names.rules import RowRange, fuse, rename
+from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _CONFIG = "config.json"
 _TORCHTITAN = "layers.{layer}."
@@ -51,12 +50,8 @@ def by_rotated_pair(dimensions: Dimensions, num_rows: int, num_parts: int) -> li
     return ranges
 
 
-def _rotary(torchtitan: str, hugging_face: str) -> Rule:
-    return Rule(torchtitan, (hugging_face,), by_rotated_pair, permuted=True)
-
-
 TORCHTITAN_LLAMA = Converter(
-    ("llama",),
+    ("llama", "mistral"),
     (
         rename("tok_embeddings.weight", "model.embed_tokens.weight"),
         rename("norm.weight", "model.norm.weight"),
@@ -64,8 +59,8 @@ TORCHTITAN_LLAMA = Converter(
         rename(_OUTPUT, "lm_head.weight", optional=True),
         rename(_TORCHTITAN + "attention_norm.weight", _HUGGING_FACE + "input_layernorm.weight"),
         rename(_TORCHTITAN + "ffn_norm.weight", _HUGGING_FACE + "post_attention_layernorm.weight"),
-        _rotary(_QKV + "wq.weight", _HUGGING_FACE + "self_attn.q_proj.weight"),
-        _rotary(_QKV + "wk.weight", _HUGGING_FACE + "self_attn.k_proj.weight"),
+        fuse(_QKV + "wq.weight", (_HUGGING_FACE + "self_attn.q_proj.weight",), by_rotated_pair),
+        fuse(_QKV + "wk.weight", (_HUGGING_FACE + "self_attn.k_proj.weight",), by_rotated_pair),
         rename(_QKV + "wv.weight", _HUGGING_FACE + "self_attn.v_proj.weight"),
         rename(_TORCHTITAN + "attention.wo.weight", _HUGGING_FACE + "self_attn.o_proj.weight"),
         rename(_TORCHTITAN + "feed_forward.w1.weight", _HUGGING_FACE + "mlp.gate_proj.weight"),
@@ -74,12 +69,10 @@ TORCHTITAN_LLAMA = Converter(
     ),
 )
 # Mistral's files (consolidated.safetensors) have the names and the order of rows of Meta's.
-_READABLE = (*TORCHTITAN_LLAMA.model_types, "mistral")
+_READABLE = TORCHTITAN_LLAMA.model_types
 
 
-def to_torchtitan(
-    conversion: Conversion, tensors: Mapping[str, Tensor], where: str
-) -> dict[str, Tensor]:
+def to_torchtitan(conversion: Conversion, tensors: TensorMap, where: str) -> TensorDict:
     """Return torchtitan's tensors that consist of the Hugging Face *tensors*, found in *where*.
 
     A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
@@ -95,39 +88,34 @@ def _is_weight(name: str) -> bool:
     return name not in _COMPUTED
 
 
-def _current_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def _current_names(tensors: TensorMap, where: str) -> TensorDict:
     return {_current(name): tensor for name, tensor in tensors.items()}
 
 
-def torchtitan_conversion(
-    directory: Path, *, model_types: Collection[str] = _READABLE
-) -> Conversion | None:
-    """Return the conversion to the Hugging Face model whose config.json is in *directory*.
+def torchtitan_conversion(directory: Path) -> Conversion | None:
+    """Return the conversion to the Hugging Face model with its config.json in *directory*; None for another model.
 
-    None if there is none, or its model is none of *model_types*. Raises :class:`CheckpointUnusable` if the config is
-    damaged.
+    Raises :class:`CheckpointUnusable` if the config is damaged.
     """
     config = read_json(directory, _CONFIG)
-    if config is None or config.get("model_type") not in model_types:
+    if config is None or config.get("model_type") not in _READABLE:
         return None
     where = str(directory / _CONFIG)
     dimensions = dimensions_of_config(config, where)
     return Conversion(TORCHTITAN_LLAMA, dimensions, where, _current_names, _is_weight)
 
 
-def required_torchtitan_conversion(
-    directory: Path, *, model_types: Collection[str] = _READABLE
-) -> Conversion:
+def required_torchtitan_conversion(directory: Path) -> Conversion:
     """Return the conversion of :func:`torchtitan_conversion`. Raises :class:`CheckpointUnusable` if there is none."""
-    found = torchtitan_conversion(directory, model_types=model_types)
-    if found is not None:
-        return found
-    raise unusable(
-        "torchtitan's names cannot be converted to those of this model",
-        directory / _CONFIG,
-        f"its model_type is not {' or '.join(model_types)}, or there is no config.json",
-        "let torchtitan save in Hugging Face format (last_save_in_hf), or import weights without a config.json",
-    )
+    found = torchtitan_conversion(directory)
+    if found is None:
+        raise unusable(
+            "torchtitan's names cannot be converted to those of this model",
+            directory / _CONFIG,
+            f"its model_type is not {' or '.join(_READABLE)}, or there is no config.json",
+            "let torchtitan save in Hugging Face format (last_save_in_hf), or import weights without a config.json",
+        )
+    return found
 
 
 def has_torchtitan_names(tensors: Collection[str]) -> bool:

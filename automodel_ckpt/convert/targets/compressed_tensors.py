@@ -25,12 +25,13 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.convert.type_aliases import Shape, ValueDict
+from automodel_ckpt.errors import RecipeError
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
 """Presets of the library. W and A are the bits of weights and activations; FP8_DYNAMIC is 8-bit floats for both."""
@@ -51,7 +52,7 @@ LinearWeights = Callable[[Path], frozenset[str]]
 """Returns the names of the weights of the linear layers of the model whose config.json is in a directory."""
 
 
-Entry = tuple[str, str, tuple[int, ...]]
+Entry = tuple[str, str, Shape]
 """The name of a tensor of the output, its dtype code, and its shape."""
 
 
@@ -109,7 +110,7 @@ class _Quantizer:
         size: int | None = self._scheme.weights.group_size
         return size
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, ignored: Sequence[str]) -> ValueDict:
         """Return ``quantization_config`` for config.json, which names the layers that are not quantized."""
         config = self._quantization.QuantizationConfig(
             config_groups={"group_0": self._scheme},
@@ -117,10 +118,10 @@ class _Quantizer:
             quantization_status="compressed",
             ignore=list(ignored),
         )
-        document: dict[str, Any] = json.loads(config.model_dump_json())
+        document: ValueDict = json.loads(config.model_dump_json())
         return document
 
-    def entries(self, layer: str, shape: tuple[int, ...], scale_dtype: str) -> Iterator[Entry]:
+    def entries(self, layer: str, shape: Shape, scale_dtype: str) -> Iterator[Entry]:
         """Yield what is stored for the weight of *layer* (with a dot), of *shape* [out, in]."""
         rows, columns = shape
         num_groups = columns // self.group_size if self.group_size else 1
@@ -134,7 +135,7 @@ class _Quantizer:
             yield scale
             yield f"{layer}weight_shape", "I64", (2,)
 
-    def compress(self, rows: Any, shape: tuple[int, ...]) -> dict[str, memoryview]:
+    def compress(self, rows: Any, shape: Shape) -> dict[str, memoryview]:
         """Return the bytes of each part for some rows of a weight of *shape*; *rows* is a tensor [rows, in]."""
         size = self.group_size or rows.shape[1]
         groups = rows.reshape(rows.shape[0], -1, size)
@@ -166,11 +167,11 @@ def _selected(
             else:
                 unsuited.append(tensor.fqn)
     if not chosen:
-        raise CheckpointUnusable(
+        raise unusable(
             "no weight of this model can be quantized by this scheme",
-            where="ckpt export --to compressed-tensors --scheme",
-            value=quantizer.name,
-            hint=f"the columns of a weight must be divisible by {size}; use another scheme, such as W8A8",
+            "ckpt export --to compressed-tensors --scheme",
+            quantizer.name,
+            f"the columns of a weight must be divisible by {size}; use another scheme, such as W8A8",
         )
     if unsuited:
         export.warn(
@@ -197,7 +198,7 @@ def _config(raw: bytes, quantizer: _Quantizer, plan: Plan, quantized: frozenset[
         is_matrix = last == "weight" and len(tensor.stored.shape) >= 2
         if is_matrix and tensor.fqn not in quantized:
             ignored.add(layer)
-    config: dict[str, Any] = parse_json(raw)
+    config: ValueDict = parse_json(raw)
     config["quantization_config"] = quantizer.config(sorted(ignored))
     return json.dumps(config, indent=2).encode() + b"\n"
 

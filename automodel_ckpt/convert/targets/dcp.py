@@ -21,11 +21,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
 )
-from automodel_ckpt.convert.names.torchtitan import (
-    TORCHTITAN_LLAMA,
-    required_torchtitan_conversion,
-    to_torchtitan,
-)
+from automodel_ckpt.convert.names.torchtitan import required_torchtitan_conversion, to_torchtitan
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 
@@ -46,9 +42,7 @@ def write(export: Export, *, prefix: str | None = None, names: str | None = None
     if names is not None:
         # Its digests are compared first: parts of its slices have none.
         export.check(reads_parts=True)
-        conversion = required_torchtitan_conversion(
-            opened.config_directory, model_types=TORCHTITAN_LLAMA.model_types
-        )
+        conversion = required_torchtitan_conversion(opened.config_directory)
         tensors = to_torchtitan(conversion, opened.tensors, export.where)
         opened = replace(opened, tensors=tensors, tied={})
     state_dict = state_dict_of(export, opened, "")

@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan,
 from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
@@ -28,6 +29,7 @@ from automodel_ckpt.convert.publishing import (
     published_directory,
     published_file,
 )
+from automodel_ckpt.convert.type_aliases import FileDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 Log = Callable[[str], None]
@@ -52,7 +54,7 @@ class ExportReport:
     seconds: float
     checked: bool
     warnings: tuple[str, ...]
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Values = field(default_factory=dict)
     summary: str = ""
 
 
@@ -134,15 +136,15 @@ class Export:
         cast_dtype = cast_code or self.cast_code
         return make_plan(source.tensors, source.tied, maps, cast_dtype=cast_dtype, where=self.where)
 
-    def side_files(self, plan: Plan) -> tuple[dict[str, bytes], list[str]]:
+    def side_files(self, plan: Plan) -> tuple[FileDict, list[str]]:
         """Return the files beside the weights, with the dtype of the export in config.json, and warnings."""
         return side_files(self.source, plan, maps_of(self.source))
 
-    def config_and_tokenizer(self, cast_code: str | None) -> dict[str, bytes]:
+    def config_and_tokenizer(self, cast_code: str | None) -> FileDict:
         """Return config.json and the tokenizer's files by name, without those in subdirectories, and log warnings."""
         beside, warnings = self.side_files(self.plan(cast_code))
         self.warn(*self.source.notes, *warnings)
-        files: dict[str, bytes] = {}
+        files: FileDict = {}
         for name, content in sorted(beside.items()):
             if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name:
                 files[name] = content
@@ -152,15 +154,15 @@ class Export:
         """Return the directory with the model's config.json. Raises :class:`CheckpointUnusable` if there is none."""
         side = self.source.config_directory
         if not (side / _CONFIG).is_file():
-            raise CheckpointUnusable(
+            raise unusable(
                 f"{what} needs the model's config.json",
-                where=str(side),
-                value="no such file",
-                hint="put the file there, or export Hugging Face files (--to hf)",
+                side,
+                "no such file",
+                "put the file there, or export Hugging Face files (--to hf)",
             )
         return side
 
-    def check_language_model(self, config: Mapping[str, Any], program: str) -> None:
+    def check_language_model(self, config: Values, program: str) -> None:
         """Raise :class:`CheckpointUnusable` if the model with this config.json is no causal language model: *program*
         has no others."""
         architecture = next(iter(config.get("architectures") or ()), "")
@@ -172,11 +174,11 @@ class Export:
             value = f"no {_HEAD}, and config.json does not tie it to the embedding"
         else:
             return
-        raise CheckpointUnusable(
+        raise unusable(
             f"only causal language models are exported for {program}",
-            where=self.where,
-            value=value,
-            hint="export Hugging Face files (--to hf), which have every kind of model",
+            self.where,
+            value,
+            "export Hugging Face files (--to hf), which have every kind of model",
         )
 
     def warn(self, *texts: str) -> None:

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.export.next_steps import gguf_lines, modelfile_te
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
-from automodel_ckpt.checkpoint.sources.source import Source, Tensors
+from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.formats.files import read_json
@@ -47,7 +47,8 @@ from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import difference
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.convert.type_aliases import ValueDict
+from automodel_ckpt.errors import RecipeError, SaveFailed, os_problem
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
@@ -105,11 +106,11 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
         for tensor in file.tensors:
             tensors[tensor.fqn] = tensor
             if tensor.dtype not in WRITABLE:
-                raise CheckpointUnusable(
+                raise unusable(
                     f"a tensor of dtype {tensor.dtype} is not written as GGUF",
-                    where=export.where,
-                    value=tensor.fqn,
-                    hint="F64 weights can be cast: --cast-dtype fp32 or --type F32",
+                    export.where,
+                    tensor.fqn,
+                    "F64 weights can be cast: --cast-dtype fp32 or --type F32",
                 )
     model, keys, tokenizer_warnings = _described(export, tensors)
     entries: list[_Entry] = []
@@ -174,16 +175,16 @@ def _described(
     """
     source = export.source
     side = export.required_config("GGUF")
-    found: dict[str, Any] = {}
+    found: ValueDict = {}
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG):
         found[name] = read_json(side, name, source.export)
     config, tokenizer = found["config.json"], found["tokenizer.json"]
     if tokenizer is None:
-        raise CheckpointUnusable(
+        raise unusable(
             "GGUF needs the model's tokenizer.json",
-            where=str(side),
-            value="no such file",
-            hint="put the file there, or export Hugging Face files (--to hf)",
+            side,
+            "no such file",
+            "put the file there, or export Hugging Face files (--to hf)",
         )
     where = str(side / "config.json")
     model = read_model(config, where)
@@ -200,19 +201,19 @@ def _described(
             model = read_model({**config, "tie_word_embeddings": False}, where)
     fault = layers_fault(model.num_layers, tensors)
     if fault is not None:
-        raise CheckpointUnusable(
+        raise unusable(
             "config.json does not fit the tensors",
-            where=where,
-            value=fault,
-            hint="restore the file from another copy, or use another checkpoint",
+            where,
+            fault,
+            "restore the file from another copy, or use another checkpoint",
         )
     fault = name_faults({tensor.fqn: tensor.shape for tensor in model.tensors()}, shapes)
     if fault is not None:
-        raise CheckpointUnusable(
+        raise unusable(
             "the tensors are not those of the config",
-            where=where,
-            value=fault,
-            hint="use another checkpoint, or export Hugging Face files (--to hf)",
+            where,
+            fault,
+            "use another checkpoint, or export Hugging Face files (--to hf)",
         )
     ends = (found[GENERATION_CONFIG] or {}).get("eos_token_id")
     vocabulary = convert_tokenizer(
@@ -250,11 +251,11 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointUnusable(
+        raise unusable(
             "the chat template cannot be read",
-            where=str(side / _TEMPLATE),
-            value=repr(error)[:200],
-            hint="restore the file from another copy",
+            side / _TEMPLATE,
+            repr(error)[:200],
+            "restore the file from another copy",
         ) from error
 
 

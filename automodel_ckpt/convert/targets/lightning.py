@@ -8,7 +8,6 @@ the optimizer with the same groups of parameters in the same order: Lightning nu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
@@ -19,6 +18,7 @@ from automodel_ckpt.convert.targets.torch_file import (
     publish_archive,
     state_dict_of,
 )
+from automodel_ckpt.convert.type_aliases import ValueDict
 
 VERSION = "2.6.0"
 """The version of Lightning whose format is written. Newer ones migrate it when they load the file."""
@@ -77,10 +77,10 @@ def _group_lines(run: RunState) -> Iterator[str]:
         first = last + 1
 
 
-def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> dict[str, Any]:
+def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> ValueDict:
     step = 0 if run is None else run.step
     epochs_done = 0 if run is None else run.epochs_done
-    content: dict[str, Any] = {
+    content: ValueDict = {
         "epoch": epochs_done,
         "global_step": step,
         "pytorch-lightning_version": VERSION,
@@ -99,7 +99,7 @@ def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> d
 # ---------------------------------------------------------------- the progress of Lightning's loops
 
 
-def _loops(run: RunState) -> dict[str, Any]:
+def _loops(run: RunState) -> ValueDict:
     """Return the progress of the loops, with one batch for each optimizer step.
 
     Within an epoch, it is what ModelCheckpoint saves after a batch: the batch is processed and not yet completed, which
@@ -139,7 +139,7 @@ def _loops(run: RunState) -> dict[str, Any]:
         "epoch_loop.val_loop.batch_progress": _no_batches(),
         "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
     }
-    loops: dict[str, Any] = {"fit_loop": fit_loop}
+    loops: ValueDict = {"fit_loop": fit_loop}
     for name in ("validate_loop", "test_loop", "predict_loop"):
         loops[name] = {"state_dict": {}, "batch_progress": _no_batches()}
     # The loop of predictions has no last batch.
@@ -147,9 +147,9 @@ def _loops(run: RunState) -> dict[str, Any]:
     return loops
 
 
-def _progress(total: int, current: int, keys: tuple[str, ...]) -> dict[str, Any]:
+def _progress(total: int, current: int, keys: tuple[str, ...]) -> ValueDict:
     return {"total": dict.fromkeys(keys, total), "current": dict.fromkeys(keys, current)}
 
 
-def _no_batches() -> dict[str, Any]:
+def _no_batches() -> ValueDict:
     return {**_progress(0, 0, _STARTED), "is_last_batch": False}

@@ -33,6 +33,7 @@ from automodel_ckpt.convert.names.megatron_names import (
 from automodel_ckpt.convert.targets.dcp import DcpWriter
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.convert.type_aliases import TensorDict
 from automodel_ckpt.errors import RecipeError
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -107,9 +108,9 @@ def _state_dict(
 ) -> dict[str, ArchiveTensor]:
     """Return Megatron's tensors by name: each is read when it is written."""
     where = str(source.model_directory)
-    tensors: dict[str, Tensor] = {}
+    tensors: TensorDict = {}
     # Tensors without slices, to convert the dtypes of the export in the same way.
-    cast: dict[str, Tensor] = {}
+    cast: TensorDict = {}
     for tensor in exported:
         tensors[tensor.fqn] = tensor.stored.renamed(tensor.fqn)
         cast[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, ())

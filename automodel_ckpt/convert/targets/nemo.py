@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -34,6 +32,7 @@ from automodel_ckpt.convert.names.conversion import required_conversion
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
+from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 
 # NeMo's GPT model has Megatron's as the attribute `model`.
@@ -77,7 +76,7 @@ def write(
     return export.report(len(state_dict))
 
 
-def _given_config(path: Path | None) -> dict[str, Any]:
+def _given_config(path: Path | None) -> ValueDict:
     """Return the content of the user's YAML file; an empty mapping without one. Raises :class:`RecipeError`."""
     if path is None:
         return {}
@@ -103,9 +102,7 @@ def _wrong_config(path: Path, value: str) -> RecipeError:
     )
 
 
-def _with_megatron_names(
-    export: Export, config: dict[str, Any], files: Mapping[str, bytes]
-) -> Source:
+def _with_megatron_names(export: Export, config: ValueDict, files: Files) -> Source:
     """Return the source with Megatron's tensors, and add the keys of NeMo's GPT config to *config*.
 
     Keys that the user's config has are not changed. Raises :class:`CheckpointUnusable` for a model without a converter,
@@ -125,9 +122,7 @@ def _with_megatron_names(
     return replace(source, tensors=converted.tensors, tied={}, manifest=None)
 
 
-def gpt_config(
-    hugging_face: Mapping[str, Any], dimensions: Dimensions, is_tied: bool
-) -> dict[str, Any]:
+def gpt_config(hugging_face: Values, dimensions: Dimensions, is_tied: bool) -> ValueDict:
     """Return the keys of NeMo 1's GPT config that describe the model of a Hugging Face config.
 
     Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml.
@@ -135,7 +130,7 @@ def gpt_config(
     model_type = str(hugging_face.get("model_type"))
     length = hugging_face.get("max_position_embeddings")
     parameters = hugging_face.get("rope_parameters") or {}
-    config: dict[str, Any] = {
+    config: ValueDict = {
         "mcore_gpt": True,
         "num_layers": dimensions.num_layers,
         "hidden_size": hugging_face.get("hidden_size"),
@@ -164,13 +159,13 @@ def gpt_config(
     return config
 
 
-def _add_artifacts(config: dict[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _add_artifacts(config: ValueDict, files: Files) -> FileDict:
     """Add references to *files* to *config*; return the artifacts by their names in the archive.
 
     The Hugging Face config becomes ``hf_config``, and the files of the tokenizer become keys of ``tokenizer``, in which
     dots are replaced: OmegaConf separates keys by dots. Keys that the user's config has are not changed.
     """
-    artifacts: dict[str, bytes] = {}
+    artifacts: FileDict = {}
     tokenizer = config.setdefault("tokenizer", {})
     for name, content in files.items():
         # NeMo puts 32 hexadecimal digits before the names, so that artifacts of several models can coexist.

@@ -7,7 +7,7 @@ no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import (
@@ -28,6 +29,7 @@ from automodel_ckpt.convert.names.tensorrt_llm import (
 )
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.convert.type_aliases import FileDict, Files, Shape, ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
@@ -38,7 +40,7 @@ class _RankTensor:
     """A tensor of one rank: boxes of stored tensors, one below the other, and then zeros."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     parts: Sequence[tuple[Tensor, Box]]
 
 
@@ -71,9 +73,7 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
 class _Model:
     """The tensors of each rank, and the config. Raises :class:`CheckpointUnusable` if they do not match the source."""
 
-    def __init__(
-        self, export: Export, files: Mapping[str, bytes], num_ranks: int, dtype: str
-    ) -> None:
+    def __init__(self, export: Export, files: Files, num_ranks: int, dtype: str) -> None:
         self.dtype = dtype
         self.num_ranks = num_ranks
         self._source = export.source
@@ -118,41 +118,47 @@ class _Model:
             return _RankTensor(rule.name, first.shape, [(first, first.box)])
         if any(len(tensor.shape) != 2 for tensor in sources):
             raise _unusable("a tensor is not a matrix", first.fqn, self._where)
-        if rule.division == "qkv":
-            return self._fused(rule, sources, rank)
         num_rows, num_columns = first.shape
-        if rule.division == "vocabulary":
+        if rule.division == "columns":
+            own = self._share(first, num_columns, rank)
+            box = Box((0, own.start), (num_rows, len(own)))
+            return _RankTensor(rule.name, box.sizes, [(first, box)])
+        if rule.division == "qkv":
+            rows = self._heads(sources, rank)
+        elif rule.division == "rows":
+            rows = [self._share(first, num_rows, rank)]
+        else:
+            # The last ranks have rows of zeros, if the ranks do not divide the vocabulary.
             size = -(-num_rows // self.num_ranks)
             begin = min(rank * size, num_rows)
-            box = Box((begin, 0), (min(size, num_rows - begin), num_columns))
-            return _RankTensor(rule.name, (size, num_columns), [(first, box)])
-        axis = 1 if rule.division == "columns" else 0
-        offsets, sizes = [0, 0], [num_rows, num_columns]
-        sizes[axis], rest = divmod(sizes[axis], self.num_ranks)
-        if rest:
-            hint = f"use a size that divides {first.shape[axis]} features of {first.fqn}"
-            raise _wrong("--tensor-parallel", self.num_ranks, hint)
-        offsets[axis] = rank * sizes[axis]
-        box = Box(tuple(offsets), tuple(sizes))
-        return _RankTensor(rule.name, box.sizes, [(first, box)])
+            rows = [range(begin, min(begin + size, num_rows))]
+        parts: list[tuple[Tensor, Box]] = []
+        for tensor, own in zip(sources, rows, strict=True):
+            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
+        height = size if rule.division == "vocabulary" else sum(map(len, rows))
+        return _RankTensor(rule.name, (height, num_columns), parts)
 
-    def _fused(self, rule: DividedTensor, sources: Sequence[Tensor], rank: int) -> _RankTensor:
-        """Return a rank's queries, keys and values as one tensor."""
+    def _share(self, tensor: Tensor, num_features: int, rank: int) -> range:
+        """Return a rank's part of the features of a tensor. Raises :class:`RecipeError` if it has a rest."""
+        size, rest = divmod(num_features, self.num_ranks)
+        if rest:
+            hint = f"use a size that divides {num_features} features of {tensor.fqn}"
+            raise _wrong("--tensor-parallel", self.num_ranks, hint)
+        return range(rank * size, (rank + 1) * size)
+
+    def _heads(self, sources: Sequence[Tensor], rank: int) -> list[range]:
+        """Return a rank's rows of queries, keys and values."""
         dimensions = self._dimensions
         rows = rows_of_rank(dimensions, rank, self.num_ranks)
         assert rows is not None, "the constructor has checked them"
-        queries, keys = rows
         num_groups = dimensions.num_query_groups
-        all_rows = (dimensions.num_heads, num_groups, num_groups)
-        parts: list[tuple[Tensor, Box]] = []
-        num_columns = sources[0].shape[1]
-        for tensor, num_heads, own in zip(sources, all_rows, (queries, keys, keys), strict=True):
-            if tensor.shape != (num_heads * dimensions.head_size, num_columns):
+        all_heads = (dimensions.num_heads, num_groups, num_groups)
+        for tensor, num_heads in zip(sources, all_heads, strict=True):
+            if tensor.shape != (num_heads * dimensions.head_size, sources[0].shape[1]):
                 what = "a tensor does not match the heads of config.json"
                 raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", self._where)
-            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
-        num_rows = sum(box.sizes[0] for _, box in parts)
-        return _RankTensor(rule.name, (num_rows, num_columns), parts)
+        queries, keys = rows
+        return [queries, keys, keys]
 
     def write_rank(self, file: BinaryIO, rank: int) -> None:
         """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
@@ -184,7 +190,7 @@ class _Model:
 # ---------------------------------------------------------------- files
 
 
-def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _small_files(config: bytes, files: Files) -> FileDict:
     """Return the files beside the weights: the config, and the tokenizer where NeMo's exporter puts it."""
     if "tokenizer.model" in files:
         settings = {"library": "sentencepiece", "type": None, "model": "nemo:tokenizer.model"}
@@ -199,9 +205,7 @@ def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
     }
 
 
-def _publish(
-    export: Export, model: _Model, contents: Mapping[str, bytes], *, is_file: bool
-) -> None:
+def _publish(export: Export, model: _Model, contents: Files, *, is_file: bool) -> None:
     """Write the archive, or without *is_file* the directory."""
     # All tensors are described before anything is written.
     for rank in range(model.num_ranks):
@@ -243,9 +247,7 @@ _REQUIRED = (
 )
 
 
-def _config(
-    files: Mapping[str, bytes], dtype: str, num_ranks: int, where: str
-) -> tuple[dict[str, Any], bytes]:
+def _config(files: Files, dtype: str, num_ranks: int, where: str) -> tuple[ValueDict, bytes]:
     """Return the Hugging Face config among *files*, and the content of TensorRT-LLM's config.json.
 
     *dtype* is torch's name of the weights' dtype. Raises :class:`CheckpointUnusable` if the model is not a Llama or
@@ -267,7 +269,7 @@ def _config(
             raise _unusable(f"the model's config.json has no {key}", config.get(key), where)
     num_heads = config["num_attention_heads"]
     architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
-    result: dict[str, Any] = {
+    result: ValueDict = {
         "producer": {"name": "automodel_ckpt"},
         "architecture": architecture,
         "dtype": dtype,
@@ -300,11 +302,11 @@ def _config(
     return config, json.dumps(result, indent=4).encode()
 
 
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(config: Values) -> ValueDict:
     """Return the base and the scaling of the rotary embedding, from either generation of Hugging Face's keys."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROTARY_BASE
-    found: dict[str, Any] = {"rotary_base": base}
+    found: ValueDict = {"rotary_base": base}
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind not in (None, "default"):
         scaling = {"type": kind}
@@ -316,9 +318,9 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unusable(what: str, value: object, where: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
+    return unusable(
         what,
-        where=where,
-        value=str(value)[:100],
-        hint="export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
+        where,
+        str(value)[:100],
+        "export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
     )

@@ -20,10 +20,11 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.format import ParameterGroup
 from automodel_ckpt.convert.formats.torch.run_state import RunState
-from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.convert.type_aliases import ValueDict
 
 _CONFIG = "config.json"
 _EMBEDDING = "embed_tokens.weight"
@@ -64,15 +65,15 @@ def archive_tensor(root: Path, tensor: Tensor, dtype: str) -> ArchiveTensor:
     return ArchiveTensor(dtype, tensor.shape, partial(tensor_blocks, root, tensor, dtype))
 
 
-def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
+def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> ValueDict:
     """Return the state dict of a run's optimizer as torch has it: the parameters are numbered through its *groups*."""
-    state: dict[int, dict[str, Any]] = {}
-    written: list[dict[str, Any]] = []
+    state: dict[int, ValueDict] = {}
+    written: list[ValueDict] = []
     number = 0
     for group in groups:
         first = number
         for name in group.parameters:
-            entry: dict[str, Any] = dict(run.values.get(name, {}))
+            entry: ValueDict = dict(run.values.get(name, {}))
             for key, tensor in run.tensors.get(name, {}).items():
                 entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
             if entry:

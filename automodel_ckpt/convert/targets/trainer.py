@@ -21,16 +21,18 @@ from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
-from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
-from automodel_ckpt.convert.formats.torch.training_state import (
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.format import (
     ModelParameter,
     ParameterGroup,
     Parameters,
 )
+from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
 from automodel_ckpt.convert.imports.training_import import lambda_schedule
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import numbered_state
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
@@ -126,7 +128,7 @@ def _groups(
     Raises :class:`CheckpointUnusable` if the options of a group's parameters differ, because the Trainer has only these
     groups, or if the optimizer trains a parameter that the model does not have.
     """
-    options_of: dict[str, Mapping[str, Any]] = {}
+    options_of: dict[str, Values] = {}
     for group in run.groups:
         options_of |= dict.fromkeys(group.parameters, group.options)
     unknown = sorted(options_of.keys() - {parameter.name for parameter in model})
@@ -139,11 +141,11 @@ def _groups(
         options = options_of[names[0]] if names else run.groups[0].options
         for name in names:
             if options_of[name] != options:
-                raise CheckpointUnusable(
+                raise unusable(
                     "the parameters have more groups of options than the Trainer's optimizer",
-                    where=str(where),
-                    value=f"{names[0]} and {name}",
-                    hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
+                    where,
+                    f"{names[0]} and {name}",
+                    "the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
                     "weights with --to hf",
                 )
         # The Trainer always has a schedule, which needs the peak rate.
@@ -153,9 +155,9 @@ def _groups(
 
 def _trainer_state(
     run: RunState, manifest: Manifest, intervals: Mapping[str, int], callbacks: Iterable[str]
-) -> dict[str, Any]:
+) -> ValueDict:
     """Return the fields of transformers' ``TrainerState`` (5.23)."""
-    line: dict[str, Any] = {"epoch": float(run.epochs_done), "step": run.step}
+    line: ValueDict = {"epoch": float(run.epochs_done), "step": run.step}
     for key, name in (("train_loss", "loss"), ("val_loss", "eval_loss")):
         loss = manifest.losses.get(key)
         if isinstance(loss, float):
@@ -169,7 +171,7 @@ def _trainer_state(
     }
     # The Trainer's next save fails if the entry of a callback is missing. It appends to a list; an empty one has no
     # state to restore, while a mapping without values would replace the arguments of the script's callback.
-    stateful: dict[str, Any] = {"TrainerControl": {"args": control, "attributes": {}}}
+    stateful: ValueDict = {"TrainerControl": {"args": control, "attributes": {}}}
     for name in callbacks:
         stateful.setdefault(name, [])
     return {
@@ -201,6 +203,4 @@ def _write_archive(path: Path, value: Any) -> None:
 
 def _unusable(what: str, where: Path, value: object, *, merge: bool = False) -> CheckpointUnusable:
     options = "--to hf --merge" if merge else "--to hf"
-    return CheckpointUnusable(
-        what, where=str(where), value=value, hint=f"export the weights with {options}"
-    )
+    return unusable(what, where, value, f"export the weights with {options}")

@@ -142,7 +142,7 @@ _GELU: Mapping[str, object] = {
     "attention_bias": False,
     "use_bidirectional_attention": None,
 }
-_SCALED = frozenset({"default", "linear", "yarn"})
+_SCALED = frozenset({"default", "linear"})
 
 LLAMA = Architecture(
     name="llama",

@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import first_bytes
@@ -37,6 +36,7 @@ from automodel_ckpt.convert.formats.gguf.model import (
     name_faults,
 )
 from automodel_ckpt.convert.formats.gguf.values import NotConvertible
+from automodel_ckpt.convert.type_aliases import TensorDict, ValueDict, Values
 
 _FACTORS = "rope_freqs.weight"
 # Head dimensions are at most some hundred.
@@ -82,10 +82,10 @@ class GgufFile(Format):
 
     name = "GGUF"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return path.is_file() and first_bytes(path, len(MAGIC)) == MAGIC
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
         file, header = _read(path)
         model, reason = _model_of(file, header)
@@ -167,7 +167,7 @@ def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
     return found
 
 
-def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) -> dict[str, Any]:
+def _config(model: GgufModel, stored: list[_Stored], values: Values) -> ValueDict:
     """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
     nbytes: Counter[str] = Counter()
     for item in stored:
@@ -184,8 +184,8 @@ def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) 
 
 
 def _described(
-    source: Path, stored: list[_Stored], config: Mapping[str, Any], model: GgufModel | None
-) -> tuple[dict[str, Tensor], Path | None]:
+    source: Path, stored: list[_Stored], config: Values, model: GgufModel | None
+) -> tuple[TensorDict, Path | None]:
     """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
     decoded = [item for item in stored if item.is_decoded]
     directory = source.parent

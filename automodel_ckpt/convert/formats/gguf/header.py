@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
+from automodel_ckpt.convert.type_aliases import Shape, Values
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -119,7 +120,7 @@ class TensorInfo:
 
     name: str
     kind: Kind
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     nbytes: int
 
@@ -129,7 +130,7 @@ class GgufHeader:
     """The header of a file. *values* are the metadata by key; long arrays are :class:`ArrayOf`."""
 
     version: int
-    values: Mapping[str, Any]
+    values: Values
     tensors: Mapping[str, TensorInfo]
 
 
@@ -178,7 +179,7 @@ class _Parser:
             raise Fault(f"general.alignment is {alignment!r:.50}, not a power of two")
         return GgufHeader(version, values, self._tensors(places, int(alignment)))
 
-    def _tensor_place(self) -> tuple[str, Kind, tuple[int, ...], int]:
+    def _tensor_place(self) -> tuple[str, Kind, Shape, int]:
         """Return name, type, row-major shape and the offset in the data section."""
         name = self._string()
         if len(name.encode()) >= _MAX_NAME or not name.isprintable():
@@ -198,7 +199,7 @@ class _Parser:
         return name, kind, shape, self._number(8)
 
     def _tensors(
-        self, places: list[tuple[str, Kind, tuple[int, ...], int]], alignment: int
+        self, places: list[tuple[str, Kind, Shape, int]], alignment: int
     ) -> dict[str, TensorInfo]:
         """Return the tensors, whose data begin at the next multiple of *alignment*, one after the other."""
         data = -(-self._at // alignment) * alignment
@@ -230,7 +231,13 @@ class _Parser:
         if scalar is None:
             raise Fault(f"a value has the unknown type {kind}")
         value = scalar.unpack(self._bytes(scalar.size))[0]
-        return _shortest(value, scalar) if kind == _FLOAT else value
+        if kind != _FLOAT:
+            return value
+        # Imported only here: listing files has to be fast.
+        import numpy as np
+
+        # The number of the fewest digits: 1e-06, and not 9.999999974752427e-07.
+        return float(str(np.float32(value)))
 
     def _array(self) -> Any:
         kind = self._number(4)
@@ -279,13 +286,3 @@ class _Parser:
         if nbytes > len(self._content) - self._at:
             raise Fault("it ends within its header")
         self._at += nbytes
-
-
-def _shortest(value: float, single: struct.Struct) -> float:
-    """Return the number of the fewest digits that is rounded to *value*: 1e-06, and not 9.999999974752427e-07."""
-    for digits in range(6, 9):
-        number = float(f"{value:.{digits}g}")
-        # Not near the largest number, which rounding could exceed.
-        if abs(number) < 1e38 and single.unpack(single.pack(number))[0] == value:
-            return number
-    return value

@@ -25,6 +25,7 @@ from automodel_ckpt.convert.formats.gguf.values import (
     positive_number,
     reported,
 )
+from automodel_ckpt.convert.type_aliases import Shape, ValueDict, Values
 
 _LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.([0-9]+)\.", re.ASCII)
 _OUTPUT = "output.weight"
@@ -40,7 +41,7 @@ class GgufTensor:
 
     fqn: str
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     heads: int | None = None
     offset: int = 0
 
@@ -118,10 +119,10 @@ class GgufModel:
         offset = self.architecture.norm_offset if kind.endswith("norm.weight") else 0
         return GgufTensor(fqn, name, shape, heads, offset)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ValueDict:
         """Return config.json of the model, for transformers."""
         architecture = self.architecture
-        found: dict[str, Any] = {
+        found: ValueDict = {
             "architectures": [architecture.model_class],
             "model_type": architecture.model_type,
         }
@@ -136,7 +137,7 @@ class GgufModel:
         return found
 
 
-def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
+def read_model(config: Values, where: str) -> GgufModel:
     """Return the model that *config* (of config.json, at *where*) describes.
 
     Raises :class:`CheckpointUnusable` for an architecture that is not in the table, and for a variant that llama.cpp
@@ -146,7 +147,7 @@ def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
         return _model_of(config)
 
 
-def _model_of(config: Mapping[str, Any]) -> GgufModel:
+def _model_of(config: Values) -> GgufModel:
     architecture = _architecture(config)
     numbers = _numbers(config, architecture)
     if architecture.scale_of_hidden_layers:
@@ -170,7 +171,7 @@ def _model_of(config: Mapping[str, Any]) -> GgufModel:
 
 
 def model_of_metadata(
-    values: Mapping[str, Any],
+    values: Values,
     shapes: Mapping[str, Sequence[int]],
     factors: Sequence[float],
 ) -> GgufModel:
@@ -188,7 +189,7 @@ def model_of_metadata(
         raise NotConvertible("there is no embedding", "token_embd.weight")
     hidden = positive_integer(values, f"{name}.embedding_length")
     heads = positive_integer(values, f"{name}.attention.head_count")
-    config: dict[str, Any] = {
+    config: ValueDict = {
         "architectures": [architecture.model_class],
         "head_dim": hidden // heads,
         "num_key_value_heads": heads,
@@ -205,7 +206,7 @@ def model_of_metadata(
     return _model_of(config)
 
 
-def _architecture(config: Mapping[str, Any]) -> Architecture:
+def _architecture(config: Values) -> Architecture:
     classes = config.get("architectures")
     model_class = str(classes) if classes else None
     if isinstance(classes, list) and len(classes) == 1:
@@ -230,7 +231,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     return found
 
 
-def _numbers(config: Mapping[str, Any], architecture: Architecture) -> dict[str, int | float]:
+def _numbers(config: Values, architecture: Architecture) -> dict[str, int | float]:
     defaults = dict(architecture.defaults)
     heads = positive_integer(config, "num_attention_heads", defaults.get("num_attention_heads"))
     hidden = positive_integer(config, "hidden_size")
@@ -254,14 +255,14 @@ def _numbers(config: Mapping[str, Any], architecture: Architecture) -> dict[str,
     return numbers
 
 
-def _attention_scale(architecture: Architecture, numbers: Mapping[str, Any]) -> Any:
+def _attention_scale(architecture: Architecture, numbers: Values) -> Any:
     """Return the number whose root llama.cpp divides attention scores of Gemma by."""
     if numbers.get("num_hidden_layers") == architecture.scale_of_hidden_layers:
         return numbers["hidden_size"] // numbers["num_attention_heads"]
     return numbers["head_dim"]
 
 
-def _check_rotation(config: Mapping[str, Any], architecture: Architecture) -> None:
+def _check_rotation(config: Values, architecture: Architecture) -> None:
     """Raise :class:`NotConvertible` if other layers have rotary positions than llama.cpp's."""
     period = architecture.no_rotation_period
     if not period:
@@ -279,7 +280,7 @@ def _check_rotation(config: Mapping[str, Any], architecture: Architecture) -> No
 
 
 def _context_limit(
-    config: Mapping[str, Any],
+    config: Values,
     architecture: Architecture,
     numbers: Mapping[str, int | float],
 ) -> int | None:

@@ -1,7 +1,6 @@
 """Rotary positions in config.json and in the metadata of GGUF. Pure functions.
 
-Source: llama.cpp's ``ggml_rope_ext`` for YaRN, which computes what transformers does with its default settings; its
-``llama`` architecture for ``rope_freqs.weight``, the divisors of frequencies that Llama 3.1 needs.
+Source: llama.cpp's ``llama`` architecture for ``rope_freqs.weight``, the divisors of frequencies that Llama 3.1 needs.
 """
 
 from __future__ import annotations
@@ -9,19 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, positive_number
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 
 _LENGTH = "original_max_position_embeddings"
 # The numbers that each kind of scaling of positions needs.
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
-_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ORIGINAL_LENGTHS = tuple(2**power for power in range(3, 24))
 
 
@@ -34,24 +31,18 @@ class Positions:
     """
 
     theta: float
-    scaling: Mapping[str, Any]
+    scaling: Values
     local_theta: float | None = None
 
     def key_values(self, prefix: str) -> list[KeyValue]:
         """Return the keys ``PREFIX.rope.*``. Llama 3.1's scaling is a tensor instead (:meth:`factors`)."""
-        found = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
+        found: list[KeyValue] = [(f"{prefix}.rope.freq_base", "float32", self.theta)]
         if self.local_theta is not None:
             found.append((f"{prefix}.rope.freq_base_swa", "float32", self.local_theta))
-        kind = self.scaling.get("rope_type")
-        if kind not in ("linear", "yarn"):
-            return found
-        scaling = f"{prefix}.rope.scaling"
-        found.append((f"{scaling}.type", "string", kind))
-        found.append((f"{scaling}.factor", "float32", self.scaling["factor"]))
-        if kind == "yarn":
-            found.append((f"{scaling}.original_context_length", "uint32", self.scaling[_LENGTH]))
-            for name in _YARN_BETAS:
-                found.append((f"{scaling}.yarn_{name}", "float32", self.scaling[name]))
+        if self.scaling.get("rope_type") == "linear":
+            scaling = f"{prefix}.rope.scaling"
+            found.append((f"{scaling}.type", "string", "linear"))
+            found.append((f"{scaling}.factor", "float32", self.scaling["factor"]))
         return found
 
     def factors(self, head_dim: int) -> list[float]:
@@ -71,9 +62,9 @@ class Positions:
             factors.append(1 / ((1 - smooth) / factor + smooth))
         return factors
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ValueDict:
         """Return the keys of config.json, under the names of transformers 4, which version 5 reads as well."""
-        found: dict[str, Any] = {"rope_theta": self.theta}
+        found: ValueDict = {"rope_theta": self.theta}
         if self.local_theta is not None:
             found["rope_local_base_freq"] = self.local_theta
         if self.scaling:
@@ -92,7 +83,7 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     return rows
 
 
-def read_positions(config: Mapping[str, Any], known: frozenset[str]) -> Positions:
+def read_positions(config: Values, known: frozenset[str]) -> Positions:
     """Return the positions that *config* (of config.json) describes.
 
     *known* are the kinds of scaling that llama.cpp computes for the architecture. Raises :class:`NotConvertible`
@@ -116,35 +107,21 @@ def read_positions(config: Mapping[str, Any], known: frozenset[str]) -> Position
         local_theta = positive_number(local, "rope_theta")
     settings = found if isinstance(found, Mapping) else {"rope_type": found}
     theta = positive_number(settings, "rope_theta", theta)
-    return Positions(theta, _scaling(settings, config, known), local_theta)
+    return Positions(theta, _scaling(settings, known), local_theta)
 
 
-def _scaling(
-    settings: Mapping[str, Any], config: Mapping[str, Any], known: frozenset[str]
-) -> dict[str, Any]:
+def _scaling(settings: Values, known: frozenset[str]) -> ValueDict:
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(kind, str) or kind not in known or kind not in _NUMBERS:
+    if not isinstance(kind, str) or kind not in known:
         raise NotConvertible(
             "GGUF has no such scaling of positions for this architecture",
             f"rope_type: {kind!r:.100}",
         )
     if kind == "default":
         return {}
-    defaults = {}
-    if kind == "yarn":
-        length = positive_number(config, "max_position_embeddings")
-        defaults = {**_YARN_BETAS, _LENGTH: length}
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if settings.get(name) is not None:
-                raise NotConvertible(
-                    "llama.cpp computes YaRN's attention factor from the scaling factor only",
-                    f"{name}: {settings[name]!r:.100}",
-                )
-        if settings.get("truncate", True) is not True:
-            raise NotConvertible("llama.cpp rounds YaRN's range", "truncate: false")
-    scaling: dict[str, Any] = {"rope_type": kind}
+    scaling: ValueDict = {"rope_type": kind}
     for name in _NUMBERS[kind]:
-        number = positive_number(settings, name, defaults.get(name))
+        number = positive_number(settings, name)
         scaling[name] = int(number) if name == _LENGTH else number
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise NotConvertible(
@@ -154,9 +131,7 @@ def _scaling(
     return scaling
 
 
-def positions_of(
-    values: Mapping[str, Any], prefix: str, factors: Sequence[float], head_dim: int
-) -> dict[str, Any]:
+def positions_of(values: Values, prefix: str, factors: Sequence[float], head_dim: int) -> ValueDict:
     """Return the keys of config.json for the metadata *values* of a GGUF file, for :func:`read_positions`.
 
     *factors* are the values of ``rope_freqs.weight``, empty if there is no such tensor. Raises
@@ -171,15 +146,12 @@ def positions_of(
         theta = positive_number(found, "rope_theta", 10_000.0)
         found["rope_scaling"] = _llama_3_scaling(factors, theta, head_dim)
     elif kind != "none":
-        scaling = {"rope_type": kind}
-        names = {"factor": "factor", _LENGTH: "original_context_length"}
-        for name, key in (names | {beta: f"yarn_{beta}" for beta in _YARN_BETAS}).items():
-            scaling[name] = values.get(f"{prefix}.rope.scaling.{key}")
-        found["rope_scaling"] = scaling
+        factor = values.get(f"{prefix}.rope.scaling.factor")
+        found["rope_scaling"] = {"rope_type": kind, "factor": factor}
     return found
 
 
-def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
+def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> ValueDict:
     """Return the scaling of Llama 3.1 whose divisors are *factors*.
 
     The tensor has the result only, so the length of pretraining is found by trying powers of two.

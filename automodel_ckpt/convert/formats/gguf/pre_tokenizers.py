@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from automodel_ckpt.convert.type_aliases import Values
 
 # Parts that several expressions share.
 _ANY_CASE_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -65,9 +66,7 @@ PRE_TOKENIZERS: tuple[PreTokenizer, ...] = (
 )
 
 
-def find_pre_tokenizer(
-    steps: Sequence[Mapping[str, Any]], *, ignore_merges: bool
-) -> PreTokenizer | None:
+def find_pre_tokenizer(steps: Sequence[Values], *, ignore_merges: bool) -> PreTokenizer | None:
     """Return the entry for the *steps* of a pre_tokenizer in tokenizer.json, or None if llama.cpp has none."""
     words = tuple(map(_word, steps))
     matching = (
@@ -78,7 +77,7 @@ def find_pre_tokenizer(
     return next(matching, None)
 
 
-def _word(step: Mapping[str, Any]) -> str | None:
+def _word(step: Values) -> str | None:
     """Return a step as in :class:`PreTokenizer`; None for any other step."""
     kind = step.get("type")
     if kind == "ByteLevel" and not step.get("add_prefix_space"):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible
+from automodel_ckpt.convert.type_aliases import Values
 
 # SentencePiece's character for a space.
 SPACE = "\u2581"
@@ -27,9 +27,9 @@ _MAX_DEVIATING = 0.01
 
 
 def convert(
-    model: Mapping[str, Any],
-    normalizers: Sequence[Mapping[str, Any]],
-    steps: Sequence[Mapping[str, Any]],
+    model: Values,
+    normalizers: Sequence[Values],
+    steps: Sequence[Values],
     merges: Sequence[str],
     tokens: list[str],
     types: list[int],
@@ -76,7 +76,7 @@ def convert(
 
 
 def _space_prefix(
-    normalizers: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+    normalizers: Sequence[Values], steps: Sequence[Values]
 ) -> tuple[bool, tuple[str, ...]]:
     """Return whether a space is put in front of the text, and warnings; validate that spaces become ``▁``."""
     kinds = [step.get("type") for step in normalizers]

@@ -18,6 +18,7 @@ from typing import Any
 from automodel_ckpt.convert.formats.gguf import sentencepiece
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, reported
+from automodel_ckpt.convert.type_aliases import Values
 
 # Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -38,8 +39,8 @@ class GgufTokenizer:
 
 
 def convert_tokenizer(
-    tokenizer: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    tokenizer: Values,
+    settings: Values,
     vocab_size: int,
     where: str,
     template: str | None = None,
@@ -70,8 +71,8 @@ def convert_tokenizer(
 
 
 def _converted(
-    tokenizer: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    tokenizer: Values,
+    settings: Values,
     vocab_size: int,
     template: Any,
     ends: Iterable[Any],
@@ -125,7 +126,7 @@ def _end_of_turn(
     return found[0] if len(found) == 1 else None
 
 
-def _check_model(model: Mapping[str, Any]) -> None:
+def _check_model(model: Values) -> None:
     if model.get("type") != "BPE":
         raise NotConvertible("only BPE tokenizers are written as GGUF", repr(model.get("type")))
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -137,9 +138,9 @@ def _check_model(model: Mapping[str, Any]) -> None:
 
 
 def _byte_level(
-    tokenizer: Mapping[str, Any],
-    model: Mapping[str, Any],
-    steps: list[Mapping[str, Any]],
+    tokenizer: Values,
+    model: Values,
+    steps: list[Values],
     merges: list[str],
 ) -> tuple[list[KeyValue], tuple[str, ...]]:
     """Return the keys of a byte-level BPE beside its tokens, and warnings."""
@@ -173,7 +174,7 @@ def _byte_level(
     return keys, warnings
 
 
-def _steps(value: Any, key: str) -> list[Mapping[str, Any]]:
+def _steps(value: Any, key: str) -> list[Values]:
     """Return the steps of a normalizer or pre_tokenizer: those of a Sequence under *key*, or the only one."""
     if value is None:
         return []
@@ -184,9 +185,7 @@ def _steps(value: Any, key: str) -> list[Mapping[str, Any]]:
     return [{**step} for step in steps]
 
 
-def _tokens(
-    tokenizer: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int
-) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: Values, model: Values, vocab_size: int) -> tuple[list[str], list[int]]:
     """Return each token's text and type, in the order of ids. Ids of the model that have no token are unused."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [_UNUSED] * vocab_size
@@ -206,7 +205,7 @@ def _tokens(
     return tokens, types
 
 
-def _merges(model: Mapping[str, Any]) -> list[str]:
+def _merges(model: Values) -> list[str]:
     """Return the merges as two tokens with a space between; tokenizers 0.20 and later write pairs."""
     found = []
     for merge in model.get("merges") or []:
@@ -218,7 +217,7 @@ def _merges(model: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+def _special_ids(settings: Values, ids: Mapping[str, int]) -> dict[str, int]:
     """Return the ids of the tokens that tokenizer_config.json names, by GGUF's word for them."""
     found = {}
     for key, name in _SPECIAL_KEYS.items():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.type_aliases import Values
 
 KeyValue = tuple[str, str, Any]
 """Key, the GGUF type's name as in ``GGUFWriter.add_<type>``, value."""
 
 
-def positive_integer(values: Mapping[str, Any], key: str, default: float | None = None) -> int:
+def positive_integer(values: Values, key: str, default: float | None = None) -> int:
     """Return ``values[key]``, or *default* if it is missing or null; validate that it is an integer from 1 to 2**31.
 
     Raises :class:`NotConvertible`, which names the key.
@@ -25,7 +26,7 @@ def positive_integer(values: Mapping[str, Any], key: str, default: float | None 
     return int(value)
 
 
-def positive_number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def positive_number(values: Values, key: str, default: float | None = None) -> float:
     """Return ``values[key]``, or *default* if it is missing or null; validate that it is a number above 0.
 
     Raises :class:`NotConvertible`, which names the key.
@@ -54,4 +55,4 @@ def reported(where: str) -> Iterator[None]:
         yield
     except NotConvertible as error:
         hint = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
-        raise CheckpointUnusable(error.what, where=where, value=error.value, hint=hint) from error
+        raise unusable(error.what, where, error.value, hint) from error

@@ -7,6 +7,7 @@ and ``rank0.safetensors``). Both functions publish their result at the end: a fa
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import first_bytes
+from automodel_ckpt.convert.formats.files import faults_of, first_bytes
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG, artifacts_in, read_config
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -39,6 +41,7 @@ from automodel_ckpt.errors import RecipeError
 
 QNEMO_CONFIG = "config.json"
 _QNEMO_WEIGHTS = "rank0.safetensors"
+_RANK_FILE = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors", re.ASCII)
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -61,12 +64,8 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     """
     real = Path(os.path.realpath(source))
     if not real.is_file():
-        raise unusable(
-            "there is no archive to unpack",
-            source,
-            _kind_of(real),
-            "name a .nemo or .qnemo file; `ckpt pack` packs a directory",
-        )
+        hint = "name a .nemo or .qnemo file; `ckpt pack` packs a directory"
+        raise unusable("there is no archive to unpack", source, "no such file", hint)
     target = Path(os.path.realpath(target))
     check_directory_target(target)
     if not is_gzip(first_bytes(real, 2)):
@@ -93,12 +92,8 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     """
     directory = Path(os.path.realpath(source))
     if not directory.is_dir():
-        raise unusable(
-            "there is no directory to pack",
-            source,
-            _kind_of(directory),
-            "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive",
-        )
+        hint = "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive"
+        raise unusable("there is no directory to pack", source, "no such directory", hint)
     target = Path(os.path.realpath(target))
     if target.is_relative_to(directory):
         raise RecipeError(
@@ -133,12 +128,6 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
         writer.finish()
     nbytes = sum(file.nbytes for file in packed.files.values())
     return ArchiveReport(target, kind, len(packed.files), nbytes)
-
-
-def _kind_of(path: Path) -> str:
-    if path.is_dir():
-        return "a directory"
-    return "a file" if path.exists() else "no such file or directory"
 
 
 def _extract(reader: TarReader, member: TarMember, staging: Path) -> None:
@@ -182,17 +171,11 @@ def _warn_of_missing_artifacts(packed: PackedFiles, log: Log) -> None:
 
 def _check_qnemo(packed: PackedFiles) -> None:
     """Raise :class:`CheckpointUnusable` if the weights of a rank are missing."""
-    path = packed.path / QNEMO_CONFIG
-    try:
+    with faults_of(packed.path / QNEMO_CONFIG, "the weights of some ranks are missing"):
         config = parse_json(packed.read(QNEMO_CONFIG, _MAX_CONFIG_BYTES))
-        num_ranks = int(config["mapping"]["world_size"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise unusable(
-            "the config has no mapping.world_size, the number of ranks", path, repr(error)[:200]
-        ) from error
-    if not 0 < num_ranks <= len(packed.files):
-        raise unusable("the weights of some ranks are missing", path, counted(num_ranks, "rank"))
-    for rank in range(num_ranks):
-        name = f"rank{rank}.safetensors"
-        if name not in packed.files:
-            raise unusable("the weights of a rank are missing", packed.path, name)
+        num_ranks = config["mapping"]["world_size"]
+        present = [name for name in packed.files if _RANK_FILE.fullmatch(name)]
+        if len(present) != num_ranks:
+            raise Fault(
+                f"mapping.world_size {num_ranks}, but files of {counted(len(present), 'rank')}"
+            )

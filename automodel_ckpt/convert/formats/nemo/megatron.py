@@ -16,12 +16,15 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted, left_out
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import UNCHECKED, check_regular_files, names_in
+from automodel_ckpt.convert.formats.files import (
+    UNCHECKED,
+    check_regular_files,
+    names_in,
+    optional_json,
+)
 from automodel_ckpt.convert.formats.format import Counters, Format, UnsupportedFormat
 from automodel_ckpt.convert.formats.nemo.zarr_arrays import read_arrays, zarr_tensor
 from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
@@ -36,8 +39,8 @@ from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
+from automodel_ckpt.convert.type_aliases import TensorDict, Values
 
-_MAX_METADATA_BYTES = 1 << 16
 _MAX_LATEST_BYTES = 64
 _COMMON = "common.pt"
 _WEIGHTS = "weights"
@@ -47,7 +50,6 @@ _ZARR = "zarr"
 _LEFT = "Megatron stores the optimizer in flat buffers of its ranks"
 _ITERATION = re.compile(r"(?:iter_([0-9]{1,12})|release)", re.ASCII)
 _RANK = re.compile(r"mp_rank_[0-9]{2}(_[0-9]{3})*", re.ASCII)
-_MAX_COUNT = 1 << 53
 
 
 class MegatronCore(Format):
@@ -55,13 +57,13 @@ class MegatronCore(Format):
 
     name = "a distributed checkpoint of Megatron-Core"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         if _COMMON in names and ".metadata" in names:
             return True
         return sharded_backend(path) is not None
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model under the names that Megatron stores. Links are never followed."""
         path = self.place(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
@@ -71,7 +73,7 @@ class MegatronCore(Format):
         if not tensors:
             raise unusable("there are no weights here", path, counted(len(others), "other entry"))
         common = read_common(path)
-        omitted = tuple(_omitted(others, common))
+        omitted = tuple(_omitted(others))
         return Source(
             path,
             path,
@@ -90,19 +92,12 @@ class MegatronCore(Format):
         path = self.place(path)
         return StoredTensors(path, _stored(path, only_model=False)[0])
 
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        place = self.place(path)
-        counters = _counters(read_common(place))
-        lines = tuple(f"{name}: {value}" for name, value in counters.items())
-        found = {"checkpoint": (place.name,)} if place != path else {}
-        return found | ({"counters": lines} if lines else {})
-
     def counters(self, path: Path) -> Counters:
         """Return the iteration and the consumed samples."""
-        stated = _counters(read_common(self.place(path)))
-        return Counters(
-            step=stated.get("iteration"), consumed_samples=stated.get("consumed_train_samples")
-        )
+        common = read_common(self.place(path))
+        arguments = _arguments(common)
+        step = common.get("iteration", arguments.get("iteration"))
+        return Counters.of(step, None, arguments.get("consumed_train_samples"))
 
     def training_left(self, path: Path) -> str:
         return _LEFT
@@ -120,7 +115,7 @@ class MegatronRun(MegatronCore):
 
     name = "a run of Megatron-LM"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         return _LATEST in names and any(_ITERATION.fullmatch(name) for name in names)
 
@@ -158,7 +153,7 @@ class MegatronRanks(UnsupportedFormat):
         "tools/checkpoint/convert.py of Megatron-LM), and import those"
     )
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         rank_names = filter(_RANK.fullmatch, names_in(path))
         return any((path / name).is_dir() for name in rank_names)
 
@@ -168,7 +163,7 @@ class Nemo2(MegatronCore):
 
     name = "a checkpoint of NeMo 2 (Megatron-Core)"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         has_both = _WEIGHTS in names and "context" in names
         return has_both and sharded_backend(path / _WEIGHTS) is not None
@@ -186,15 +181,11 @@ class Nemo2(MegatronCore):
 
 def sharded_backend(directory: Path) -> str | None:
     """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core; None if it is not there."""
-    try:
-        value = parse_json(read_safely(directory, "metadata.json", limit=_MAX_METADATA_BYTES))
-    except (OSError, ValueError):
-        return None
-    backend = value.get("sharded_backend") if isinstance(value, dict) else None
+    backend = optional_json(directory, "metadata.json").get("sharded_backend")
     return backend[:40] if isinstance(backend, str) else None
 
 
-def _stored(path: Path, *, only_model: bool) -> tuple[dict[str, Tensor], list[str]]:
+def _stored(path: Path, *, only_model: bool) -> tuple[TensorDict, list[str]]:
     """Return the tensors, and the names of everything else. Raises :class:`CheckpointUnusable`."""
     backend = sharded_backend(path)
     if backend not in (_TORCH_DIST, _ZARR, None):
@@ -229,7 +220,7 @@ def read_common(path: Path) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _arguments(common: Mapping[Any, Any]) -> Mapping[str, Any]:
+def _arguments(common: Mapping[Any, Any]) -> Values:
     """Return the arguments of Megatron-LM, an argparse.Namespace; empty if there are none."""
     value = common.get("args")
     if isinstance(value, Opaque) and value.kind == "argparse.Namespace":
@@ -237,22 +228,7 @@ def _arguments(common: Mapping[Any, Any]) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _counters(common: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the iteration and the consumed samples, as far as they are stored."""
-    arguments = _arguments(common)
-    stated = {
-        "iteration": common.get("iteration", arguments.get("iteration")),
-        "consumed_train_samples": arguments.get("consumed_train_samples"),
-    }
-    # Not isinstance: True is an int, too.
-    return {
-        name: value
-        for name, value in stated.items()
-        if type(value) is int and 0 <= value < _MAX_COUNT
-    }
-
-
-def _omitted(others: Collection[str], common: Mapping[Any, Any]) -> Iterator[str]:
+def _omitted(others: Collection[str]) -> Iterator[str]:
     """Yield what an import of the weights leaves, in words: the *others* are names of entries."""
     num_extra = sum(1 for name in others if "_extra_state" in name)
     if len(others) > num_extra:
@@ -260,13 +236,9 @@ def _omitted(others: Collection[str], common: Mapping[Any, Any]) -> Iterator[str
         yield f"the state of the optimizer and of the ranks ({number})"
     if num_extra:
         yield f"{counted(num_extra, '_extra_state object')} of Transformer Engine"
-    counters = _counters(common)
-    if counters:
-        text = ", ".join(f"{name} {value}" for name, value in counters.items())
-        yield f"counters ({text})"
 
 
-def conversion_of_arguments(arguments: Mapping[str, Any], where: str) -> Conversion | None:
+def conversion_of_arguments(arguments: Values, where: str) -> Conversion | None:
     """Return the conversion that *arguments* of Megatron-LM imply; None if they do not describe a known model."""
     if not arguments.get("swiglu") or arguments.get("normalization") != "RMSNorm":
         return None

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import names_in, reports
@@ -31,6 +30,7 @@ from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_i
 from automodel_ckpt.convert.formats.torch.torch_files import read_model
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "model_config.yaml"
@@ -41,13 +41,14 @@ MAX_CONFIG_BYTES = 1 << 20
 # Source: nemo.utils.model_utils.inject_model_parallel_rank, NeMo 3.0.
 _RANK = re.compile(r"(mp_rank_[0-9]{2,4}|tp_rank_[0-9]{2,4}_pp_rank_[0-9]{3,4})/", re.ASCII)
 _GATED_SILU = re.compile(r"(fast-)?swiglu", re.ASCII)
-_DIMENSIONS = (
+_NUMBERS = (
     "num_layers",
     "num_attention_heads",
     "num_query_groups",
     "hidden_size",
     "kv_channels",
     "vocab_size",
+    "moe_router_topk",
 )
 
 
@@ -56,16 +57,16 @@ class NemoDirectory(Format):
 
     name = "an unpacked .nemo file of NeMo"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return (path / CONFIG).is_file() and bool(self.parts(path))
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Symbolic links are followed only to a file, which the user chose."""
         packed = packed_files(path)
         config = read_config(packed)
         if (path / DISTRIBUTED_WEIGHTS).is_dir():
             source = MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
-            return replace(source, stated_config=_stated_config(config))
+            return replace(source, stated_config=config_of_arguments(_arguments(config)))
         if any(name.startswith(f"{DISTRIBUTED_WEIGHTS}/") for name in packed.files):
             raise unusable(
                 "a distributed checkpoint in a .nemo file is read after it was unpacked",
@@ -77,7 +78,8 @@ class NemoDirectory(Format):
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
-        conversion = _conversion(read_config(packed_files(path)), str(path / CONFIG))
+        arguments = _arguments(read_config(packed_files(path)))
+        conversion = conversion_of_arguments(arguments, str(path / CONFIG))
         if conversion is None and (path / DISTRIBUTED_WEIGHTS).is_dir():
             return MegatronCore().conversion(path / DISTRIBUTED_WEIGHTS)
         return conversion
@@ -102,7 +104,7 @@ class NemoFile(NemoDirectory):
 
     name = "a .nemo file of NeMo"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return has_member(path, CONFIG)
 
 
@@ -113,7 +115,7 @@ def _is_weights(path: Path, name: str) -> bool:
     return is_weights and (path / name).is_dir()
 
 
-def read_config(packed: PackedFiles) -> dict[str, Any]:
+def read_config(packed: PackedFiles) -> ValueDict:
     """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
     try:
         value = parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode())
@@ -126,21 +128,20 @@ def read_config(packed: PackedFiles) -> dict[str, Any]:
     return value
 
 
-def artifacts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:
     """Yield (path in the config, file name) for each artifact that *config* refers to."""
     for path, text in scalars_in(config):
         if text.startswith(ARTIFACT_PREFIX):
             yield path, text.removeprefix(ARTIFACT_PREFIX)
 
 
-def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
-    """Return the conversion that the config of a GPT model implies; None for another model.
+def _arguments(config: Values) -> ValueDict:
+    """Return the config of a GPT model as arguments of Megatron-LM.
 
-    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml. Raises
-    :class:`CheckpointUnusable` for wrong dimensions.
+    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml.
     """
     flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
-    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments: ValueDict = {key: _number(config.get(key)) for key in _NUMBERS}
     arguments |= {
         "swiglu": _GATED_SILU.fullmatch(flags.get("activation", "")),
         "normalization": "RMSNorm" if flags.get("normalization") == "rmsnorm" else None,
@@ -150,18 +151,10 @@ def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
         "qk_layernorm": flags.get("qk_layernorm") == "true",
         "add_qkv_bias": "true" in (flags.get("qkv_bias"), flags.get("add_qkv_bias")),
     }
-    return conversion_of_arguments(arguments, where)
-
-
-def _stated_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show."""
-    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
-    arguments["group_query_attention"] = arguments["num_query_groups"] is not None
-    arguments["moe_router_topk"] = _number(config.get("moe_router_topk"))
     for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
         with contextlib.suppress(ValueError):
             arguments[argument] = float(str(config.get(key)))
-    return config_of_arguments(arguments)
+    return arguments
 
 
 def _number(value: object) -> int | None:
@@ -174,7 +167,7 @@ def _number(value: object) -> int | None:
 # ---------------------------------------------------------------- weights
 
 
-def _source(packed: PackedFiles, config: Mapping[str, Any], directory: Path) -> Source:
+def _source(packed: PackedFiles, config: Values, directory: Path) -> Source:
     if WEIGHTS not in packed.files:
         raise _no_weights(packed)
     stored = packed.files[WEIGHTS]
@@ -190,7 +183,7 @@ def _source(packed: PackedFiles, config: Mapping[str, Any], directory: Path) -> 
         model.tensors,
         notes=notes,
         omitted=omitted,
-        stated_config=_stated_config(config),
+        stated_config=config_of_arguments(_arguments(config)),
     )
 
 

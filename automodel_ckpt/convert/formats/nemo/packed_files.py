@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.decoded import decoded_directory
-from automodel_ckpt.convert.formats.files import check_regular_files, first_bytes
+from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, first_bytes
 from automodel_ckpt.convert.formats.nemo.tar_files import (
     HEAD_BYTES,
     TarReader,
@@ -51,23 +52,16 @@ class PackedFiles:
 
     def read(self, name: str, limit: int) -> bytes:
         """Return the content of a file of at most *limit* bytes. Raises :class:`CheckpointUnusable`."""
-        stored = self.files.get(name)
-        where = self.path / name
-        if stored is None:
-            raise unusable(f"the file {name} is missing", self.path, "no such file")
-        if stored.nbytes > limit:
-            raise unusable(
-                f"the file {name} is too large", where, f"{stored.nbytes} bytes, more than {limit}"
-            )
-        try:
+        with faults_of(self.path / name, f"the file {name} of the model cannot be read"):
+            stored = self.files.get(name)
+            if stored is None or stored.nbytes > limit:
+                raise Fault("no such file" if stored is None else f"it has more than {limit} bytes")
             with open(open_safely(self.root, stored.file), "rb") as file:
                 file.seek(stored.start)
                 content = file.read(stored.nbytes)
-        except OSError as error:
-            raise unusable(f"the file {name} cannot be read", where, error.strerror) from error
-        if len(content) < stored.nbytes:
-            raise unusable(f"the file {name} is truncated", where, f"{len(content)} bytes")
-        return content
+            if len(content) < stored.nbytes:
+                raise Fault(f"it is truncated: {len(content)} bytes")
+            return content
 
 
 def has_member(path: Path, name: str) -> bool:

@@ -8,13 +8,13 @@ times are 0. Formats: POSIX pax, GNU tar.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,7 +27,6 @@ _BLOCK_BYTES = 1 << 20
 _MAX_MEMBERS = 20_000
 _MAX_NAME_BYTES = 1024
 _MAX_LEVELS = 32
-_MAX_PART_BYTES = 255
 # Weights hardly compress. An archive that grows more than this was made to fill a disk.
 _MAX_GROWTH = 64
 _FREE_BYTES = 256 << 20
@@ -130,7 +129,7 @@ class TarReader:
         content: BinaryIO = self._raw
         if self.is_compressed:
             self._limit = self._limit * _MAX_GROWTH + _FREE_BYTES if max_members else 1 << 62
-            content = (decompress or _gunzip)(self._raw)
+            content = decompress(self._raw) if decompress else gzip.GzipFile(fileobj=self._raw)  # type: ignore[assignment]
         self._file = _Stream(content, self._limit, is_compressed=self.is_compressed)
 
     def __enter__(self) -> TarReader:
@@ -160,34 +159,29 @@ class TarReader:
                 self._file.seek(archive.offset)
                 entry = _next(archive)
 
-    def blocks(self, member: TarMember) -> Iterator[bytes]:
-        """Yield the content of the member that was just yielded, in blocks."""
+    def blocks(self, member: TarMember | None) -> Iterator[bytes]:
+        """Yield the content of the member that was just yielded, in blocks; without one, of the whole archive."""
         with self._reported():
-            nbytes = member.nbytes
-            while nbytes:
-                block = self._file.read(min(nbytes, _BLOCK_BYTES))
-                if not block:
-                    raise TarFault("it is truncated")
+            nbytes = member.nbytes if member is not None else self._limit
+            while nbytes and (block := self._file.read(min(nbytes, _BLOCK_BYTES))):
                 nbytes -= len(block)
                 yield block
-
-    def content(self) -> Iterator[bytes]:
-        """Yield the whole archive after decompression, in blocks, instead of its members."""
-        with self._reported():
-            while block := self._file.read(_BLOCK_BYTES):
-                yield block
+            if nbytes and member is not None:
+                raise TarFault("it is truncated")
 
     def _member(self, entry: tarfile.TarInfo) -> TarMember:
-        shown = f"{entry.name[:200]!r}"
+        name = _safe_name(entry.name)
         is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
         if not (is_file or entry.isdir()) or entry.sparse is not None:
-            kind = "a link" if entry.islnk() or entry.issym() else "neither a file nor a directory"
-            raise TarFault(f"its member {shown} is {'a sparse file' if entry.issparse() else kind}")
-        if entry.isdir() and entry.size:
-            raise TarFault(f"its directory {shown} has content")
-        if entry.size < 0 or entry.offset_data + entry.size > self._limit:
-            raise TarFault(f"its member {shown} ends after the file")
-        return TarMember(_safe_name(entry.name), entry.offset_data, entry.size, entry.isdir())
+            kinds = {"a link": entry.islnk() or entry.issym(), "a sparse file": entry.issparse()}
+            kind = next((text for text, is_kind in kinds.items() if is_kind), "a special file")
+            raise TarFault(f"its member {name!r} is {kind}")
+        end = entry.offset_data + entry.size
+        if entry.size < 0 or end > self._limit or (entry.isdir() and entry.size):
+            raise TarFault(
+                f"its member {name!r} ends after the file, or is a directory with content"
+            )
+        return TarMember(name, entry.offset_data, entry.size, entry.isdir())
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
@@ -200,10 +194,6 @@ class TarReader:
                 str(error)[:300],
                 "take the file from another copy, or save it again with the program that made it",
             ) from error
-
-
-def _gunzip(file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file))
 
 
 def _next(archive: tarfile.TarFile) -> tarfile.TarInfo | None:
@@ -220,7 +210,7 @@ def decompress(path: Path, target: Path) -> None:
     Its size after decompression is limited. Raises as :class:`TarReader`.
     """
     with open(target, "xb") as copy, TarReader(path) as reader:
-        copy.writelines(reader.content())
+        copy.writelines(reader.blocks(None))
 
 
 def tar_members(path: Path) -> list[TarMember]:
@@ -235,14 +225,11 @@ def _safe_name(name: str) -> str:
     plain = name.removeprefix("./")
     if plain == _ROOT:
         return plain
-    parts = plain.split("/")
     reason = layout.unsafe_path(plain)
     if reason is None and not plain.isprintable():
         reason = "it has unprintable characters"
-    if reason is None and (len(plain.encode()) > _MAX_NAME_BYTES or len(parts) > _MAX_LEVELS):
+    if reason is None and (len(plain.encode()) > _MAX_NAME_BYTES or plain.count("/") > _MAX_LEVELS):
         reason = "it is too long"
-    if reason is None and max(len(part.encode()) for part in parts) > _MAX_PART_BYTES:
-        reason = "one of its components is too long"
     if reason is not None:
         raise TarFault(f"its member {name[:200]!r} has an unsafe name: {reason}")
     return plain
@@ -276,26 +263,21 @@ class TarWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._file.write(_header(_ROOT, 0, mode=0o755, type=tarfile.DIRTYPE))
+        self._archive = tarfile.TarFile(
+            fileobj=file, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="strict"
+        )
+        root = _entry(_ROOT, 0)
+        root.type, root.mode = tarfile.DIRTYPE, 0o755
+        self._archive.addfile(root)
 
     def add_bytes(self, name: str, content: bytes) -> None:
         """Add a file with this content."""
-        self._file.write(_header(f"./{name}", len(content)))
-        self._file.write(content)
-        self._pad(len(content))
+        self._archive.addfile(_entry(f"./{name}", len(content)), io.BytesIO(content))
 
     def add_file(self, name: str, directory: Path, path: str) -> None:
-        """Add the regular file *path* of *directory*. Raises OSError, also if it changes size while it is read."""
+        """Add the regular file *path* of *directory*. Raises OSError, also if it becomes shorter while it is read."""
         with open(open_safely(directory, path), "rb") as source:
-            nbytes = os.fstat(source.fileno()).st_size
-            self._file.write(_header(f"./{name}", nbytes))
-            written = 0
-            for block in iter(partial(source.read, _BLOCK_BYTES), b""):
-                self._file.write(block)
-                written += len(block)
-        if written != nbytes:
-            raise OSError(f"{directory / path} changed its size while it was packed")
-        self._pad(nbytes)
+            self._archive.addfile(_entry(f"./{name}", os.fstat(source.fileno()).st_size), source)
 
     def add_streamed(self, name: str, write: Callable[[BinaryIO], None]) -> None:
         """Add a file that *write* writes at the current position of the archive.
@@ -304,27 +286,28 @@ class TarWriter:
         depend on the size: it always has a pax header with the size in it, whose leading zeros readers ignore.
         """
         header_start = self._file.tell()
-        self._file.write(_header(f"./{name}", 0, pax_headers={"size": f"{0:019d}"}))
+        self._file.write(_streamed_header(name, 0))
         start = self._file.tell()
         write(self._file)
         nbytes = self._file.tell() - start
-        self._pad(nbytes)
-        end = self._file.tell()
+        self._file.write(bytes(-nbytes % tarfile.BLOCKSIZE))
+        self._archive.offset = self._file.tell()
         self._file.seek(header_start)
-        self._file.write(_header(f"./{name}", nbytes, pax_headers={"size": f"{nbytes:019d}"}))
-        self._file.seek(end)
+        self._file.write(_streamed_header(name, nbytes))
+        self._file.seek(self._archive.offset)
 
     def finish(self) -> None:
-        """Write the two blocks of zeros that end an archive."""
-        self._file.write(bytes(2 * tarfile.BLOCKSIZE))
-
-    def _pad(self, nbytes: int) -> None:
-        self._file.write(bytes(-nbytes % tarfile.BLOCKSIZE))
+        """Write the blocks of zeros that end an archive."""
+        self._archive.close()
 
 
-def _header(name: str, nbytes: int, *, mode: int = 0o644, **attributes: Any) -> bytes:
+def _entry(name: str, nbytes: int) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mode = nbytes, mode
-    for attribute, value in attributes.items():
-        setattr(entry, attribute, value)
+    entry.size = nbytes
+    return entry
+
+
+def _streamed_header(name: str, nbytes: int) -> bytes:
+    entry = _entry(f"./{name}", nbytes)
+    entry.pax_headers = {"size": f"{nbytes:019d}"}
     return entry.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")

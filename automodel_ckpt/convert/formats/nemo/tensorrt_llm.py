@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_at
-from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import names_in, read_json
+from automodel_ckpt.convert.formats.files import names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -27,7 +26,7 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
 )
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import TENSORRT_LLAMA
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.convert.type_aliases import TensorDict, ValueDict, Values
 
 CONFIG = "config.json"
 FIRST_RANK = "rank0.safetensors"
@@ -43,17 +42,12 @@ class TensorRtLlmDirectory(Format):
     name = "a checkpoint of TensorRT-LLM"
     has_own_config = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
-        if FIRST_RANK not in names or CONFIG not in names:
-            return False
-        try:
-            config = read_json(path, CONFIG) or {}
-        except CheckpointUnusable:
-            return False
-        return isinstance(config.get("mapping"), dict)
+        is_complete = FIRST_RANK in names and CONFIG in names
+        return is_complete and isinstance(optional_json(path, CONFIG).get("mapping"), dict)
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Symbolic links are followed only to a file, which the user chose."""
         return _source(packed_files(path), path if path.is_dir() else path.parent)
 
@@ -71,14 +65,14 @@ class QnemoFile(TensorRtLlmDirectory):
     name = "a .qnemo file of TensorRT-LLM"
     has_own_config = False
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return has_member(path, FIRST_RANK)
 
 
 # ---------------------------------------------------------------- files
 
 
-def _config(packed: PackedFiles) -> dict[str, Any]:
+def _config(packed: PackedFiles) -> ValueDict:
     path = packed.path / CONFIG
     try:
         value = parse_json(packed.read(CONFIG, _MAX_CONFIG_BYTES))
@@ -91,7 +85,7 @@ def _config(packed: PackedFiles) -> dict[str, Any]:
     return value
 
 
-def _num_ranks(config: Mapping[str, Any], packed: PackedFiles) -> int:
+def _num_ranks(config: Values, packed: PackedFiles) -> int:
     """Return the tensor-parallel size. Raises :class:`CheckpointUnusable` for pipeline parallelism."""
     path = packed.path / CONFIG
     mapping = config["mapping"]
@@ -110,7 +104,7 @@ def _num_ranks(config: Mapping[str, Any], packed: PackedFiles) -> int:
     return int(sizes["tp_size"])
 
 
-def _rank_tensors(packed: PackedFiles, rank: int) -> dict[str, Tensor]:
+def _rank_tensors(packed: PackedFiles, rank: int) -> TensorDict:
     name = f"rank{rank}.safetensors"
     stored = packed.files.get(name)
     if stored is None:

@@ -15,14 +15,14 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.convert.formats.files import faults_of, names_in
+from automodel_ckpt.convert.formats.files import faults_of, names_in, tiled
+from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 
 ARRAY = ".zarray"
 _DTYPES = {
@@ -50,17 +50,17 @@ class ZarrArray:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
+    shape: Shape
+    chunks: Shape
     separator: str
 
     @property
-    def grid(self) -> tuple[int, ...]:
+    def grid(self) -> Shape:
         """The number of chunks in each dimension."""
         pairs = zip(self.shape, self.chunks, strict=True)
         return tuple(-(-extent // size) for extent, size in pairs)
 
-    def chunk_file(self, index: tuple[int, ...]) -> str:
+    def chunk_file(self, index: Shape) -> str:
         """Return the path of a chunk, relative to the directory of all arrays."""
         return f"{self.name}/{self.separator.join(map(str, index)) or '0'}"
 
@@ -81,7 +81,7 @@ def read_arrays(directory: Path) -> dict[str, ZarrArray]:
 # ---------------------------------------------------------------- .zarray
 
 
-def _array(name: str, value: dict[str, Any]) -> ZarrArray:
+def _array(name: str, value: ValueDict) -> ZarrArray:
     expected = {"zarr_format": 2, "order": "C", "filters": None, "compressor": None}
     for key, usual in expected.items():
         if value.get(key) not in (usual, []):
@@ -117,10 +117,7 @@ def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
             slices.extend(_slices(array, index, file))
             if len(slices) > _MAX_SLICES:
                 raise Fault(f"they are cut into more than {_MAX_SLICES} parts")
-        fault = tiling_fault([stored.box for stored in slices], array.shape)
-        if fault is not None:
-            raise Fault(fault)
-    return Tensor(array.name, array.dtype, array.shape, tuple(slices))
+    return tiled(array.name, array.dtype, array.shape, slices, directory / array.name)
 
 
 def _check_chunk(path: Path, chunk_bytes: int) -> None:
@@ -132,7 +129,7 @@ def _check_chunk(path: Path, chunk_bytes: int) -> None:
         raise Fault(f"{path.name} has the wrong size: {status.st_size} bytes, not {chunk_bytes}")
 
 
-def _slices(array: ZarrArray, index: tuple[int, ...], file: str) -> Iterator[Slice]:
+def _slices(array: ZarrArray, index: Shape, file: str) -> Iterator[Slice]:
     """Yield the slices of one chunk: one, or several if it contains values beyond the end of an inner dimension."""
     offsets = [position * size for position, size in zip(index, array.chunks, strict=True)]
     ends = zip(offsets, array.chunks, array.shape, strict=True)

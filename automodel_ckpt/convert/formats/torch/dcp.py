@@ -10,8 +10,20 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import check_regular_files, names_in, reports
-from automodel_ckpt.convert.formats.format import Counters, Format, Inventory, TensorSummary
+from automodel_ckpt.convert.formats.files import (
+    check_regular_files,
+    names_in,
+    renamed,
+    reports,
+)
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    Inventory,
+    Parameters,
+    TensorSummary,
+    TrainingState,
+)
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_content,
@@ -27,13 +39,10 @@ from automodel_ckpt.convert.formats.torch.nested_state import (
     keys_of_model,
     names_without_wrappers,
 )
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
 from automodel_ckpt.errors import CheckpointUnusable
 
 DATA_SUFFIX = ".distcp"
-# The keys under which programs nest the state dict of the model in the one that they save.
-_MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict", "model_state")
 
 
 class PyTorchDcp(Format):
@@ -42,10 +51,10 @@ class PyTorchDcp(Format):
     name = "PyTorch DCP"
     has_own_names = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         return os.path.lexists(path / layout.DCP_METADATA)
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: torch writes all files to one directory."""
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
         check_no_links(path, (*data_files, layout.DCP_METADATA, layout.HF_METADATA))
@@ -53,10 +62,7 @@ class PyTorchDcp(Format):
         content = _read(path)
         names = self.names(content)
         model = DcpContent({stored: content.tensors[stored] for stored in names}, {})
-        tensors = {
-            names[tensor.fqn]: tensor.renamed(names[tensor.fqn])
-            for tensor in read_tensors(path, model)
-        }
+        tensors = renamed({each.fqn: each for each in read_tensors(path, model)}, names)
         if not tensors:
             raise unusable(
                 "there are no tensors here",
@@ -124,13 +130,7 @@ def _read(path: Path) -> DcpContent:
 
 
 def _keys_of_model(content: DcpContent) -> Keys:
-    paths = []
-    for fqn, described in content.tensors.items():
-        path = content.paths.get(fqn, (fqn,))
-        # Random state is a tensor of bytes beside the state dicts.
-        if len(path) > 1 or described.dtype != "U8":
-            paths.append(path)
-    return keys_of_model(paths, _MODEL_KEYS)
+    return keys_of_model(content.paths.get(fqn, (fqn,)) for fqn in content.tensors)
 
 
 def plain_model_names(content: DcpContent) -> Mapping[str, str]:
@@ -143,21 +143,18 @@ def plain_model_names(content: DcpContent) -> Mapping[str, str]:
 def _model_names(content: DcpContent) -> Mapping[str, str]:
     """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
 
-    If the saved state dict was nested, the mapping with the names of a state dict is the model, or the one under
-    ``model`` or a similar key. Otherwise all tensors are, except those of an optimizer and of the program's counters,
-    which torchtitan saves beside the weights.
+    If the saved state dict was nested, the mapping under ``model`` or a similar key is the model. Otherwise all tensors
+    are, except those of an optimizer and of the program's counters, which torchtitan saves beside the weights.
     """
-    paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
-    for prefix in (_keys_of_model(content), *((key,) for key in _MODEL_KEYS)):
-        start = len(prefix)
-        below = {
-            fqn: ".".join(map(str, path[start:]))
-            for fqn, path in paths.items()
-            if path[:start] == prefix and len(path) > start
-        }
-        # Two paths can join to one name: ("a.b",) and ("a", "b").
-        if prefix and below and len(set(below.values())) == len(below):
-            return below
+    keys = _keys_of_model(content)
+    below = {
+        fqn: ".".join(map(str, path[len(keys) :]))
+        for fqn, path in content.paths.items()
+        if fqn in content.tensors and path[: len(keys)] == keys
+    }
+    # Two paths can join to one name: ("a.b",) and ("a", "b").
+    if keys and len(set(below.values())) == len(below):
+        return below
     optimizer = optimizer_key(content)
     if optimizer is None:
         return {fqn: fqn for fqn in content.tensors}

@@ -22,10 +22,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, counts, nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import faults_of
+from automodel_ckpt.convert.formats.files import faults_of, tiled
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
@@ -33,6 +32,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     describe_archive,
     describe_pickle,
 )
+from automodel_ckpt.convert.type_aliases import Shape
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
 _FREE_BYTES = 4 << 20
@@ -66,7 +66,7 @@ class Described:
     """A tensor as ``.metadata`` describes it: safetensors dtype code, global shape, and its chunks with their items."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: tuple[tuple[Box, Item], ...]
 
 
@@ -112,16 +112,11 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
                     archive = files.archive(item, _MAX_PROGRAM_BYTES)
                     start = item.start + _raw_start(archive, described.dtype, box.sizes)
                 nbytes = nbytes_of(described.dtype, box.sizes)
-                where = (box.offsets, box.sizes, item.file, start, nbytes)
-                slices.append(Slice(fqn, described.dtype, *where))
-            fault = tiling_fault([stored.box for stored in slices], described.shape)
-            if fault:
-                raise unusable(
-                    f"the chunks of {fqn!r} do not make it up",
-                    directory / layout.DCP_METADATA,
-                    fault,
+                slices.append(
+                    Slice(fqn, described.dtype, box.offsets, box.sizes, item.file, start, nbytes)
                 )
-            yield Tensor(fqn, described.dtype, described.shape, tuple(slices))
+            where = directory / layout.DCP_METADATA
+            yield tiled(fqn, described.dtype, described.shape, slices, where)
 
 
 def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[str, Any]]:
@@ -166,7 +161,7 @@ def _content(value: Any, budget: int) -> DcpContent:
 
 
 # The name of a tensor or value, and the offsets of the chunk; None for a value.
-_Key = tuple[str, tuple[int, ...] | None]
+_Key = tuple[str, Shape | None]
 
 
 def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, Item]]:
@@ -209,7 +204,7 @@ def _dtype(properties: Any) -> Any:
     return properties.get("dtype")
 
 
-def _extents(value: Any) -> tuple[int, ...]:
+def _extents(value: Any) -> Shape:
     found = counts(value)
     if found is None or len(found) > _MAX_DIMENSIONS:
         raise Fault("a shape or an offset in it is not a list of counts")
@@ -263,7 +258,7 @@ class _Mapped:
             return describe_archive(data, max_program_bytes=max_program_bytes)
 
 
-def _raw_start(archive: Archive, dtype: str, sizes: tuple[int, ...]) -> int:
+def _raw_start(archive: Archive, dtype: str, sizes: Shape) -> int:
     """Return the offset in an item at which the tensor's row-major bytes begin."""
     view = archive.value
     if not isinstance(view, StoredView) or view.dtype != dtype:

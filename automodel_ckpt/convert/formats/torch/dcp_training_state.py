@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.format import Counters
+from automodel_ckpt.convert.formats.format import Counters, OptimizerState, TrainingState
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_tensors,
@@ -36,25 +36,29 @@ from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
     named_state,
     number_of,
 )
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.training_state import OptimizerState, TrainingState
+from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
+from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict
 
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
 # Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
 _COUNTER_KEYS = ("train_state", "trainer_state", "train_progress")
-_STEPS = ("step", "global_step")
-_EPOCHS = ("epoch", "epochs")
-_SAMPLES = ("consumed_samples", "samples_seen", "num_samples")
-_STATE = "state"
-_GROUPS = "param_groups"
-_MAX_COUNT = 2**53
+_COUNTERS = {
+    "step": "step",
+    "global_step": "step",
+    "epoch": "epoch",
+    "epochs": "epoch",
+    "consumed_samples": "consumed_samples",
+    "samples_seen": "consumed_samples",
+    "num_samples": "consumed_samples",
+}
+"""The names of counters, and the field of :class:`Counters` for each."""
 
 
 def read_optimizer(
     directory: Path,
     content: DcpContent,
     key: str,
-    weights: Mapping[str, Tensor],
+    weights: TensorMap,
     *,
     rename: Callable[[str], str] = without_wrappers,
 ) -> OptimizerState | None:
@@ -78,7 +82,7 @@ def read_optimizer(
     stored = {*grouped.values(), *(name for entry in entries.values() for name in entry.values())}
     with damaged_optimizer(where):
         loaded = _loaded(directory, content, stored)
-        state: dict[Key, dict[str, Any]] = {
+        state: dict[Key, ValueDict] = {
             fqn: {
                 what: _renamed(loaded[name], f"{rename(fqn)}.{what}")
                 for what, name in entry.items()
@@ -102,14 +106,14 @@ def _renamed(value: Any, fqn: str) -> Any:
 
 
 def read_training_state(
-    directory: Path, content: DcpContent, weights: Mapping[str, Tensor]
+    directory: Path, content: DcpContent, weights: TensorMap
 ) -> TrainingState | None:
     """Return the training state that was saved in the same state dict as the model; None if there is no optimizer."""
     key = optimizer_key(content)
     if key is None:
         return None
     counters = read_counters(directory, content)
-    used = {key, *_SCHEDULER_KEYS, *_COUNTER_KEYS, *_STEPS, *_EPOCHS, *_SAMPLES}
+    used = {key, *_SCHEDULER_KEYS, *_COUNTER_KEYS, *_COUNTERS}
     omitted = dict.fromkeys(str(_path(content, fqn)[0]) for fqn in content.values)
     return TrainingState(
         step=counters.step,
@@ -123,25 +127,16 @@ def read_training_state(
 
 def read_counters(directory: Path, content: DcpContent) -> Counters:
     """Return the step, epoch and samples that the program saved beside the model, such as torchtitan's train_state."""
-    keys = {}
+    fields = {}
     for fqn in (*content.tensors, *content.values):
-        path = _path(content, fqn)
-        path = path[1:] if path[0] in _COUNTER_KEYS else path
-        if len(path) == 1 and path[0] in (*_STEPS, *_EPOCHS, *_SAMPLES):
-            keys[fqn] = str(path[0])
-    found = {}
-    for fqn, value in _loaded(directory, content, keys).items():
+        *outer, last = _path(content, fqn)
+        if last in _COUNTERS and (not outer or (len(outer) == 1 and outer[0] in _COUNTER_KEYS)):
+            fields[fqn] = _COUNTERS[str(last)]
+    found: dict[str, object] = {}
+    for fqn, value in _loaded(directory, content, fields).items():
         with contextlib.suppress(Fault):  # not a number
-            number = number_of(value, directory)
-            # Not isinstance: True is an int, too.
-            if type(number) is int and 0 <= number < _MAX_COUNT:
-                found[keys[fqn]] = number
-    return Counters(
-        *(
-            next((found[name] for name in names if name in found), None)
-            for names in (_STEPS, _EPOCHS, _SAMPLES)
-        )
-    )
+            found[fields[fqn]] = number_of(value, directory)
+    return Counters.of(*map(found.get, ("step", "epoch", "consumed_samples")))
 
 
 def optimizer_key(content: DcpContent) -> str | None:
@@ -149,24 +144,23 @@ def optimizer_key(content: DcpContent) -> str | None:
     return next((key for key in OPTIMIZER_KEYS if _optimizer(content, key)[0]), None)
 
 
-def read_scheduler(directory: Path, content: DcpContent) -> dict[str, Any] | None:
+def read_scheduler(directory: Path, content: DcpContent) -> ValueDict | None:
     """Return the plain values of the LR scheduler's state; None if there is none."""
-    for key in _SCHEDULER_KEYS:
-        names = [fqn for fqn in content.values if _path(content, fqn)[0] == key]
-        state = {}
-        for fqn, value in _loaded(directory, content, names).items():
-            keys = _path(content, fqn)[1:]
-            if keys:
-                state[".".join(map(str, keys))] = value
-            elif isinstance(value, dict):
-                state |= value
-        if names:
-            with faults_of(directory / layout.DCP_METADATA):
-                return plain_values(state)
-    return None
+    names = [fqn for fqn in content.values if _path(content, fqn)[0] in _SCHEDULER_KEYS]
+    if not names:
+        return None
+    state: dict[Any, Any] = {}
+    for fqn, value in _loaded(directory, content, names).items():
+        path = _path(content, fqn)
+        if len(path) > 1:
+            state[str(path[-1])] = value
+        elif isinstance(value, dict):
+            state |= value
+    with faults_of(directory / layout.DCP_METADATA):
+        return plain_values(state)
 
 
-def _loaded(directory: Path, content: DcpContent, names: Collection[str]) -> dict[str, Any]:
+def _loaded(directory: Path, content: DcpContent, names: Collection[str]) -> ValueDict:
     """Return the tensors, as descriptions, and the values of these *names*."""
     described = {name: content.tensors[name] for name in names if name in content.tensors}
     items = {name: content.values[name] for name in names if name in content.values}
@@ -181,57 +175,45 @@ def _path(content: DcpContent, fqn: str) -> Keys:
     return content.paths.get(fqn, (fqn,))
 
 
-def _optimizer(content: DcpContent, key: str) -> tuple[dict[str, dict[str, str]], dict[Keys, str]]:
+def _optimizer(
+    content: DcpContent, key: str
+) -> tuple[dict[str, dict[str, str]], dict[tuple[str, str], str]]:
     """Return the names in ``.metadata`` of an optimizer's state under *key*: {FQN: {entry: name}}, and its groups.
 
-    The latter are by path below ``param_groups``: an index and an option, or (flattened) an FQN and an option, or
-    nothing, where the list is one value.
+    The latter are by (index or FQN, option), or ("", "") where the list of groups is one value.
     """
     entries: dict[str, dict[str, str]] = {}
-    grouped = {}
+    grouped: dict[tuple[str, str], str] = {}
     for fqn in (*content.tensors, *content.values):
-        keys = _split(_path(content, fqn), key)
-        if keys[:1] == (_STATE,) and len(keys) >= 3:
-            # A numbered parameter has an int here, which read_optimizer() finds by its text.
-            entries.setdefault(str(keys[1]), {})[".".join(map(str, keys[2:]))] = fqn
-        elif keys[:1] == (_GROUPS,):
-            grouped[keys[1:]] = fqn
+        # Nested or flattened, the keys make up the same text. Neither an entry nor an option has a dot.
+        outer, _, keys = ".".join(map(str, _path(content, fqn))).partition(".")
+        kind, _, rest = keys.partition(".")
+        owner, _, last = rest.rpartition(".")
+        if outer != key:
+            continue
+        if kind == "state" and owner:
+            entries.setdefault(owner, {})[last] = fqn
+        elif kind == "param_groups":
+            grouped[owner, last] = fqn
     return entries, grouped
 
 
-def _split(path: Keys, key: str) -> Keys:
-    """Return the keys below the optimizer *key*: a flattened one is divided into its kind, the FQN, and the entry."""
-    first = path[0]
-    if first == key:
-        path = path[1:]
-    elif len(path) == 1 and isinstance(first, str) and first.startswith(f"{key}."):
-        path = (first.removeprefix(f"{key}."),)
-    else:
-        return ()
-    if len(path) == 1 and isinstance(path[0], str):
-        kind, _, others = path[0].partition(".")
-        fqn, dot, entry = others.rpartition(".")
-        if kind in (_STATE, _GROUPS) and dot:
-            return (kind, fqn, entry)
-    return path
-
-
-def _groups(grouped: Mapping[Keys, Any]) -> list[dict[str, Any]]:
+def _groups(grouped: Mapping[tuple[str, str], Any]) -> list[ValueDict]:
     """Return ``param_groups``, from one value, from an option of each group, or from one of each parameter."""
-    if () in grouped:
-        groups: list[dict[str, Any]] = grouped[()]
+    if ("", "") in grouped:
+        groups: list[ValueDict] = grouped["", ""]
         return groups
-    by_key: dict[str | int, dict[str, Any]] = {}
-    for keys, value in grouped.items():
-        if len(keys) == 2:
-            by_key.setdefault(keys[0], {})[str(keys[1])] = value
-        elif isinstance(value, dict):
-            by_key[keys[0]] = value
-    if not any(isinstance(key, str) for key in by_key):
-        return [group for _, group in sorted(by_key.items())]
+    by_owner: dict[str, ValueDict] = {}
+    for (owner, option), value in grouped.items():
+        if owner:
+            by_owner.setdefault(owner, {})[option] = value
+        else:
+            by_owner[option] = value
+    if all(map(str.isdecimal, by_owner)):
+        return [by_owner[number] for number in sorted(by_owner, key=int)]
     # Parameters with the same options are in one group, in the order in which they are stored.
-    found: dict[str, dict[str, Any]] = {}
-    for fqn, options in by_key.items():
+    found: dict[str, ValueDict] = {}
+    for fqn, options in by_owner.items():
         plain = plain_values(options)
         # Plain values have the same text if and only if they are equal, also lists.
         group = found.setdefault(repr(sorted(plain.items())), {**plain, "params": []})

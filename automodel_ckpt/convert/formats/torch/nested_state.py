@@ -1,63 +1,44 @@
 """Where the state dict of a model is in the nested state that a program saved, and its names without wrappers.
 
-A program saves the state dict under a key of its choice, beside the optimizer's, and sometimes both under a common one:
-``{"app": {"model": ..., "optim": ...}}`` (the example of PyTorch's documentation of DCP). Names of a state dict are
-joined by dots, unlike the keys around it, so that its place is known without its key.
+A program saves the state dict under a usual key, beside the optimizer's, and sometimes both under a common one:
+``{"app": {"model": ..., "optim": ...}}`` (the example of PyTorch's documentation of DCP).
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 Keys = tuple[str | int, ...]
 
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers", "optimizer_state", "optimizer_state_dict")
+MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state", "net")
+"""The keys under which programs nest the state dict of a model, the first choice first."""
+OPTIMIZER_KEYS = (
+    *("optimizer", "optim", "optimizers", "optimizer_state", "optimizer_state_dict"),
+    "optimizer_0",
+)
 """The keys under which programs nest the state dict of an optimizer."""
-_OPTIMIZER_KEY = re.compile(r"optim(izer)?s?(_\w+)?", re.ASCII)
 # The names under which torch.compile, FSDP 1 and activation checkpointing register the module that they wrap.
 _INNER_MODULES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # The attributes in which DistributedDataParallel, and Lightning's strategy for DeepSpeed, have the whole model.
 _OUTER_MODULES = ("module.", "_forward_module.")
-_MAX_DEPTH = 8
 
 
-def keys_of_model(paths: Iterable[Keys], known: Sequence[str]) -> Keys:
-    """Return the keys under which the state dict of the model is; no keys if the whole state is one, or it is unknown.
+def keys_of_model(paths: Iterable[Keys]) -> Keys:
+    """Return the keys under which the state dict of the model is; no keys if the whole state is one.
 
-    *paths* are those of all tensors in the state, and *known* the usual keys of models, the first choice first. Any
-    other key is that of the model if all tensors but an optimizer's are below it.
+    They are one or two usual keys, or one below another key. *paths* are those of all tensors in the state.
     """
-    rest = [path for path in paths if not _is_of_optimizer(path)]
-    keys: Keys = ()
-    was_known = False
-    for _ in range(_MAX_DEPTH):
-        if any(len(path) == 1 and "." in str(path[0]) for path in rest):
-            return keys
-        children = {path[0]: None for path in rest if len(path) > 1}
-        usual = next((key for key in known if key in children), None)
-        if usual is not None and not was_known:
-            child: str | int = usual
-            was_known = True
-        elif len(children) == 1 and all(len(path) > 1 for path in rest):
-            (child,) = children
-        else:
-            return ()
-        keys = (*keys, child)
-        rest = [path[1:] for path in rest if len(path) > 1 and path[0] == child]
+    nested = [path for path in paths if len(path) > 1]
+    firsts = {path[0] for path in nested}
+    pairs = {path[:2] for path in nested if len(path) > 2}
+    for first in [*filter(firsts.__contains__, MODEL_KEYS), None]:
+        for second in MODEL_KEYS:
+            found = [pair for pair in pairs if pair[1] == second and first in (None, pair[0])]
+            if len(found) == 1:
+                return found[0]
+        if first is not None:
+            return (first,)
     return ()
-
-
-def _is_of_optimizer(path: Keys) -> bool:
-    if any(_OPTIMIZER_KEY.fullmatch(str(key)) for key in path[:-1]):
-        return True
-    # A state dict of an optimizer has state -> parameter -> entry; flattened, the three are one name.
-    last = str(path[-1])
-    is_entry = len(path) > 2 and path[-3] == "state" and "." not in last
-    pairs = itertools.pairwise(path)
-    is_numbered = any(key == "state" and isinstance(number, int) for key, number in pairs)
-    return is_entry or is_numbered or last.startswith(("state.", "param_groups."))
 
 
 def without_wrappers(name: str) -> str:
@@ -90,16 +71,7 @@ def _without_inner(name: str) -> str:
 
 
 def _outer_prefix(names: Collection[str]) -> str:
-    prefix = ""
-    wrappers: str | None = ""
-    while names and wrappers is not None:
-        prefix += wrappers
-        wrappers = next(
-            (
-                outer
-                for outer in _OUTER_MODULES
-                if all(name.startswith(prefix + outer) for name in names)
-            ),
-            None,
-        )
-    return prefix
+    for outer in _OUTER_MODULES:
+        if names and all(name.startswith(outer) for name in names):
+            return outer + _outer_prefix([name.removeprefix(outer) for name in names])
+    return ""

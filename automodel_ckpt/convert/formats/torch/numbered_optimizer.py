@@ -21,21 +21,20 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.torch_files import (
-    is_text_name,
-    tensor_of_view,
-)
-from automodel_ckpt.convert.formats.torch.torch_objects import Archive, StoredView
-from automodel_ckpt.convert.formats.torch.training_state import (
+from automodel_ckpt.convert.formats.format import (
     ModelParameter,
     OptimizerState,
     ParameterGroup,
     Parameters,
 )
+from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
+from automodel_ckpt.convert.formats.torch.torch_files import (
+    is_text_name,
+    tensor_of_view,
+)
+from automodel_ckpt.convert.formats.torch.torch_objects import Archive, StoredView, plain_values
+from automodel_ckpt.convert.type_aliases import Shape, TensorDict, Values
 
-Shape = tuple[int, ...]
 Key = int | str
 """The number or the name under which an optimizer stores the state of a parameter."""
 Number = int | float | bool
@@ -96,8 +95,8 @@ def damaged_optimizer(path: Path) -> Any:
 
 
 def named_state(
-    entries: Mapping[Key, Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
+    entries: Mapping[Key, Values],
+    groups: Sequence[Values],
     names: Mapping[Key, str],
     shapes: Mapping[str, Shape],
     *,
@@ -113,7 +112,7 @@ def named_state(
     """
     if not len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups):
         raise Fault("a parameter is in its groups twice")
-    tensors: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, TensorDict] = {}
     values: dict[str, dict[str, Number]] = {}
     for key, entry in entries.items():
         # A key that is in no group is a KeyError.
@@ -162,7 +161,7 @@ def number_of(value: Any, root: Path) -> Number:
 
 
 def _names(
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Values],
     model: Sequence[ModelParameter],
     path: Path,
     rename: Callable[[str], str],

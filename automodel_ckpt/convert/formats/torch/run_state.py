@@ -15,13 +15,12 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive
-from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
+from automodel_ckpt.convert.formats.format import ParameterGroup
+from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive, plain_values
+from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict, Values
 
 _MODEL_ATTRIBUTE = "model."
 _MAX_STATE_BYTES = 16 << 20
@@ -43,10 +42,10 @@ class RunState:
     step: int
     epochs_done: int
     steps_in_epoch: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    values: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, TensorMap]
+    values: Mapping[str, Values]
     groups: tuple[ParameterGroup, ...]
-    schedule: Mapping[str, Any] | None
+    schedule: Values | None
 
 
 def read_run_state(checkpoint: Path) -> RunState | None:
@@ -72,8 +71,8 @@ def read_run_state(checkpoint: Path) -> RunState | None:
             checkpoint,
             name,
         )
-    options: dict[int, dict[str, Any]] = {}
-    values: dict[str, Any] = {}
+    options: dict[int, ValueDict] = {}
+    values: ValueDict = {}
     prefix = f"{name}.state."
     for fqn, blob in tree.objects.items():
         option = _OPTION.fullmatch(fqn.removeprefix(f"{name}."))
@@ -87,8 +86,8 @@ def read_run_state(checkpoint: Path) -> RunState | None:
         groups.append(ParameterGroup(tuple(map(_without_attribute, names)), group))
     parameters = {parameter for group in groups for parameter in group.parameters}
 
-    def by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+    def by_parameter(stored: Values) -> dict[str, ValueDict]:
+        found: dict[str, ValueDict] = {}
         for fqn, value in stored.items():
             parameter, _, entry = _without_attribute(fqn.removeprefix(prefix)).rpartition(".")
             if parameter not in parameters:
@@ -122,7 +121,7 @@ def first_renamed(run: RunState, names: Container[str]) -> str | None:
     return next((name for name in trained if name not in names), None)
 
 
-def _schedule(manifest: Manifest, tree: Tree, checkpoint: Path) -> Mapping[str, Any] | None:
+def _schedule(manifest: Manifest, tree: Tree, checkpoint: Path) -> Values | None:
     for name, record in manifest.state.items():
         if record.kind != "lr_scheduler" or name not in tree.objects:
             continue
@@ -154,7 +153,7 @@ def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
     return epochs_done, 0
 
 
-def _state(checkpoint: Path, path: str) -> dict[str, Any]:
+def _state(checkpoint: Path, path: str) -> ValueDict:
     with faults_of(checkpoint / path):
         archive = describe_archive(read_safely(checkpoint, path, limit=_MAX_STATE_BYTES))
     return archive.value if isinstance(archive.value, dict) else {}

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import faults_of, first_bytes, names_in, reports
-from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.torch.nested_state import (
-    Keys,
-    keys_of_model,
-    names_without_wrappers,
+from automodel_ckpt.convert.formats.files import (
+    config_beside,
+    faults_of,
+    first_bytes,
+    names_in,
+    reports,
+    tensors_by_file,
 )
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.torch.nested_state import MODEL_KEYS, names_without_wrappers
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
@@ -42,6 +45,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     views_in,
 )
 from automodel_ckpt.convert.formats.unsupported_files import PICKLE, first_zip_entry
+from automodel_ckpt.convert.type_aliases import TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
 BIN_FILE = "pytorch_model.bin"
@@ -51,7 +55,7 @@ _OTHER_MODEL = re.compile(r"pytorch_model_[0-9]{1,6}\.bin", re.ASCII)
 _MAX_NAMED = 5
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """The key in every file of PyTorch Lightning."""
-_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
+_ROOT = Path("/")
 _MAX_DEPTH = 32
 # The elements of a tensor that is larger than its storage.
 _MAX_REPEATED_ELEMENTS = 1 << 16
@@ -80,21 +84,18 @@ class TorchFile(Format):
     name = "a file of torch.save"
     has_own_names = True
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         if not path.is_file():
             return False
         return is_torch_archive(first_bytes(path, _HEAD_BYTES))
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model in the file. Symbolic links are followed: the user chose this file."""
-        real = Path(os.path.realpath(path))
-        # Slices name files below a root. Behind a link, a file can be anywhere.
-        root = Path("/") if follow_links else real.parent
-        model = read_model(real, str(real.relative_to(root)))
+        model = _read_below_root(path)
         notes, omitted = reports(model.num_others, model.num_values)
-        side_files = path.parent if (path.parent / "config.json").is_file() else None
+        side_files = config_beside(path.parent)
         return Source(
-            root, path.parent, model.tensors, notes=notes, omitted=omitted, side_files=side_files
+            _ROOT, path.parent, model.tensors, notes=notes, omitted=omitted, side_files=side_files
         )
 
     def training_left(self, path: Path) -> str:
@@ -112,47 +113,37 @@ class TorchModelDirectory(Format):
 
     name = "PyTorch files of transformers"
 
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+    def detect(self, path: Path) -> bool:
         names = names_in(path)
         has_model = BIN_FILE in names and not is_torch_script(path / BIN_FILE)
         return has_model or BIN_INDEX in names
 
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+    def open(self, path: Path) -> Source:
         """Describe the model. Raises :class:`CheckpointUnusable` if the files and their index disagree."""
-        weight_map = read_weight_map(path / BIN_INDEX, follow_links=follow_links)
+        weight_map = read_weight_map(path / BIN_INDEX, follow_links=True)
         names = [BIN_FILE] if weight_map is None else sorted(set(weight_map.values()))
-        tensors: dict[str, Tensor] = {}
-        num_values = num_others = 0
-        root = Path("/") if follow_links else path
-        for name in names:
-            real = Path(os.path.realpath(path / name)) if follow_links else path / name
-            model = read_model(real, str(real.relative_to(root)))
-            for fqn in model.tensors:
-                if fqn in tensors:
-                    raise unusable(f"two files hold the tensor {fqn!r}", path / name, BIN_INDEX)
-            for fqn, stated in (weight_map or {}).items():
-                if stated == name and fqn not in model.tensors:
-                    raise unusable(
-                        "the index names a tensor that is not in its file",
-                        path / BIN_INDEX,
-                        f"{fqn} ({name})",
-                    )
-            tensors |= model.tensors
-            num_values += model.num_values
-            num_others += model.num_others
-        notes, omitted = reports(num_others, num_values)
+        models = {name: _read_below_root(path / name) for name in names}
+        tensors, files = tensors_by_file(path, names, lambda name: models[name].tensors)
+        for fqn, name in (weight_map or {}).items():
+            if files.get(fqn) != name:
+                what = "the index names a tensor that is not in its file"
+                raise unusable(what, path / BIN_INDEX, f"{fqn} ({name})")
+        notes, omitted = reports(
+            sum(model.num_others for model in models.values()),
+            sum(model.num_values for model in models.values()),
+        )
         others = [name for name in names_in(path) if _OTHER_MODEL.fullmatch(name)]
         if others:
             omitted = (*omitted, f"{', '.join(others[:_MAX_NAMED])} beside {BIN_FILE}")
-        side_files = path if (path / "config.json").is_file() else None
-        return Source(root, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
+        side_files = config_beside(path)
+        return Source(_ROOT, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
     """The model in one file: its tensors by name, and the number of other tensors and of other values."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: TensorMap
     num_others: int
     num_values: int
 
@@ -160,6 +151,12 @@ class TorchModel:
 def is_torch_archive(head: bytes) -> bool:
     """Return whether a file that begins with *head* is a zip archive of ``torch.save``, by its first entry's name."""
     return first_zip_entry(head).rpartition("/")[2] in _TORCH_RECORDS
+
+
+def _read_below_root(path: Path) -> TorchModel:
+    """Describe the model in a file, behind links or not, as slices below the root of the file system."""
+    real = Path(os.path.realpath(path))
+    return read_model(real, str(real.relative_to(_ROOT)))
 
 
 def read_model(path: Path, file: str, *, start: int = 0, nbytes: int | None = None) -> TorchModel:
@@ -244,42 +241,24 @@ def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
 
 
 def _states(value: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return the model's state dict in *value*, and the mapping that has it, and what was saved with it, as entries.
+    """Return the model's state dict in *value*, and the mapping that has it.
 
-    Without names of a state dict, it is the first usual key of a mapping with tensors.
+    It is the first usual key of *value*, or of a mapping in it, under which there are tensors.
     """
-    state = value
-    keys = keys_of_model(list(_paths(value, (), set())), _MODEL_KEYS)
-    for key in keys[:-1]:
-        others = {other: item for other, item in state.items() if other != key}
-        state = {**others, **state[key]}
-    usual = (key for key in _MODEL_KEYS if isinstance(state.get(key), dict))
-    found = keys[-1] if keys else next((key for key in usual if any(views_in(state[key]))), None)
-    if found is not None:
-        return state[found], state
-    others = {name: item for name, item in state.items() if not _is_optimizer(item)}
-    return state if len(others) == len(state) else others, state
+    for outer in (value, *(item for item in value.values() if isinstance(item, dict))):
+        for key in MODEL_KEYS:
+            found = outer.get(key)
+            if isinstance(found, dict) and any(views_in(found)):
+                inner = next(filter(found.__contains__, MODEL_KEYS), None)
+                is_nested = inner is not None and isinstance(found[inner], dict)
+                return (found[inner], {**found, **outer}) if is_nested else (found, outer)
+    others = {name: item for name, item in value.items() if not _is_optimizer(item)}
+    return value if len(others) == len(value) else others, value
 
 
 def _is_optimizer(value: object) -> bool:
     """Return whether *value* is the state dict of an optimizer."""
     return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
-
-
-def _paths(mapping: dict[Any, Any], keys: Keys, seen: set[int]) -> Iterator[Keys]:
-    """Yield the keys of each tensor in nested mappings. *seen* has the mappings that were visited."""
-    # A pickle can repeat a mapping any number of times, also inside of itself.
-    if len(keys) > _MAX_DEPTH or id(mapping) in seen:
-        return
-    seen.add(id(mapping))
-    for key, item in mapping.items():
-        if not isinstance(key, str | int):
-            continue
-        if isinstance(item, dict):
-            yield from _paths(item, (*keys, key), seen)
-        # Random state is a tensor of bytes beside the state dicts.
-        elif isinstance(item, StoredView) and (keys or item.dtype != "U8"):
-            yield (*keys, key)
 
 
 def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

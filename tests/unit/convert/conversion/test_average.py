@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +172,6 @@ def test_a_moving_average_of_the_last_checkpoints_of_a_run_is_that_of_training(
     assert (tmp_path / "out" / "epoch_0_step_4").is_dir()
 
 
-@pytest.mark.parametrize("narrow_first", [True, False])
-def test_tensors_of_16_and_of_32_bits_are_averaged_in_32(
-    tmp_path: Path, narrow_first: bool
-) -> None:
-    frozen = torch.linspace(-1, 1, 6).reshape(2, 3).bfloat16()
-    trained = frozen.float() + 2**-14
-    narrow = str(save(tmp_path / "a", {"frozen": frozen, "unfrozen": frozen.clone()}))
-    wide = str(save(tmp_path / "b", {"frozen": frozen.float(), "unfrozen": trained}))
-    found = averaged(tmp_path, *((narrow, wide) if narrow_first else (wide, narrow)))
-    assert torch.equal(found["frozen"], frozen.float())
-    assert torch.equal(found["unfrozen"], (frozen.float() + trained) / 2)
-
-
 def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -249,18 +234,6 @@ def test_damage_in_a_source_is_found_and_nothing_is_published(
         message = rejected(capsys, str(first), str(second), "-o", str(out))
         assert "damaged: its digest differs" in message and str(second) in message
         assert not list(out.glob("epoch*")) and not list(out.glob(".epoch*"))
-
-
-def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
-    tensors = {"w": torch.ones(4096, 4096)}
-    paths = [str(save(tmp_path / name, tensors)) for name in "ab"]
-    tracemalloc.start()
-    try:
-        averaged(tmp_path, *paths)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < math.prod((4096, 4096)) * 4 / 2
 
 
 def test_adapters_are_averaged_as_adapters_if_their_options_agree(

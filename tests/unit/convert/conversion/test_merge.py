@@ -8,18 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
-    MixtralConfig,
 )
 
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
@@ -32,10 +27,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     set_stored_layout,
 )
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
-from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.inspect.signature import ModelSignature, read_signature
 from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
 from tests.support.models import tiny
@@ -287,108 +279,3 @@ def test_adapters_of_another_base_or_rank_are_not_loaded(tmp_path: Path) -> None
     for name, said in (("other base", "another base model"), ("other rank", "r: saved 2, here 4")):
         with pytest.raises(CheckpointUnusable, match=said):
             tiny.load(run, made[name], assets={"model": assets[name]}, **layout)
-
-
-NO_NAMES = ModelSignature({}, {}, frozenset(), {})
-FITTING = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}
-
-
-@pytest.mark.parametrize(
-    ("base", "adapter", "said"),
-    [
-        (
-            {"x.weight": torch.ones(4, 3)},
-            {"x.lora_C.weight": (2, 3)},
-            "not one of LoRA, rsLoRA, DoRA",
-        ),
-        (
-            {"x.weight": torch.ones(4, 3)},
-            {"x.lora_A.weight": (2, 3)},
-            "lacks one of its two factors",
-        ),
-        ({"y.weight": torch.ones(4, 3)}, FITTING, "changes a tensor that the base lacks"),
-        ({"x.weight": torch.ones(4, 5)}, FITTING, "does not fit its layer"),
-        ({"x.weight": torch.ones(4, 3, dtype=torch.int8)}, FITTING, "is stored as I8"),
-    ],
-)
-def test_what_cannot_be_merged_is_refused_by_name(
-    base: dict[str, torch.Tensor], adapter: dict[str, tuple[int, ...]], said: str, tmp_path: Path
-) -> None:
-    save_file(base, tmp_path / "model.safetensors")
-    file = tmp_path / "adapter_model.safetensors"
-    save_file(
-        {f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file
-    )
-    merge = Adapter(
-        tmp_path, tensors_in_file(file.parent, file.name, follow_links=True), {"lora_alpha": 2}
-    )
-    with pytest.raises(CheckpointUnusable, match=said):
-        MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset(), {})).value(
-            "x.weight", "F32"
-        )
-
-
-@pytest.mark.parametrize("values", [1.0, 2.0])
-def test_tied_tensors_of_a_base_that_differ_are_not_tied_in_the_merged_model(
-    values: float, tmp_path: Path
-) -> None:
-    base = {"embed.weight": torch.ones(4, 3), "head.weight": torch.full((4, 3), values)}
-    save_file(base, tmp_path / "model.safetensors")
-    naming = ModelSignature({}, {"head.weight": "embed.weight"}, frozenset(), {})
-    merged = MergedModel(Adapter(tmp_path, {}, {"lora_alpha": 2}), tmp_path, naming)
-    expected = set(base) if values == 2.0 else set()
-    assert merged.untied == expected
-    assert merged.tensors.keys() == base.keys()
-    assert [note.partition(",")[0] for note in merged.notes] == ["not tied"] * bool(expected)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_merged_classifier_has_all_of_the_backbone_and_not_the_other_head(
-    tmp_path: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The base's files have one tensor for each expert, and the model in memory has one for all of them."""
-    base = tmp_path / "base"
-    config = MixtralConfig(**LLAMA, num_local_experts=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    config.architectures, config.num_labels = ["MixtralForSequenceClassification"], 3
-    config.save_pretrained(tmp_path)
-    model = AutoModelForSequenceClassification.from_config(config)
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
-    get_peft_model(model, lora).save_pretrained(tmp_path)
-    if not is_known:
-        monkeypatch.setattr(
-            "automodel_ckpt.models.inspect.signature.read_conversion", lambda model: None
-        )
-    naming = read_signature(base, tmp_path / "config.json")
-    adapter = Adapter(
-        tmp_path, tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True), {}
-    )
-    monkeypatch.setattr(Adapter, "model_config", tmp_path / "config.json")
-    merged = MergedModel(adapter, base, naming)
-    with safe_open(base / "model.safetensors", "pt") as file:
-        assert set(merged.tensors) == {*file.keys(), "score.weight"} - {"lm_head.weight"}
-
-
-def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:
-    """The reference is peft's own merge of the same adapter."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential()
-    for name in ("up", "down", "out_up"):
-        model.add_module(name, torch.nn.Linear(3, 3, bias=False))
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    patterns = {"up": 5, "^down": 7}
-    lora = LoraConfig(
-        r=2,
-        lora_alpha=3,
-        alpha_pattern=patterns,
-        target_modules=["up", "down", "out_up"],
-        init_lora_weights=False,
-    )
-    adapted = get_peft_model(model, lora)
-    adapted.save_pretrained(tmp_path)
-    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    ours = MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES)
-    for name, value in adapted.merge_and_unload().state_dict().items():
-        assert np.allclose(ours.value(name, "F32"), value.numpy(), atol=1e-6), name

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import (
     Filling,
@@ -144,17 +143,6 @@ def test_each_way_to_name_a_checkpoint_gives_its_newest_weights(
     assert open_base(root).modules["model"].tensors.keys() == base.keys()
 
 
-def test_an_export_is_read_like_any_hugging_face_directory(tmp_path: Path) -> None:
-    made = tiny.recipe(seed=3)
-    tiny.save(tmp_path / "run", made)
-    consolidate(tmp_path / "run/epoch_0_step_20")
-    weights = open_weights(tmp_path / "run/epoch_0_step_20/model/consolidated")
-    assert weights.checkpoint is None
-    fresh = tiny.recipe(seed=9).model
-    fill_module(fresh, fillings(weights.modules["model"]), "mean")
-    assert torch.equal(fresh.embed, made.model.embed)
-
-
 def test_linked_files_with_an_index_are_read_and_cast(tmp_path: Path) -> None:
     tensors = hugging_face(tmp_path / "hub" / "snapshot")
     weights = open_weights(tmp_path / "hub" / "snapshot")
@@ -162,60 +150,6 @@ def test_linked_files_with_an_index_are_read_and_cast(tmp_path: Path) -> None:
     fill_module(net, fillings(weights.modules["model"]), "mean")
     assert torch.equal(net.embed.weight, tensors["embed.weight"])
     assert torch.equal(net.head.weight, tensors["head.weight"].float())
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool, torch.complex64])
-def test_values_that_are_no_ordinary_floats_do_not_become_weights(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    net = Net(6)
-    before = net.embed.weight.detach().clone()
-    changed = {"embed.weight": before.to(dtype), "head.weight": net.head.weight.detach()}
-    save_file(changed, tmp_path / "model.safetensors")
-    source = open_weights(tmp_path / "model.safetensors").modules["model"]
-    with pytest.raises(CheckpointUnusable, match=r"embed.weight: \w+, here float32"):
-        fill_module(net, fillings(source), "mean")
-    assert torch.equal(net.embed.weight, before)
-    # A module with values of this type gets them.
-    net.embed.weight = nn.Parameter(torch.zeros_like(before, dtype=dtype), requires_grad=False)
-    fill_module(net, fillings(source), "mean")
-    assert torch.equal(net.embed.weight.to(torch.complex64), before.to(dtype).to(torch.complex64))
-
-
-@pytest.mark.parametrize("new_rows", ["mean", "init"])
-def test_more_rows_keep_the_stored_ones_and_fill_the_rest(tmp_path: Path, new_rows: Any) -> None:
-    tensors = hugging_face(tmp_path / "hub" / "snapshot")
-    net = Net(9)
-    before = net.embed.weight.detach().clone()
-    source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
-    fill_module(net, fillings(source, resized=True), new_rows)
-    assert torch.equal(net.embed.weight[:6], tensors["embed.weight"])
-    mean = tensors["embed.weight"].double().mean(0).float().expand(3, 4)
-    assert torch.equal(net.embed.weight[6:], mean if new_rows == "mean" else before[6:])
-
-
-def test_a_module_is_filled_from_several_sources_and_the_rest_keeps_its_values(
-    tmp_path: Path,
-) -> None:
-    first = hugging_face(tmp_path / "one" / "snapshot")
-    second = hugging_face(tmp_path / "two" / "snapshot")
-    one = open_weights(tmp_path / "one" / "snapshot").modules["model"]
-    two = open_weights(tmp_path / "two" / "snapshot").modules["model"]
-    net = Net(6)
-    # A name that the module lacks belongs to another rank.
-    chosen = {
-        "embed.weight": Filling(one, "embed.weight"),
-        "head.weight": Filling(two, "head.weight"),
-        "elsewhere": Filling(one, "head.weight"),
-    }
-    fill_module(net, chosen, "mean")
-    assert torch.equal(net.embed.weight, first["embed.weight"])
-    assert torch.equal(net.head.weight, second["head.weight"].float())
-    swapped = Net(6)
-    before = swapped.embed.weight.detach().clone()
-    fill_module(swapped, {"head.weight": Filling(one, "embed.weight")}, "mean")
-    assert torch.equal(swapped.head.weight, first["embed.weight"])
-    assert torch.equal(swapped.embed.weight, before)
 
 
 def test_a_damaged_file_is_found_before_it_is_used(tmp_path: Path) -> None:

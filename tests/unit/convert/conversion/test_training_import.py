@@ -11,9 +11,6 @@ from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.torch.training_state import TrainingState
-from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
-from tests.unit.convert.formats.test_numbered_optimizer import Model, read
 
 TRAINER = Path(__file__).parents[3] / "fixtures" / "trainer" / "checkpoint-5"
 
@@ -72,17 +69,24 @@ def test_an_optimizer_without_moments_is_called_so(
     assert "training state  optimizer (without moments), step 1" in capsys.readouterr().out
 
 
-def imported(path: Path, optimizer: torch.optim.Optimizer, model: Model) -> TrainingImport:
-    state = read(path, optimizer.state_dict(), model)
-    scheduler = {"base_lrs": [group["initial_lr"] for group in optimizer.param_groups]}
-    described = TrainingState(step=3, optimizer=state, scheduler=scheduler)
-    return training_import(described, where=str(path), step=None, epoch=None)
-
-
-def test_the_peak_of_a_one_cycle_schedule_is_its_largest_rate(tmp_path: Path) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
-    planned = imported(tmp_path / "optimizer.pt", optimizer, model)
-    # The rate of the first step is a 25th of it.
-    assert planned.schedule is not None and planned.schedule["base_lrs"] == [0.5]
+def test_a_damaged_optimizer_is_an_error_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(TRAINER / "model.safetensors")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(weight) for weight in weights.values()])
+    group, moments = optimizer.state_dict()["param_groups"][0], torch.zeros(2, 2)
+    for damaged in (
+        {},
+        {"state": {}, "param_groups": [{**group, "params": [True]}]},
+        {"state": {}, "param_groups": [{**group, "params": group["params"] * 2}]},
+        {"state": {}, "param_groups": [{**group, "params": group["params"][::-1][1:]}]},
+        {"state": {99: {}}, "param_groups": [group]},
+        {"state": {0: {"exp_avg": moments}}, "param_groups": [group]},
+        {"state": {0: {"exp.avg": moments}}, "param_groups": [group]},
+        {"state": {0: {"step": torch.ones(5)}}, "param_groups": [group]},
+    ):
+        content = {"pytorch-lightning_version": "2.6.0", "state_dict": weights, "global_step": 1}
+        torch.save({**content, "optimizer_states": [damaged]}, tmp_path / "state.ckpt")
+        command = ["import", str(tmp_path / "state.ckpt"), str(tmp_path / "run")]
+        assert main([*command, "--training-state", "--config", str(TRAINER)]) == 3, damaged
+        assert "optimizer" in capsys.readouterr().err

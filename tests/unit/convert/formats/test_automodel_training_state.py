@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.formats.format import TrainingState
 from automodel_ckpt.convert.formats.registry import detect_run
-from automodel_ckpt.convert.formats.torch.training_state import TrainingState
 from tests.support.external_tensors import moments, no_parameters, values
 
 RUN = Path(__file__).parents[3] / "fixtures" / "automodel" / "run"

@@ -51,7 +51,7 @@ def values(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "model",
-    [BY_NAME["Qwen 2, YaRN"], LLAMA_3, BY_NAME["SmolLM 3"], BY_NAME["Gemma 3, linear"]],
+    [BY_NAME["Qwen 2"], LLAMA_3, BY_NAME["SmolLM 3"], BY_NAME["Gemma 3, linear"]],
     ids=lambda model: model.name,
 )
 def test_a_model_that_was_written_is_read_with_equal_logits(
@@ -195,17 +195,6 @@ def test_values_are_decoded_once_and_removed_at_the_end(
     (tmp_path / "other").write_bytes(b"")
     decoded.decoded_directory(tmp_path / "other", "test", lambda directory: None)
     assert not Path(lines[0].strip()).exists() and len(list(base.iterdir())) == 1
-
-
-def test_a_directory_that_others_can_write_is_not_used(
-    tmp_path: Path, own_temporary_directory: Path
-) -> None:
-    (tmp_path / "source").write_bytes(b"")
-    base = own_temporary_directory / f"automodel_ckpt-values-{os.getuid()}"
-    base.mkdir()
-    base.chmod(0o777)
-    with pytest.raises(CheckpointUnusable, match="another user"):
-        decoded.decoded_directory(tmp_path / "source", "test", lambda directory: None)
 
 
 def test_a_part_of_a_model_is_an_error_that_names_llama_cpps_tool() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.format import ModelParameter, TrainingState
 from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, TrainingState
 from tests.support.external_tensors import moments, no_parameters, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
@@ -126,27 +126,6 @@ def test_several_optimizers_are_named_and_not_transferred(tmp_path: Path) -> Non
     assert state.scheduler is None
     assert any("optimizer_states (2 of them" in text for text in state.omitted)
     assert any("lr_schedulers (2 of them" in text for text in state.omitted)
-
-
-def test_a_file_with_only_a_model_has_no_training_state(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt"
-    torch.save({"state_dict": load(STATE_FILE)["model_state_dict"]}, path)
-    known = detect(path)
-    assert known is not None
-    assert known.training_state(path, list) is None
-
-
-def test_names_of_an_optimizer_lose_the_prefix_of_the_model(tmp_path: Path) -> None:
-    def named(saved: dict[str, Any]) -> None:
-        (optimizer,) = saved["optimizer_states"]
-        names = [f"model.{name}" for name, _ in model_of(LIGHTNING).named_parameters()]
-        optimizer["state"] = {name: optimizer["state"][n] for n, name in enumerate(names)}
-        optimizer["param_groups"][0]["params"] = names
-
-    state = state_of(changed(tmp_path / "x.ckpt", named), LIGHTNING)
-    stored = load(LIGHTNING_FILE)["optimizer_states"][0]["state"]
-    names = [name for name, _ in model_of(LIGHTNING).named_parameters()]
-    assert_moments(state, {name: stored[n] for n, name in enumerate(names)})
 
 
 @pytest.mark.parametrize("path", [LIGHTNING_FILE, DISTRIBUTED, STATE_FILE])

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.format import ModelParameter
 from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 from tests.support import ranks
 from tests.support.json_rows import Rows, recipe
 from tests.support.models.llamas import llama_checkpoint

@@ -80,18 +80,16 @@ def test_the_state_of_an_optimizer_is_never_a_part_of_the_model(tmp_path: Path) 
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     names = {f"layer.{name}": value for name, value in model.state_dict().items()}
-    # No key is a usual one, and there are two state dicts of models.
     saved = {
-        "net": names,
+        "policy": names,
         "ema": {**names},
         "opt": optimizer.state_dict(),
         "rng": torch.get_rng_state(),
     }
     found = open_weights(write(tmp_path / "two.pt", saved))
-    expected = {f"{key}.{name}" for key in ("net", "ema") for name in names}
+    expected = {f"{key}.{name}" for key in ("policy", "ema") for name in names}
     assert found.modules["model"].tensors.keys() == {*expected, "rng"}
-    del saved["ema"]
-    path = write(tmp_path / "one.pt", saved)
+    path = write(tmp_path / "one.pt", {**saved, "net": names})
     assert open_weights(path).modules["model"].tensors.keys() == names.keys()
     known = detect(path)
     assert known is not None and not known.has_training_state(path)

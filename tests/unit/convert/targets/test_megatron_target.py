@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,51 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli import ckpt
 from tests.support.models.llamas import llama_checkpoint
-from tests.unit.convert.conversion.test_names import MODELS, save_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {
+        "norm_topk_prob": True,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+}
+
+
+def save_model(model_type: str, directory: Path) -> tuple[Any, Mapping[str, Any]]:
+    """Write a random model as Hugging Face files. Returns it and its config."""
+    torch.manual_seed(7)
+    sizes = SIZES | MODELS[model_type]
+    if model_type == "qwen2":
+        # Qwen 2 has no head_dim in its config: its heads are hidden_size / num_attention_heads.
+        del sizes["head_dim"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+    for name, parameter in model.named_parameters():
+        # Biases are zeros and norms are ones, which any order of them would equal.
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(directory)
+    return model, model.config.to_dict()
+
 
 Capture = pytest.CaptureFixture[str]
 

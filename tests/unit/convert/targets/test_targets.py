@@ -18,8 +18,6 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.targets.table import TARGETS as _ALL
-from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
-from automodel_ckpt.convert.targets.trainer import unloaded_warning
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.llamas import llama_checkpoint
 
@@ -96,14 +94,6 @@ def test_the_directory_of_the_weights_means_its_checkpoint_for_the_trainer(
         assert main(["export", str(source), "--to", "trainer", "-o", str(tmp_path / "out")]) == 3
         messages.append(capsys.readouterr().err)
     assert messages[0] == messages[1] and "weights only" in messages[0]
-
-
-def test_parameters_that_the_trainer_does_not_load_are_named() -> None:
-    model = [ModelParameter(name, (4,), decays=True) for name in ("embed.weight", "experts.down")]
-    stored = ["embed.weight", "experts.0.down.weight"]
-    (warning,) = unloaded_warning(model, stored, Path("out"))
-    assert "1 parameter " in warning and "experts.down" in warning
-    assert not unloaded_warning(model[:1], stored, Path("out"))
 
 
 @pytest.fixture(scope="module")
