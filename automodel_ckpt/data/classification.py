@@ -335,10 +335,9 @@ def labeled_texts(
         with at_row(rows, number):
             targets.append(read(value))
     samples: list[Sample] = []
-    known: dict[tuple[str, ...], bool] = {}
     for start in range(0, rows.num_rows, _ROWS_PER_CALL):
         stop = min(start + _ROWS_PER_CALL, rows.num_rows)
-        samples += encoder.encode(RowRange(rows, start, stop, known))
+        samples += encoder.encode(RowRange(rows, start, stop))
     sizes = [len(sample["input_ids"]) for sample in samples]
     lengths = np.array(sizes, dtype=np.int64)
     empty = np.flatnonzero(lengths == 0).tolist()

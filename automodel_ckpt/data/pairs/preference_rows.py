@@ -50,9 +50,6 @@ class ColumnRows(Rows):
     def place(self, row: int) -> str:
         return self.source.place(row)
 
-    def number_in_data(self, row: int) -> int:
-        return self.source.number_in_data(row)
-
 
 @dataclass(frozen=True)
 class PreferenceFields:

@@ -15,14 +15,12 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -73,33 +71,17 @@ def in_order(
         while waiting or submitted:
             while waiting and len(submitted) < num_workers * _AHEAD:
                 bounds = waiting.popleft()
-                submitted.append((bounds, _submit(workers, bounds)))
+                future = None
+                # AssertionError: multiprocessing lets a daemonic process have no children.
+                with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
+                    future = workers.submit(_compute, *bounds)
+                submitted.append((bounds, future))
             bounds, future = submitted.popleft()
-            result = _result_of(future)
-            if result is None:
-                yield function(*bounds)
-            else:
-                yield cast("_Result", result)
-
-
-def _submit(workers: ProcessPoolExecutor, bounds: _Range) -> Future[object] | None:
-    """Pass a range to a worker; None if workers cannot be started, or have died."""
-    try:
-        return workers.submit(_compute, *bounds)
-    except (BrokenProcessPool, OSError, AssertionError):
-        # AssertionError: multiprocessing lets a daemonic process have no children.
-        return None
-
-
-def _result_of(future: Future[object] | None) -> object | None:
-    """Wait for the result of a range; None if the function raised or the worker died."""
-    if future is None:
-        return None
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        log.debug("a worker process died; this process tokenizes the rest")
-        return None
+            # None if a worker cannot be started, has died, or its function raised.
+            result = None
+            with contextlib.suppress(BrokenProcessPool):
+                result = future and future.result()
+            yield function(*bounds) if result is None else cast("_Result", result)
 
 
 def _compute(start: int, stop: int) -> object | None:
@@ -196,7 +178,8 @@ def prepare(
     numbers: list[float] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
-    with tokens, ends, labelled, progress(rows.path, rows.num_rows) as show:
+    show = progress(rows.path, rows.num_rows)
+    with tokens, ends, labelled:
         for part in _encoded_parts(rows, encode, policy, group_size):
             ends.append(part.ends + tokens.size)
             tokens.append(part.tokens)
@@ -221,8 +204,7 @@ def _encoded_parts(
 ) -> Iterator[Part]:
     """Yield the samples of all *rows* in parts."""
     num_rows = rows.num_rows
-    known: dict[tuple[str, ...], bool] = {}
-    encode_range = partial(_encode_range, rows, encode, policy, group_size, known)
+    encode_range = partial(_encode_range, rows, encode, policy, group_size)
     # The first part is encoded here: without rows, this raises the error for that, and the workers inherit what
     # encoders find out once, with its log lines.
     first = min(ROWS_PER_PART, num_rows)
@@ -241,11 +223,10 @@ def _encode_range(
     encode: Encode,
     policy: Truncation,
     group_size: int,
-    known: dict[tuple[str, ...], bool],
     start: int,
     stop: int,
 ) -> Part:
-    samples = encode(RowRange(rows, start, stop, known))
+    samples = encode(RowRange(rows, start, stop))
     truncation = policy.anew()
     rejects = policy.policy == "error"
     remaining = []
@@ -308,22 +289,8 @@ class _Column:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-@contextmanager
-def progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
-    """Show how many rows are done: a bar on a terminal, elsewhere a log line every 30 seconds.
-
-    Yields a function that is called with the number of rows of each part that is done.
-    """
-    if sys.stderr.isatty():
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        with tqdm(total=num_rows, unit="row", desc="tokenizing", leave=False, delay=1) as bar:
-
-            def advance(count: int) -> None:
-                bar.update(count)
-
-            yield advance
-        return
+def progress(what: str, num_rows: int) -> Callable[[int], None]:
+    """Return a function to call with the number of rows of each part that is done. It logs a line every 30 seconds."""
     began = shown = time.monotonic()
     done = 0
 
@@ -337,4 +304,4 @@ def progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
         rate = done / (now - began)
         log.info("%s: %d of %d rows are tokenized, %.0f rows/s", what, done, num_rows, rate)
 
-    yield show
+    return show
