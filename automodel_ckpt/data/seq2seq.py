@@ -20,7 +20,6 @@ from automodel_ckpt.data.collate import (
     Batch,
     PadCollator,
     Sample,
-    Where,
     has_keys,
     require_sample,
 )
@@ -32,10 +31,10 @@ from automodel_ckpt.data.rows.arguments import (
 )
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
-from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
+from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import UNLIMITED, Truncation
+from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
 
@@ -75,7 +74,7 @@ def source_target(
         path,
         tokenizer,
         encoder.encode,
-        PairTruncation.of("right", seq_length),
+        EarlierTruncation.of("right", seq_length),
         fields=encoder.fields.names,
         key=("source_target", *encoder.fields, truncation, *encoder.key),
         **options,
@@ -103,19 +102,6 @@ class Fields(NamedTuple):
     def names(self) -> list[str]:
         """The fields of the data that are used."""
         return [*names_in(self.source), *names_in(self.target)]
-
-
-class PairTruncation(Truncation):
-    """Counts what :class:`SourceTargetEncoder` has truncated, and skips pairs whose target has no tokens left."""
-
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
-        [sample] = samples
-        if not any(sample.labelled):
-            self.num_left_out += 1
-            return []
-        self.num_cut += sample.is_cut
-        self.num_empty += sample.is_empty
-        return [sample]
 
 
 @dataclass(frozen=True)
@@ -175,22 +161,19 @@ class SourceTargetEncoder:
             _require_short(rows, target_ids, self.target_length, "target", "target_length")
         samples = []
         for number, (source, target) in enumerate(zip(source_ids, target_ids, strict=True)):
-            is_long = len(source) > self.seq_length, len(target) > self.target_length
-            if self.truncation == "skip" and any(is_long):
-                target = []
-            elif any(is_long):
+            is_long = len(source) > self.seq_length or len(target) > self.target_length
+            if is_long and self.truncation == "skip":
+                source, target = [], []
+            elif is_long:
                 source, target = self._truncated(sources[number], targets[number])
-            labelled = [False] * len(source) + [True] * len(target)
             is_empty = not targets[number].strip()
-            samples.append(
-                TokenizedSample(source + target, labelled, is_empty, is_cut=any(is_long))
-            )
+            sample = TokenizedSample.answer(source, target, is_empty)
+            samples.append(sample._replace(is_cut=is_long))
         return samples
 
-    def _tokenized_targets(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    def _tokenized_targets(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of targets, with what the tokenizer adds to them: tokenizers of translation have two modes."""
-        encoded: Any = self.tokenizer(text_target=list(texts), verbose=False, **options)
-        return [list(ids) for ids in encoded["input_ids"]]
+        return [ids for ids, _ in tokenize(self.tokenizer, (), text_target=list(texts))]
 
     def _as_target(self, ids: list[int]) -> list[int]:
         if self.start_token_id is not None and self._around_targets[:1] == (self.start_token_id,):
@@ -199,15 +182,12 @@ class SourceTargetEncoder:
 
     def _truncated(self, source: str, target: str) -> tuple[list[int], list[int]]:
         """The tokens of both texts within their limits; the tokenizer's special tokens remain."""
-        options = {"truncation": True, "max_length": self.seq_length}
-        with truncation_on_the_right(self.tokenizer):
-            source_ids = list(self.tokenizer(source, verbose=False, **options)["input_ids"])
+        source_ids, _ = truncated(self.tokenizer, [source], self.seq_length)
         [whole] = self._tokenized_targets([target])
         # The tokens that _as_target adds or removes count, too.
         num_more = len(self._as_target(whole)) - len(whole)
         limit = min(self.target_length, UNLIMITED - 1) - num_more
-        with truncation_on_the_right(self.tokenizer):
-            [target_ids] = self._tokenized_targets([target], truncation=True, max_length=limit)
+        target_ids, _ = truncated(self.tokenizer, [], limit, text_target=[target])
         return source_ids, self._as_target(target_ids)
 
 

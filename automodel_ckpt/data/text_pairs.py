@@ -23,7 +23,6 @@ from automodel_ckpt.data.collate import (
     AnySample,
     Batch,
     PadCollator,
-    Where,
     has_keys,
     require_sample,
 )
@@ -33,7 +32,7 @@ from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
 _NEGATIVES = re.compile(r"negatives?(_\d+)?")
@@ -85,7 +84,7 @@ def text_pairs(
         path,
         tokenizer,
         pairs.encode,
-        TextTruncation.of("right", seq_length),
+        EarlierTruncation.of("right", seq_length),
         fields=pairs.names,
         key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length, *joint),
         **options,
@@ -109,14 +108,6 @@ def encoder_of(
             hint="remove it, and set dataset.seq_length",
         )
     return TextsEncoder(tokenizer, seq_length, truncation, pair_template, query_length)
-
-
-class TextTruncation(Truncation):
-    """Counts the samples of which :class:`TextsEncoder` has truncated a text. It changes and skips none."""
-
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
-        self.num_cut += sum(sample.is_cut for sample in samples)
-        return list(samples)
 
 
 @dataclass(frozen=True, slots=True)

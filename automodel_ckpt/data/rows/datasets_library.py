@@ -26,12 +26,8 @@ def has_reading_options(config: Any, kinds: set[str]) -> bool:
     if kinds == {".tsv"}:
         not_options |= {"sep", "delimiter"}
     default = type(config)()
-    for field in dataclasses.fields(config):
-        if field.name in not_options:
-            continue
-        if getattr(config, field.name) != getattr(default, field.name):
-            return True
-    return False
+    names = {field.name for field in dataclasses.fields(config)} - not_options
+    return any(getattr(config, name) != getattr(default, name) for name in names)
 
 
 def class_names(feature: Any) -> list[str] | None:

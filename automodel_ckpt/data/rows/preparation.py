@@ -33,7 +33,7 @@ from automodel_ckpt.base.forks import freeze_in_forked_processes
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread
-from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, ArrayFile, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Part(NamedTuple):
     counts: Integers
     used: Integers
     lengths: Integers
-    numbers: list[float]
+    numbers: list[Any]
     notes: Counter[str]
 
 
@@ -171,14 +171,14 @@ def prepare(
     after the last row was tokenized. Raises :class:`RecipeError` for the first row that *encode* does not accept, and
     then for all samples that are too long.
     """
-    tokens = _Column(directory / "tokens.npy", np.int32)
-    ends = _Column(directory / "ends.npy", np.int64)
-    labelled = _Column(directory / "labelled.npy", np.bool_)
+    show = progress(rows.path, rows.num_rows)
+    tokens = ArrayFile(directory / "tokens.npy", np.int32)
+    ends = ArrayFile(directory / "ends.npy", np.int64)
+    labelled = ArrayFile(directory / "labelled.npy", np.bool_)
     used, lengths = [], []
-    numbers: list[float] = []
+    numbers: list[Any] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
-    show = progress(rows.path, rows.num_rows)
     with tokens, ends, labelled:
         for part in _encoded_parts(rows, encode, policy, group_size):
             ends.append(part.ends + tokens.size)
@@ -258,35 +258,6 @@ def _encode_range(
         numbers=[sample.number for sample in remaining],
         notes=truncation.notes,
     )
-
-
-class _Column:
-    """A flat array in a ``.npy`` file that grows."""
-
-    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
-        self.size = 0
-        self._dtype = np.dtype(dtype)
-        self._file = path.open("wb")
-        self._write_header()
-
-    def __enter__(self) -> _Column:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file as file:
-            file.seek(0)
-            self._write_header()
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        """Add *values* at the end."""
-        self.size += len(values)
-        self._file.write(values.astype(self._dtype, copy=False).tobytes())
-
-    def _write_header(self) -> None:
-        # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
-        form = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": form, "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 def progress(what: str, num_rows: int) -> Callable[[int], None]:
