@@ -123,6 +123,8 @@ def truncated(
 _PROBE = "a word, and 12 (b)\nor c"
 _MARKS = "\x01\n|?.:;-"
 """Characters that tokenizers rarely join with the text behind them. The first one that the tokenizer knows is used."""
+_UNKNOWN = "\ue000"
+"""A character that no tokenizer knows."""
 
 
 class Continuations:
@@ -150,10 +152,10 @@ class Continuations:
         return found
 
     def _mark_behind(self, ids: list[int]) -> str:
-        if not ids or not self._mark:
+        if not ids or not self.mark:
             return ""
         special = self._tokenizer.added_tokens_decoder
-        return special[ids[-1]].content if ids[-1] in special else self._mark
+        return special[ids[-1]].content if ids[-1] in special else self.mark
 
     def _divided(self, ids: list[int], mark: str) -> tuple[list[int], list[int]]:
         length = len(self._ids(mark))
@@ -169,7 +171,7 @@ class Continuations:
         return {}
 
     @cached_property
-    def _mark(self) -> str:
+    def mark(self) -> str:
         """The mark for continuations; empty if the tokenizer puts no space before a text, or does more than that."""
         usual = self._ids(_PROBE)
         for mark in _MARKS:
@@ -180,7 +182,7 @@ class Continuations:
                 puts_space
                 and is_all
                 and self._divided(behind, mark)[0] == self._ids(mark)
-                and self._tokenizer.unk_token_id not in self._ids(mark)
+                and self._ids(mark) != self._ids(_UNKNOWN)
                 and self._ids(f"{_PROBE} ") != usual
             ):
                 return mark
