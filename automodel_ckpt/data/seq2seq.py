@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -62,12 +62,17 @@ def source_target(
     *seq_length*), is rejected with its location. With *truncation* ``right``, the tokenizer truncates the text, so that
     its special tokens remain, and with ``skip`` the row is skipped; the numbers are logged.
     """
+    limit = seq_length if target_length is None else target_length
+    if limit is not None:
+        # A token and the end token.
+        require_range("target_length", limit, 2)
     encoder = SourceTargetEncoder(
         require_tokenizer(tokenizer),
-        Fields(source_field, target_field, source_prompt),
+        (source_field, target_field),
+        source_prompt,
         truncation,
         UNLIMITED if seq_length is None else seq_length,
-        _target_limit(seq_length, target_length),
+        UNLIMITED if limit is None else limit,
         start_token_id,
     )
     return samples_of(
@@ -75,41 +80,20 @@ def source_target(
         tokenizer,
         encoder.encode,
         EarlierTruncation.of("right", seq_length),
-        fields=encoder.fields.names,
-        key=("source_target", *encoder.fields, truncation, *encoder.key),
+        fields=[*names_in(source_field), *names_in(target_field)],
+        key=("source_target", source_field, target_field, source_prompt, truncation, *encoder.key),
         **options,
         kind=SourceTargetDataset,
     )
 
 
-def _target_limit(seq_length: int | None, target_length: int | None) -> int:
-    limit = seq_length if target_length is None else target_length
-    if limit is None:
-        return UNLIMITED
-    # A token and the end token.
-    require_range("target_length", limit, 2)
-    return limit
-
-
-class Fields(NamedTuple):
-    """The fields of the source and the target, or templates of fields, and the text before each source."""
-
-    source: str
-    target: str
-    prompt: str
-
-    @property
-    def names(self) -> list[str]:
-        """The fields of the data that are used."""
-        return [*names_in(self.source), *names_in(self.target)]
-
-
 @dataclass(frozen=True)
 class SourceTargetEncoder:
-    """Tokenizes pairs of texts, with the limits *seq_length* of sources and *target_length* of targets."""
+    """Tokenizes the texts in two *fields*, with the limits *seq_length* of sources and *target_length* of targets."""
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
-    fields: Fields
+    fields: tuple[str, str]
+    prompt: str
     truncation: str
     seq_length: int
     target_length: int
@@ -144,8 +128,8 @@ class SourceTargetEncoder:
 
     def encode(self, rows: Rows) -> list[TokenizedSample]:
         """Make a sample of each row. Raises :class:`RecipeError` for a source without tokens, or texts too long."""
-        sources, targets = rows.texts([self.fields.source, self.fields.target])
-        sources = [self.fields.prompt + source for source in sources]
+        sources, targets = rows.texts(self.fields)
+        sources = [self.prompt + source for source in sources]
         source_ids = encode_all(self.tokenizer, sources, add_special_tokens=True)
         target_ids = [self._as_target(ids) for ids in self._tokenized_targets(targets)]
         for number, ids in enumerate(source_ids):
@@ -244,7 +228,13 @@ class SourceTargetCollator:
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
         sources, targets = [], []
         for sample in samples:
-            _check(sample)
+            require_sample(
+                has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
+                sample,
+                "a sample is no pair of a source and a target",
+                'return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
+                "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
+            )
             source = sample["input_ids"]
             # A target without tokens has one position without a label.
             target = list(sample["labels"]) or [IGNORE_INDEX]
@@ -257,13 +247,3 @@ class SourceTargetCollator:
             "attention_mask": padded["attention_mask"],
             "labels": labels,
         }
-
-
-def _check(sample: AnySample) -> None:
-    require_sample(
-        has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
-        sample,
-        "a sample is no pair of a source and a target",
-        'return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
-        "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
-    )

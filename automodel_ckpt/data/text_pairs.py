@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import numpy as np
 import torch
@@ -155,24 +155,17 @@ class PairReader:
         found: list[list[str]] = [[] for _ in range(rows.num_rows)]
         for field, values in zip(fields, rows.read(fields), strict=True):
             for number, value in enumerate(values):
-                found[number] += _texts_in(value, field, rows, number)
+                texts = [value] if isinstance(value, str) else [] if value is None else value
+                if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+                    raise RecipeError(
+                        f"field {field} of a sample is not text, a list of texts or null",
+                        where=rows.place(number),
+                        value=str(value)[:80],
+                        hint="correct this row, or list the fields with negatives in dataset.negative_fields "
+                        f"(by default: {_NEGATIVES_IN_WORDS})",
+                    )
+                found[number] += texts
         return [texts[: self.max_negatives] for texts in found]
-
-
-def _texts_in(value: Any, field: str, rows: Rows, number: int) -> list[str]:
-    """The texts in a field of negatives: one, several, or none for null."""
-    if value is None:
-        return []
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise RecipeError(
-            f"field {field} of a sample is not text, a list of texts or null",
-            where=rows.place(number),
-            value=str(value)[:80],
-            hint="correct this row, or list the fields with negatives in dataset.negative_fields "
-            f"(by default: {_NEGATIVES_IN_WORDS})",
-        )
-    return texts
 
 
 class PairCollator:
