@@ -75,19 +75,31 @@ def messages(
 
     def turns_after_changes(conversation: Any) -> Turns:
         turns = turns_of(conversation)
+        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if not answers:
+            # It is reported as unusable.
+            return [] if skip_unanswered else turns
         if end_with_answer:
-            turns = _until_last_answer(turns)
-        if drop_earlier_reasoning:
-            turns = _without_earlier_reasoning(turns)
-        if skip_unanswered and not any(turn["role"] == "assistant" for turn in turns):
-            return []
+            turns = turns[: answers[-1] + 1]
+        for number in answers[:-1] if drop_earlier_reasoning else ():
+            turn = turns[number]
+            turns[number] = {key: turn[key] for key in turn if key not in REASONING}
         return turns
 
     def encode(rows: Rows) -> list[TokenizedSample]:
-        field = _field_in(rows, messages_field)
+        field = messages_field
+        is_default = field == _DEFAULT_FIELD
+        if is_default and not rows.has_field(field) and rows.has_field(_OTHER_FIELD):
+            field = _OTHER_FIELD
         return conversations(template, rows, [field], tools_field, turns_after_changes)
 
-    _log_template(path, template)
+    log.info("%s: the assistant's tokens are found by %s", path, template.method)
+    if template.renderer.writes_the_date:
+        log.warning(
+            "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
+            "for example dataset.template_kwargs.date_string '26 Jul 2024'",
+            path,
+        )
     return samples_of(
         path,
         tokenizer,
@@ -99,49 +111,6 @@ def messages(
         template=template.method,
         **options,
     )
-
-
-def _log_template(path: str | list[str], template: ChatTemplate) -> None:
-    """Log how the assistant's tokens are located, and warn of a template that writes the date."""
-    log.info("%s: the assistant's tokens are found by %s", path, template.method)
-    if template.renderer.writes_the_date:
-        log.warning(
-            "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
-            "for example dataset.template_kwargs.date_string '26 Jul 2024'",
-            path,
-        )
-
-
-def _field_in(rows: Rows, given: str) -> str:
-    """The field of the conversations, or ShareGPT's if the data has that and not the default one."""
-    if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
-        return _OTHER_FIELD
-    return given
-
-
-def _until_last_answer(turns: Turns) -> Turns:
-    end = len(turns)
-    while end > 0 and turns[end - 1]["role"] != "assistant":
-        end -= 1
-    # A conversation without an answer stays as it is, and is reported or skipped later.
-    return turns[:end] or turns
-
-
-def _without_earlier_reasoning(turns: Turns) -> Turns:
-    remaining: Turns = []
-    is_earlier = False
-    for turn in reversed(turns):
-        if turn["role"] != "assistant":
-            remaining.append(turn)
-            continue
-        changed = dict(turn)
-        if is_earlier:
-            for key in REASONING:
-                changed.pop(key, None)
-        remaining.append(changed)
-        is_earlier = True
-    remaining.reverse()
-    return remaining
 
 
 def conversations(

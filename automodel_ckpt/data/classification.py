@@ -6,80 +6,43 @@ beside these. Samples are prepared once and cached under a digest of the rows.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import (
-    Batch,
-    Integers,
-    Item,
-    Sample,
-    padded,
-)
+from automodel_ckpt.data.collate import Batch, Item, padded
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_tokenizer
-from automodel_ckpt.data.rows.rows import RowRange, Rows, names_in
+from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.encoder import truncation_on_the_right
+from automodel_ckpt.data.samples.encoder import tokenize, truncated
 from automodel_ckpt.data.samples.labels import Labels, LabelValues, Reading, reading_of
-from automodel_ckpt.data.samples.samples import identity, prepared
-from automodel_ckpt.data.samples.tokenized import LengthSummary, SampleArrays
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.samples import samples_of_rows
+from automodel_ckpt.data.samples.tokenized import (
+    LengthSummary,
+    TokenizedDataset,
+    TokenizedSample,
+)
+from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
-log = logging.getLogger(__name__)
 
-_FORMAT = 2
-"""Part of the cache's keys. Increase it when the samples of the same data change."""
-_ROWS_PER_CALL = 1000
-
-
-class LabeledTexts(SampleArrays):
+class LabeledTexts(TokenizedDataset):
     """A map-style data set of texts with labels.
 
     A sample is ``{"input_ids": list[int], "targets": list[float]}``, for pairs of texts of some encoders with
-    ``token_type_ids``. The samples are concatenated: sample i is ``tokens[ends[i - 1]:ends[i]]``. *types* is empty or
-    as long as *tokens*; *targets* is [samples, numbers] (:meth:`~automodel_ckpt.data.samples.labels.Labels.targets`).
-    *num_cut* [1] is the number of truncated samples.
+    ``token_type_ids``. The targets are those of :meth:`~automodel_ckpt.data.samples.labels.Labels.targets`. The labels
+    of tokens show their types.
     """
 
+    # A promise is not inherited: a subclass could draw random numbers.
     draws_nothing = True
-    array_names = ("tokens", "types", "ends", "targets", "num_cut")
-    identity: str | None = None
-    """A digest that changes with the samples; None if unknown."""
-
-    def __init__(
-        self,
-        tokens: npt.NDArray[np.int32],
-        types: npt.NDArray[np.int32],
-        ends: Integers,
-        targets: npt.NDArray[np.float64],
-        num_cut: Integers,
-    ) -> None:
-        self.tokens = tokens
-        self.types = types
-        self.ends = ends
-        self.targets = targets
-        self.num_cut = num_cut
-
-    def first(self, max_samples: int | None) -> LabeledTexts:
-        """Return a data set of the first *max_samples* samples (None: all), which shares the arrays."""
-        num_samples = at_most(max_samples, len(self))
-        ends = self.ends[:num_samples]
-        targets = self.targets[:num_samples]
-        return LabeledTexts(self.tokens, self.types, ends, targets, self.num_cut)
 
     @property
     def summary(self) -> LengthSummary:
@@ -88,13 +51,17 @@ class LabeledTexts(SampleArrays):
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
         span = self.span(index)
-        sample: dict[str, list[Any]] = {
-            "input_ids": self.tokens[span].tolist(),
-            "targets": self.targets[index].tolist(),
-        }
-        if len(self.types):
-            sample["token_type_ids"] = self.types[span].tolist()
+        assert self.numbers is not None
+        targets = self.numbers[index].tolist()
+        sample = {"input_ids": self.tokens[span].tolist(), "targets": targets}
+        if self._has_types:
+            sample["token_type_ids"] = (~self.labelled[span]).astype(int).tolist()
         return sample
+
+    @cached_property
+    def _has_types(self) -> bool:
+        # Models use zeros for a missing argument.
+        return not self.labelled.all()
 
 
 class LabelCollator:
@@ -145,10 +112,11 @@ class TextEncoder:
     """Tokenizes texts, pairs of texts, or lists of messages in a chat template, with the tokenizer's special tokens."""
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
-    policy: Truncation
     text_field: str
     pair_field: str | None
     chat_template: str | None
+    truncation: str
+    seq_length: int | None
 
     @property
     def names(self) -> list[str]:
@@ -160,27 +128,30 @@ class TextEncoder:
         text = template_of(self.tokenizer, self.chat_template)
         return ChatTemplate(self.tokenizer, text, {}, False)
 
-    def encode(self, rows: Rows) -> list[Sample]:
-        """Make ``input_ids`` of each row, and ``token_type_ids`` if the tokenizer makes them, truncated by the policy.
+    def encode(self, rows: Rows) -> list[TokenizedSample]:
+        """Make a sample of each row, with labels on the tokens of type 0.
 
-        The tokenizer truncates, so that its special tokens remain. With the policy ``error``, long samples are not
+        The tokenizer truncates, so that its special tokens remain. With *truncation* ``error``, long samples are not
         truncated. Raises :class:`RecipeError` with the location of a row without text.
         """
         columns, adds_special_tokens = self._columns(rows)
-        samples = self._tokenized(columns, adds_special_tokens)
-        if self.policy.policy == "error":
-            return samples
-        limit = self.policy.seq_length
-        for number, sample in enumerate(samples):
-            if len(sample["input_ids"]) > limit:
-                self.policy.num_cut += 1
-                row = [[column[number]] for column in columns]
-                with truncation_on_the_right(self.tokenizer):
-                    [samples[number]] = self._tokenized(
-                        row, adds_special_tokens, truncation=True, max_length=limit
-                    )
-        # The backend keeps the truncation of the last call, and the keys of caches contain it.
-        self._tokenized([["a"]], adds_special_tokens)
+        options = {"add_special_tokens": adds_special_tokens}
+        samples = []
+        for number, (ids, types) in enumerate(tokenize(self.tokenizer, columns, **options)):
+            limit = self.seq_length if self.truncation == "right" else None
+            is_long = limit is not None and len(ids) > limit
+            if limit is not None and is_long:
+                texts = [column[number] for column in columns]
+                ids, types = truncated(self.tokenizer, texts, limit, **options)
+            if not ids or max(types, default=0) > 1:
+                raise RecipeError(
+                    "a text has tokens of more than two types" if ids else "a text has no tokens",
+                    where=rows.place(number),
+                    value=type(self.tokenizer).__name__,
+                    hint="use another model" if ids else "remove samples with empty texts",
+                )
+            labelled = [each == 0 for each in types] or [True] * len(ids)
+            samples.append(TokenizedSample(ids, labelled, is_cut=is_long))
         return samples
 
     def _columns(self, rows: Rows) -> tuple[list[list[str]], bool]:
@@ -203,25 +174,6 @@ class TextEncoder:
                 rendered.append(self._template.text(turns_of(conversation)))
         return [rendered], False
 
-    def _tokenized(
-        self, columns: Sequence[list[str]], adds_special_tokens: bool, **options: Any
-    ) -> list[Sample]:
-        encoded: Any = self.tokenizer(
-            *columns,
-            add_special_tokens=adds_special_tokens,
-            return_attention_mask=False,
-            verbose=False,
-            **options,
-        )
-        names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
-        samples = []
-        for values in zip(*(encoded[name] for name in names), strict=True):
-            sample = {}
-            for name, tokens in zip(names, values, strict=True):
-                sample[name] = list(tokens)
-            samples.append(sample)
-        return samples
-
 
 def texts(
     tokenizer: PreTrainedTokenizerBase,
@@ -238,7 +190,7 @@ def texts(
     name: str | None = None,
     split: str = "train",
     revision: str | None = None,
-) -> LabeledTexts:
+) -> TokenizedDataset:
     """Make a sample per row: a text and its label, for the recipe sequence_classification.
 
     *text_field* is a field with text, a template of several fields such as ``"{{ title }}: {{ body }}"``, or a field
@@ -254,110 +206,62 @@ def texts(
     as the tokenizer truncates it for a pipeline.
     """
     require_choice("label_values", label_values, ("auto", "indices", "one_hot"))
-    policy = _policy(truncation, seq_length)
     encoder = TextEncoder(
-        require_tokenizer(tokenizer), policy, text_field, pair_field, chat_template
+        require_tokenizer(tokenizer), text_field, pair_field, chat_template, truncation, seq_length
     )
     source = Source.of(path, name, split, revision)
 
-    def build() -> LabeledTexts:
+    def reading() -> Reading:
         source.require([*encoder.names, label_field])
-        values = [_plain(value) for value in source.values(label_field)]
-        read = reading_of(
-            labels,
-            values,
-            label_values,
-            field=label_field,
-            classes=source.class_names(label_field),
-        )
-        return labeled_texts(source, encoder, values, read)
+        values, classes = source.values(label_field), source.class_names(label_field)
+        return reading_of(labels, values, label_values, field=label_field, classes=classes)
 
-    key: tuple[object, ...] = (
+    key: tuple[object, ...] = (text_field, pair_field, label_field, chat_template, str(labels))
+    return labeled_texts(
+        "classification-texts",
+        source,
         source.fingerprint(),
-        text_field,
-        pair_field,
+        encoder,
         label_field,
-        chat_template,
-        truncation,
-        policy.seq_length,
-        str(labels),
+        reading,
+        key=(*key, label_values),
+        max_samples=max_samples,
     )
-    if label_values != "auto":
-        key += (label_values,)
-    return cached_texts("classification-texts", key, encoder, build, source.path, max_samples)
-
-
-def _policy(truncation: str, seq_length: int | None) -> Truncation:
-    require_choice("truncation", truncation, ("error", "right"))
-    return Truncation.of(truncation, seq_length)
-
-
-def cached_texts(
-    name: str,
-    key: tuple[object, ...],
-    encoder: TextEncoder,
-    build: Callable[[], LabeledTexts],
-    what: str,
-    max_samples: int | None,
-) -> LabeledTexts:
-    """Return the first *max_samples* samples of *build* for *key*, from the cache if they are there.
-
-    *what* is the name of the data in the log.
-    """
-
-    def save(directory: Path) -> None:
-        build().save(directory)
-
-    whole_key = (_FORMAT, *key)
-    dataset = prepared(name, whole_key, encoder.tokenizer, save, LabeledTexts)
-    if num_cut := int(dataset.num_cut[0]):
-        log.warning(
-            "%s: %d of %d samples were truncated to seq_length %d",
-            *(what, num_cut, len(dataset), encoder.policy.seq_length),
-        )
-    dataset = dataset.first(max_samples)
-    dataset.identity = identity(whole_key, encoder.tokenizer)
-    log.info("%s: %s", what, dataset.summary)
-    return dataset
-
-
-def _plain(value: Any) -> Any:
-    """Python's values in place of those of NumPy."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def labeled_texts(
-    rows: Rows, encoder: TextEncoder, values: Sequence[Any], read: Reading
-) -> LabeledTexts:
-    """Tokenize all *rows* and convert their labels. Raises :class:`RecipeError` with the location of a bad row."""
-    targets = []
-    for number, value in enumerate(values):
-        with at_row(rows, number):
-            targets.append(read(value))
-    samples: list[Sample] = []
-    known: dict[tuple[str, ...], bool] = {}
-    for start in range(0, rows.num_rows, _ROWS_PER_CALL):
-        stop = min(start + _ROWS_PER_CALL, rows.num_rows)
-        samples += encoder.encode(RowRange(rows, start, stop, known))
-    sizes = [len(sample["input_ids"]) for sample in samples]
-    lengths = np.array(sizes, dtype=np.int64)
-    empty = np.flatnonzero(lengths == 0).tolist()
-    if empty:
-        raise RecipeError(
-            "a text has no tokens",
-            where=rows.place(empty[0]),
-            value=f"{len(empty)} of {len(samples)} samples",
-            hint="remove samples with empty texts",
-        )
-    encoder.policy.require_short(np.arange(len(samples)), lengths, rows.place)
-    tokens = chain.from_iterable(sample["input_ids"] for sample in samples)
-    flat_types = chain.from_iterable(sample.get("token_type_ids", ()) for sample in samples)
-    types = np.fromiter(flat_types, np.int32)
-    return LabeledTexts(
-        np.fromiter(tokens, np.int32),
-        # Models use zeros for a missing argument.
-        types if types.any() else np.empty(0, np.int32),
-        np.cumsum(sizes, dtype=np.int64),
-        np.array(targets, dtype=np.float64).reshape(len(samples), -1),
-        np.array([encoder.policy.num_cut], dtype=np.int64),
+    name: str,
+    rows: Rows,
+    fingerprint: str,
+    encoder: TextEncoder,
+    label_field: str,
+    reading: Callable[[], Reading],
+    *,
+    key: tuple[object, ...],
+    max_samples: int | None,
+) -> TokenizedDataset:
+    """Tokenize *rows*, and convert their labels by what *reading* returns, which is called once.
+
+    They are cached under *name*, *fingerprint* and *key*. Raises :class:`RecipeError` with the location of a bad row.
+    """
+    require_choice("truncation", encoder.truncation, ("error", "right"))
+    known = cache(reading)
+
+    def encode(part: Rows) -> list[TokenizedSample]:
+        read = known()
+        samples = encoder.encode(part)
+        for number, value in enumerate(part.values(label_field)):
+            with at_row(part, number):
+                samples[number] = samples[number]._replace(number=read(value))
+        return samples
+
+    return samples_of_rows(
+        rows,
+        fingerprint,
+        encoder.tokenizer,
+        encode,
+        EarlierTruncation.of(encoder.truncation, encoder.seq_length),
+        key=(name, *key),
+        max_samples=max_samples,
+        kind=LabeledTexts,
     )

@@ -79,7 +79,16 @@ def xlam(
         queries, answers, tools = rows.columns(fields)
 
         def conversation(row: int) -> tuple[Turns, Any]:
-            return question_and_calls(queries[row], answers[row]), schemas(tools[row])
+            calls = parsed(answers[row])
+            if not isinstance(calls, list) or not calls:
+                raise UnusableSample(
+                    "the calls are not a list",
+                    repr(answers[row])[:80],
+                    'use answers [{"name": "...", "arguments": {...}}]',
+                )
+            turns = [{"role": "user", "content": queries[row]}]
+            turns += [{"role": CALL, "content": call} for call in calls]
+            return turns_of(turns), schemas(tools[row])
 
         return conversations_of(template, rows, conversation)
 
@@ -93,23 +102,6 @@ def xlam(
         template=template.method,
         **options,
     )
-
-
-def question_and_calls(query: Any, answers: Any) -> Turns:
-    """Make a conversation of a question and the calls that answer it, a list or its JSON text.
-
-    Raises :class:`UnusableSample` for a value that is not a list of calls.
-    """
-    calls = parsed(answers)
-    if not isinstance(calls, list) or not calls:
-        raise UnusableSample(
-            "the calls are not a list",
-            repr(answers)[:80],
-            'use answers [{"name": "...", "arguments": {...}}]',
-        )
-    turns = [{"role": "user", "content": query}]
-    turns += [{"role": CALL, "content": call} for call in calls]
-    return turns_of(turns)
 
 
 def schemas(tools: Any) -> Turns:
@@ -139,8 +131,16 @@ def _schema(tool: Any) -> Object:
             raise UnusableSample(
                 "a parameter of a function is not described", f"{name}: {parameter}", _HINT
             )
-        properties[parameter] = _property(described)
-        if _is_required(described):
+        kind = str(described.get("type", "str"))
+        # For example "List[int], optional": the name of the outermost type.
+        found = re.match(r"\w+", kind.strip())
+        properties[parameter] = {
+            "type": _TYPES.get(found[0].lower() if found else "str", "string"),
+            "description": described.get("description", ""),
+        }
+        for key in [key for key in ("enum", "default") if key in described]:
+            properties[parameter][key] = described[key]
+        if "default" not in described and "optional" not in kind:
             required.append(parameter)
     schema: Object = {"type": "object", "properties": properties}
     if required:
@@ -148,22 +148,3 @@ def _schema(tool: Any) -> Object:
     description = tool.get("description", "")
     function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
-
-
-def _property(described: Mapping[str, Any]) -> Object:
-    kind = str(described.get("type", "str"))
-    # For example "List[int], optional": the name of the outermost type.
-    found = re.match(r"\w+", kind.strip())
-    outermost = found[0].lower() if found else "str"
-    result = {
-        "type": _TYPES.get(outermost, "string"),
-        "description": described.get("description", ""),
-    }
-    for key in ("enum", "default"):
-        if key in described:
-            result[key] = described[key]
-    return result
-
-
-def _is_required(described: Mapping[str, Any]) -> bool:
-    return "default" not in described and "optional" not in str(described.get("type", ""))

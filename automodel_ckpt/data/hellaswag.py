@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,8 +38,19 @@ def hellaswag(
         prompts = [text.strip() for text in beginnings]
         completions = []
         for row, choices in enumerate(endings):
-            ending = _ending(rows, row, choices, labels[row])
-            completions.append(f" {ending}")
+            try:
+                # A negative number would count from the last ending.
+                ending = str(choices[int(labels[row])]) if int(labels[row]) >= 0 else ""
+            except (ValueError, TypeError, IndexError):
+                ending = ""
+            if not ending:
+                raise RecipeError(
+                    "a row has no valid label",
+                    where=rows.place(row),
+                    value=f"label {labels[row]!r} of {str(choices)[:80]}",
+                    hint="use the split train or validation (the split test has no labels)",
+                )
+            completions.append(f" {ending.strip()}")
         return encoder.pairs(prompts, completions)
 
     return samples_of(
@@ -50,20 +61,3 @@ def hellaswag(
         key=("hellaswag",),
         **options,
     )
-
-
-def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:
-    try:
-        number = int(label)
-        # A negative number would count from the last ending.
-        if number < 0:
-            raise IndexError
-        return str(endings[number]).strip()
-    except (ValueError, TypeError, IndexError) as error:
-        num_endings = len(endings) if isinstance(endings, list) else "no"
-        raise RecipeError(
-            "a row has no valid label",
-            where=source.place(row),
-            value=f"label {label!r}, {num_endings} endings",
-            hint="use the split train or validation (the split test has no labels)",
-        ) from error

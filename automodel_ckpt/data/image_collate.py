@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -30,6 +30,7 @@ from automodel_ckpt.data.media.media import (
     usual_media,
 )
 from automodel_ckpt.data.media.media_files import pillow
+from automodel_ckpt.data.samples.encoder import Continuations
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -201,51 +202,43 @@ class ImageTextCollator:
         try:
             batch = self._call_together(samples)
         except _REJECTIONS as error:
-            rejected, reason = self._first_rejected(samples, error)
+            reason, where = error, ", ".join(sample.where for sample in samples)
+            for sample in samples if len(samples) > 1 else ():
+                try:
+                    self._call_together([sample])
+                except _REJECTIONS as own:
+                    reason, where = own, sample.where
+                    break
             raise RecipeError(
                 "the processor rejects a sample",
-                where=rejected,
+                where=where,
                 value=f"{type(reason).__name__}: {reason}",
                 hint="correct the conversation, its images or audio, or the chat template; some processors take no "
                 "samples without audio beside others",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
-    def _first_rejected(
-        self, samples: Sequence[ImageText], error: Exception
-    ) -> tuple[str, Exception]:
-        """Return the location of the first sample that the processor rejects, and its error; else all, and *error*."""
-        for sample in samples:
-            try:
-                self._call_together([sample])
-            except _REJECTIONS as reason:
-                return sample.where, reason
-        return ", ".join(sample.where for sample in samples), error
-
     def _call_together(self, samples: Sequence[ImageText]) -> Any:
-        texts = [sample.text for sample in samples]
         images = [sample.images for sample in samples]
         audios = [audio for sample in samples for audio in sample.audios]
-        return self._call(texts, images if any(images) else None, audios)
+        return self._call([sample.text for sample in samples], images, audios)
 
-    def _call(
-        self, texts: list[str], images: list[list[Any]] | None, audios: Sequence[Any] = ()
-    ) -> Any:
+    def _call(self, texts: list[str], images: list[list[Any]] | None, audios: Sequence[Any]) -> Any:
+        inputs: dict[str, Any] = {"text": texts, "return_tensors": "pt"}
         of_text = {
             "padding": True,
             "padding_side": "right",
             "pad_to_multiple_of": self.multiple,
             "add_special_tokens": self._adds_special_tokens(texts[0]),
         }
-        if not audios:
-            return self.processor(text=texts, images=images, return_tensors="pt", **of_text)
-        # Settings of the text must not pad the audio: processors choose how to pad it.
-        inputs: dict[str, Any] = {"text": texts, "audio": list(audios)}
-        if images is not None:
+        if any(images or ()):
             inputs["images"] = images
+        if not audios:
+            return self.processor(**inputs, **of_text)
+        # Settings of the text must not pad the audio: processors choose how to pad it.
         return self.processor(
             **inputs,
-            return_tensors="pt",
+            audio=list(audios),
             text_kwargs=of_text,
             audio_kwargs={"sampling_rate": sampling_rate_of(self.processor)},
         )
@@ -283,42 +276,32 @@ class ImageTextCollator:
         rest = sample.text[start:]
         counts = {kind: rest.count(text) for kind, text in self._placeholders.items()}
         num_images, num_audios = counts.get(IMAGE, 0), counts.get(AUDIO, 0)
+        # SentencePiece's tokenizers put a space before the first word of a text, so the rest needs a text before it.
+        mark = self._mark_behind(sample.text[:start])
+        special = self._adds_special_tokens(sample.text)
+        encode = partial(self.processor.tokenizer, add_special_tokens=special, verbose=False)
         if num_images or num_audios:
             images = [sample.images[len(sample.images) - num_images :]] if num_images else None
             audios = sample.audios[len(sample.audios) - num_audios :]
-            processed = self._call([rest], images, audios)
-            rest_tokens = processed["input_ids"][0].tolist()
+            rest_tokens = self._call([mark + rest], images, audios)["input_ids"][0].tolist()
         else:
-            rest_tokens = self._encoded(rest, sample)["input_ids"]
-        pairs = zip(reversed(rest_tokens), reversed(tokens), strict=False)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if num_equal == len(rest_tokens) or not self.processor.tokenizer.is_fast:
-            return num_equal
-        # The rest begins with other tokens than it does behind the text before it: SentencePiece's tokenizers put a
-        # space before the first word of a text.
-        firsts = [rest.index(text) for kind, text in self._placeholders.items() if counts[kind]]
-        end = start + min(firsts) if firsts else len(sample.text)
-        in_context = self._tokens_between(sample, start, end)
-        num_alone = len(self._encoded(sample.text[start:end], sample)["input_ids"])
-        num_found = len(rest_tokens) - num_alone + len(in_context)
-        first = len(tokens) - num_found
-        if tokens[first : first + len(in_context)] != in_context:
-            return num_equal
-        return num_found
+            rest_tokens = encode(mark + rest)["input_ids"]
+        if mark:
+            rest_tokens = rest_tokens[_num_equal(encode(mark)["input_ids"], rest_tokens) :]
+        return _num_equal(reversed(rest_tokens), reversed(tokens))
 
-    def _tokens_between(self, sample: ImageText, start: int, end: int) -> list[int]:
-        """Return the tokens of the characters *start* to *end* of a sample's text, without an image between them."""
-        encoded = self._encoded(sample.text, sample, return_offsets_mapping=True)
-        ends = [stop for _, stop in encoded["offset_mapping"]]
-        first = next((number for number, stop in enumerate(ends) if stop > start), len(ends))
-        last = next((number for number, stop in enumerate(ends) if stop > end), len(ends))
-        found: list[int] = encoded["input_ids"][first:last]
-        return found
+    def _mark_behind(self, text: str) -> str:
+        """The special token that *text* ends with, or another text that tokenizers do not join with the text behind."""
+        mark = self._continuations.mark
+        if mark:
+            for token in self.processor.tokenizer.added_tokens_decoder.values():
+                if text.endswith(token.content):
+                    return str(token.content)
+        return mark
 
-    def _encoded(self, text: str, sample: ImageText, **options: Any) -> Any:
-        """Tokenize a part of a sample's *text* with the special tokens that the processor would add to the sample."""
-        special = self._adds_special_tokens(sample.text)
-        return self.processor.tokenizer(text, add_special_tokens=special, verbose=False, **options)
+    @cached_property
+    def _continuations(self) -> Continuations:
+        return Continuations(self.processor.tokenizer)
 
     @cached_property
     def _placeholders(self) -> dict[str, str]:
@@ -406,6 +389,12 @@ class ImageTextCollator:
                 value = value.masked_fill(beyond, padding.get(name, 0))[:, :width]
             truncated[name] = value
         return truncated
+
+
+def _num_equal(left: Iterable[int], right: Iterable[int]) -> int:
+    """Count the first tokens that are equal in both."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def check_conversation(sample: object) -> None:

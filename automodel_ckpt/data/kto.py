@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -78,11 +78,28 @@ def judged_completions(
         dict(template_kwargs or {}),
         "completion",
     )
-    encoder = _JudgedEncoder(pairs, label_field)
+
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        samples = pairs.encode(rows)
+        [labels] = rows.columns([label_field])
+        names = rows.class_names(label_field) or ()
+        for number, label in enumerate(labels):
+            label = names[label] if label in range(len(names)) else label
+            judgment = _JUDGMENTS.get(str(label).strip().casefold())
+            if judgment is None:
+                raise RecipeError(
+                    "a completion is neither desirable nor undesirable",
+                    where=rows.place(number),
+                    value=f"{label_field}: {label!r}",
+                    hint="use true or false, or name another field in dataset.label_field",
+                )
+            samples[number] = samples[number]._replace(number=judgment)
+        return samples
+
     judged = samples_of(
         path,
         tokenizer,
-        encoder.encode,
+        encode,
         Truncation.of(truncation, seq_length),
         fields=[*pairs.names, label_field],
         key=("judged_completions", label_field, *pairs.key),
@@ -145,32 +162,6 @@ def split_pairs(
     return SplitPairs(cast("PreferenceDataset", pairs), seq_length)
 
 
-@dataclass(frozen=True)
-class _JudgedEncoder:
-    """Tokenizes prompts with completions as *pairs* does; the number of a sample is 1 if *label_field* is true."""
-
-    pairs: PairEncoder
-    label_field: str
-
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
-        samples = self.pairs.encode(rows)
-        [labels] = rows.columns([self.label_field])
-        if (names := rows.class_names(self.label_field)) is not None:
-            labels = [names[label] if label in range(len(names)) else label for label in labels]
-        judged = []
-        for number, (sample, label) in enumerate(zip(samples, labels, strict=True)):
-            judgment = _JUDGMENTS.get(str(label).strip().casefold())
-            if judgment is None:
-                raise RecipeError(
-                    "a completion is neither desirable nor undesirable",
-                    where=rows.place(number),
-                    value=f"{self.label_field}: {label!r}",
-                    hint="use true or false, or name another field in dataset.label_field",
-                )
-            judged.append(sample._replace(number=judgment))
-        return judged
-
-
 class JudgedDataset(TokenizedDataset):
     """A map-style data set of ``{"input_ids", "labels", "is_desirable"}``, and ``"max_tokens"`` if it is limited."""
 
@@ -231,10 +222,16 @@ class KTOCollator:
 
     def __call__(self, samples: Sequence[Item]) -> Batch:
         for sample in samples:
-            _require_judgment(sample)
-        before, rows = samples[:-1], list(samples[1:])
+            require_sample(
+                has_keys(sample, "input_ids", "labels", DESIRABLE),
+                sample,
+                "a sample is not a completion that is judged as desirable or undesirable",
+                "use a builder of such samples, such as automodel_ckpt.data.kto.judged_completions or split_pairs, "
+                f'or return {{"input_ids": [...], "labels": [...], "{DESIRABLE}": true}}',
+            )
+        rows = list(samples[1:])
         mismatched = []
-        for row, other in zip(rows, before, strict=True):
+        for other, row in pairwise(samples):
             mismatched.append(_mismatched(row, other))
         batch = dict(self.collate_fn(rows))
         for name, tensor in self.collate_fn(mismatched).items():
@@ -245,31 +242,11 @@ class KTOCollator:
 
 def _mismatched(sample: Item, other: Item) -> Sample:
     """Join the prompt of *sample* with the completion of *other*, which begins with its first label."""
-    num_prompt = _num_prompt_tokens(sample)
-    prompt = sample["input_ids"][:num_prompt]
-    other_num_prompt = _num_prompt_tokens(other)
-    completion = other["input_ids"][other_num_prompt:]
-    completion_labels = other["labels"][other_num_prompt:]
-    tokens = [*prompt, *completion]
-    labels = [*[IGNORE_INDEX] * num_prompt, *completion_labels]
+    num_prompt, other_num_prompt = (
+        next((n for n, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
+        for labels in (sample["labels"], other["labels"])
+    )
+    tokens = [*sample["input_ids"][:num_prompt], *other["input_ids"][other_num_prompt:]]
+    labels = [*[IGNORE_INDEX] * num_prompt, *other["labels"][other_num_prompt:]]
     limit = sample.get(_LIMIT)
     return {"input_ids": tokens[:limit], "labels": labels[:limit]}
-
-
-def _num_prompt_tokens(sample: Item) -> int:
-    """The number of tokens before the first label; all of them if there is no label."""
-    labels = sample["labels"]
-    for number, label in enumerate(labels):
-        if label != IGNORE_INDEX:
-            return number
-    return len(labels)
-
-
-def _require_judgment(sample: object) -> None:
-    require_sample(
-        has_keys(sample, "input_ids", "labels", DESIRABLE),
-        sample,
-        "a sample is not a completion that is judged as desirable or undesirable",
-        "use a builder of such samples, such as automodel_ckpt.data.kto.judged_completions or split_pairs, "
-        f'or return {{"input_ids": [...], "labels": [...], "{DESIRABLE}": true}}',
-    )

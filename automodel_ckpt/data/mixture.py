@@ -60,6 +60,35 @@ def check_same_sources(saved: Sources, sources: Sources) -> None:
         )
 
 
+class Turns:
+    """Which source each sample is of: the one that is furthest behind its share; of equal ones, the first.
+
+    *counts* are the samples of each source so far.
+    """
+
+    def __init__(self, shares: Shares, counts: Mapping[str, int]) -> None:
+        # Integers, because sums of fractions are slow, and floats would depend on the order of additions.
+        self._scale = math.lcm(*(share.denominator for share in shares.values()))
+        self._shares = {name: int(share * self._scale) for name, share in shares.items()}
+        self.counts = {name: counts[name] for name in shares}
+        self._total = sum(self.counts.values())
+
+    def next_name(self) -> str:
+        """The source of the next sample."""
+        counts, scale, total = self.counts, self._scale, self._total + 1
+        best, largest = "", -1
+        for name, share in self._shares.items():
+            behind = share * total - counts[name] * scale
+            if not best or behind > largest:
+                best, largest = name, behind
+        return best
+
+    def take(self, name: str) -> None:
+        """Count a sample of a source."""
+        self._total += 1
+        self.counts[name] += 1
+
+
 class MixedRow(NamedTuple):
     """A sample of a stream, and the name of the stream."""
 
@@ -109,7 +138,7 @@ class MixtureStream(IterableDataset[MixedRow]):
         self.sources = dict(sources)
         self.shares = {name: shares[name] for name in sources}
         self.num_samples = num_samples
-        self._num_read = dict.fromkeys(self.sources, 0)
+        self._turns = Turns(self.shares, dict.fromkeys(sources, 0))
         self._passes = dict.fromkeys(self.sources, 0)
         self._read_in_epoch = 0
         self._begun = set[str]()
@@ -128,7 +157,7 @@ class MixtureStream(IterableDataset[MixedRow]):
     def __iter__(self) -> Iterator[MixedRow]:
         streams = {name: self._open(name) for name in self.sources}
         while self.num_samples is None or self._read_in_epoch < self.num_samples:
-            name = self._next_name()
+            name = self._turns.next_name()
             sample = next(streams[name], None)
             if sample is None:
                 self._passes[name] += 1
@@ -140,12 +169,12 @@ class MixtureStream(IterableDataset[MixedRow]):
                 if sample is None:
                     raise _empty(name)
             # Counted before the yield: a state that is saved during it is the state after this sample.
-            self._num_read[name] += 1
+            self._turns.take(name)
             self._read_in_epoch += 1
             self._begun.add(name)
             yield MixedRow(name, sample)
         if not self._read_in_epoch:
-            raise _empty(self._next_name())
+            raise _empty(self._turns.next_name())
         self._read_in_epoch = 0
         self._begun = set()
 
@@ -164,7 +193,7 @@ class MixtureStream(IterableDataset[MixedRow]):
     def state_dict(self) -> State:
         return {
             "sources": {name: source.state_dict() for name, source in self.sources.items()},
-            "num_read": dict(self._num_read),
+            "num_read": dict(self._turns.counts),
             "passes": dict(self._passes),
             "read_in_epoch": self._read_in_epoch,
             "begun": [name for name in self.sources if name in self._begun],
@@ -175,7 +204,7 @@ class MixtureStream(IterableDataset[MixedRow]):
         check_same_sources(state["sources"], self.sources)
         for name, source in self.sources.items():
             source.load_state_dict(state["sources"][name])
-        self._num_read = {name: state["num_read"][name] for name in self.sources}
+        self._turns = Turns(self.shares, state["num_read"])
         self._passes = {name: state["passes"][name] for name in self.sources}
         self._read_in_epoch = state["read_in_epoch"]
         # Earlier versions did not save it. There, every stream counts as begun within an epoch.
@@ -189,11 +218,6 @@ class MixtureStream(IterableDataset[MixedRow]):
         if hasattr(source, "set_order"):
             source.set_order(derive_seed(seed, number), self._passes[name], shuffle=shuffle)
         return iter(source)
-
-    def _next_name(self) -> str:
-        """The stream that is furthest behind its share of the next sample; of equal ones, the first."""
-        total = sum(self._num_read.values()) + 1
-        return max(self.sources, key=lambda name: self.shares[name] * total - self._num_read[name])
 
 
 def _empty(name: str) -> RecipeError:
@@ -303,20 +327,35 @@ def mixture(
 
     Raises :class:`RecipeError` for empty sources, and for weights that do not fit.
     """
-    if _has_streams(sources):
-        return _mixed_streams(_as_streams(sources), weights, num_samples)
     _check_sources(sources)
-    sizes = {name: len(dataset) for name, dataset in sources.items()}
+    streams = [name for name, each in sources.items() if not hasattr(each, "__len__")]
+    if streams and weights is None:
+        raise RecipeError(
+            "a mixture of streams needs weights: the numbers of their samples are unknown",
+            where="dataset.weights",
+            value="null",
+            hint=f"give a weight for each of {', '.join(sources)}",
+        )
+    sizes = {name: 1 if streams else len(dataset) for name, dataset in sources.items()}
     shares = _shares(sizes, weights)
-    if num_samples is None:
-        num_samples = _longest_without_repeats(sizes, shares)
-    if num_samples < 1:
+    if num_samples is None and not streams:
+        # After these, the first source would repeat a sample. A share of zero cannot occur.
+        num_samples = math.floor(min(sizes[name] / share for name, share in shares.items()))
+    if num_samples is not None and num_samples < 1:
         raise RecipeError(
             "an epoch of the mixture has no sample",
             where="dataset.num_samples, dataset.weights",
             value=num_samples,
             hint="set num_samples to 1 or more, or give the smallest source a smaller weight",
         )
+    if streams:
+        for name, share in shares.items():
+            log.info("mixture: %.4g of the samples are of %s", float(share), name)
+        each_stream = {}
+        for name, each in sources.items():
+            each_stream[name] = each if name in streams else IndexedStream(each)
+        return MixtureStream(each_stream, shares, num_samples)
+    assert num_samples is not None
     counts = _apportioned(shares, num_samples)
     for name, count in counts.items():
         if count == 0:
@@ -328,56 +367,9 @@ def mixture(
             )
         log.info(
             "mixture: an epoch of %d samples has %d of %s, %.3g of its %d samples",
-            num_samples,
-            count,
-            name,
-            count / sizes[name],
-            sizes[name],
+            *(num_samples, count, name, count / sizes[name], sizes[name]),
         )
     return MixtureDataset(sources, counts)
-
-
-def _has_streams(sources: Any) -> bool:
-    """Whether a source is an iterable data set, and all of those restore their position from a state."""
-    if not isinstance(sources, Mapping):
-        return False
-    # Not by __getitem__, which torch's IterableDataset has, too.
-    streams = [dataset for dataset in sources.values() if not hasattr(dataset, "__len__")]
-    return bool(streams) and all(map(restores_exactly, streams))
-
-
-def _as_streams(sources: Sources) -> dict[str, Any]:
-    """Return *sources* with a stream for each map-style data set."""
-    map_style = {name: each for name, each in sources.items() if hasattr(each, "__len__")}
-    if map_style:
-        _check_sources(map_style)
-    return {
-        name: IndexedStream(dataset) if name in map_style else dataset
-        for name, dataset in sources.items()
-    }
-
-
-def _mixed_streams(
-    sources: Sources, weights: Mapping[str, float] | None, num_samples: int | None
-) -> MixtureStream:
-    if weights is None:
-        raise RecipeError(
-            "a mixture of streams needs weights: the numbers of their samples are unknown",
-            where="dataset.weights",
-            value="null",
-            hint=f"give a weight for each of {', '.join(sources)}",
-        )
-    if num_samples is not None and num_samples < 1:
-        raise RecipeError(
-            "an epoch of the mixture has no sample",
-            where="dataset.num_samples",
-            value=num_samples,
-            hint="set num_samples to 1 or more, or remove it",
-        )
-    shares = _shares(dict.fromkeys(sources, 1), weights)
-    for name, share in shares.items():
-        log.info("mixture: %.4g of the samples are of %s", float(share), name)
-    return MixtureStream(sources, shares, num_samples)
 
 
 def for_each_source(dataset: Any, change: Callable[[Any], Any]) -> Any:
@@ -396,21 +388,17 @@ def _check_sources(sources: Sources) -> None:
             hint="give sections with _target_ by name: sources: {chat: {_target_: ...}, code: {_target_: ...}}",
         )
     for name, dataset in sources.items():
-        where = f"dataset.sources.{name}"
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise RecipeError(
-                "a source of a mixture is not a map-style data set",
-                where=where,
-                value=type(dataset).__name__,
-                hint="give sections with _target_ of data sets with a length, or of streams that save their position",
-            )
-        if len(dataset) == 0:
-            raise RecipeError(
-                "a source of a mixture is empty",
-                where=where,
-                value="0 samples",
-                hint="check its path and filters, or remove it",
-            )
+        # Not by __getitem__, which torch's IterableDataset has, too.
+        if not hasattr(dataset, "__len__"):
+            if not restores_exactly(dataset):
+                raise RecipeError(
+                    "a source of a mixture is not a map-style data set",
+                    where=f"dataset.sources.{name}",
+                    value=type(dataset).__name__,
+                    hint="give sections with _target_ of data sets with a length, or of streams with a state",
+                )
+        elif len(dataset) == 0:
+            raise _empty(name)
 
 
 def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> dict[str, Fraction]:
@@ -437,26 +425,12 @@ def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> di
     return {name: Fraction(weights[name]) / total for name in sizes}
 
 
-def _longest_without_repeats(sizes: Mapping[str, int], shares: Shares) -> int:
-    """Return the number of samples of an epoch after which the first source would repeat a sample."""
-    limits = []
-    for name, share in shares.items():
-        # A share of zero cannot occur.
-        limits.append(sizes[name] / share)
-    return math.floor(min(limits))
-
-
 def _apportioned(shares: Shares, total: int) -> dict[str, int]:
     """Divide *total* by *shares*; those with the largest remainders are rounded up."""
-    counts: dict[str, int] = {}
-    remainders: dict[str, Fraction] = {}
-    for name, share in shares.items():
-        amount = share * total
-        counts[name] = math.floor(amount)
-        remainders[name] = amount - counts[name]
+    counts = {name: math.floor(share * total) for name, share in shares.items()}
     missing = total - sum(counts.values())
     # Stable: among equal remainders, the first sources are rounded up.
-    by_remainder = sorted(remainders, key=lambda name: -remainders[name])
+    by_remainder = sorted(shares, key=lambda name: counts[name] - shares[name] * total)
     for name in by_remainder[:missing]:
         counts[name] += 1
     return counts

@@ -116,7 +116,7 @@ class PreferenceDataset(TokenizedDataset):
     def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
         pair: dict[str, Any] = dict(zip((CHOSEN, REJECTED), samples, strict=True))
         if not math.isnan(number):
-            pair[MARGIN] = number
+            pair[MARGIN] = float(number)
         return pair
 
 

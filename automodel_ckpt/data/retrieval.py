@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,8 @@ from automodel_ckpt.data.rows.rows import (
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.data.text_pairs import PairReader, TextTruncation, encoder_of
+from automodel_ckpt.data.samples.truncation import EarlierTruncation
+from automodel_ckpt.data.text_pairs import PairReader, encoder_of
 from automodel_ckpt.errors import RecipeError
 
 WHERE = "dataset.sources"
@@ -95,76 +96,96 @@ class JsonRows:
 class RetrievalSource:
     """The *table* of the queries, of which rows have the *fields*, with corpora by name.
 
-    The name "" is that of one corpus of all rows. Without a corpus, the rows contain the documents.
+    The name "" is that of one corpus of all rows. Without a corpus, the rows contain the documents. *num_samples* rows
+    are used (None: all).
     """
 
     table: Source | JsonRows
     fields: Sequence[str] = ()
     corpora: Mapping[str, Corpus] = field(default_factory=dict)
+    num_samples: int | None = None
 
-    def fingerprints(self) -> Iterator[str]:
-        """Yield texts that change with the content of its files."""
-        yield self.table.fingerprint()
+    def fingerprints(self) -> list[str]:
+        """Texts that change with the content of its files."""
+        found = [f"{self.num_samples}", self.table.fingerprint()]
         for name, corpus in self.corpora.items():
-            separator = " " if name else "\n"
-            parts = [name, corpus.documents.fingerprint(), repr(corpus.instructions)]
-            yield separator.join(part for part in parts if part)
+            found += [name, corpus.documents.fingerprint(), repr(corpus.instructions)]
+        return found
 
-    def require_fields(self) -> None:
-        """Raise :class:`RecipeError` if the rows lack a field."""
+    def rows(self, seed: int) -> Sequence[int]:
+        """The rows that are used. Raises :class:`RecipeError` if the table lacks a field."""
         if isinstance(self.table, Source):
             self.table.require(self.fields)
+        chosen: Sequence[int] = range(self.table.num_rows)
+        if self.num_samples is None or self.num_samples >= len(chosen):
+            return chosen
+        # As AutoModel draws them.
+        return random.Random(seed).sample(chosen, self.num_samples)
 
     def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> Item:
         """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
         row, where = self.table.row(number), self.table.place(number)
-        corpus = self._corpus_of(row, where)
+        corpus = self.corpora.get("")
+        if self.corpora and corpus is None:
+            name = str(row.get("corpus_id"))
+            corpus = self.corpora.get(name)
+            if corpus is None:
+                hint = f"the file has {', '.join(self.corpora)}"
+                raise RecipeError(
+                    "the corpus of a row is unknown", where=where, value=name, hint=hint
+                )
         query = row.get("question")
         if corpus is None and row.get("query") is not None:
             query = row["query"]
         positives, negatives = _listed(row.get("pos_doc")), _listed(row.get("neg_doc"))
         if not positives or (num_negatives and not negatives):
-            name = "neg_doc" if positives else "pos_doc"
-            hint = "complete or remove this row"
-            if positives:
-                hint += ", or set num_negatives 0"
             raise RecipeError(
-                f"a query has no {name}", where=where, value=str(query)[:80], hint=hint
+                f"a query has no {'neg_doc' if positives else 'pos_doc'}",
+                where=where,
+                value=str(query)[:80],
+                hint="complete or remove this row, or set num_negatives 0 for rows without neg_doc",
             )
         chosen = [positives[0]]
         chosen += [negatives[index % len(negatives)] for index in range(num_negatives)]
-        documents = [_text_of(each, corpus, where) for each in chosen]
-        if has_instructions:
-            before_query, before_document = corpus.instructions if corpus else ("", "")
+        documents = []
+        for each in chosen:
+            text = each.get("text") if isinstance(each, Mapping) else each
+            if corpus is not None and not (isinstance(each, Mapping) and text):
+                text = corpus.text(str(each["id"] if isinstance(each, Mapping) else each), where)
+            documents.append(text)
+        if has_instructions and corpus is not None:
+            before_query, before_document = corpus.instructions
             query = _after(before_query, query)
             documents = [_after(before_document, text) for text in documents]
         return {"query": query, "positive": documents[0], "negatives": documents[1:]}
 
-    def _corpus_of(self, row: Item, where: str) -> Corpus | None:
-        if not self.corpora or "" in self.corpora:
-            return self.corpora.get("")
-        name = str(row.get("corpus_id"))
-        if name not in self.corpora:
-            hint = f"the file has {', '.join(self.corpora)}"
-            raise RecipeError("the corpus of a row is unknown", where=where, value=name, hint=hint)
-        return self.corpora[name]
 
+def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
+    """Open a source as the recipe names it: a path, or a mapping ``{path, num_samples}``.
 
-def open_source(path: str, has_instructions: bool) -> RetrievalSource:
-    """Open the source at *path*. Raises :class:`RecipeError` if it has none of the formats, or cannot be read."""
-    if path.startswith(_HUB):
-        return _of_hub(path, has_instructions)
-    kind = kind_of(Path(path))
-    if kind in _INLINE:
-        return RetrievalSource(Source.of(path), ["pos_doc"])
-    if kind == ".json":
-        return _with_corpora(Path(path).expanduser())
-    raise RecipeError(
-        "this is no source of retrieval data",
-        where=WHERE,
-        value=path,
-        hint="name a .json file with a corpus, a .jsonl file with texts, or hf://ORG/NAME/SUBSET",
-    )
+    Raises :class:`RecipeError` if it has none of the formats, or cannot be read.
+    """
+    path, count = given, None
+    if isinstance(given, Mapping) and given.keys() <= {"path", "num_samples"}:
+        path, count = given.get("path"), given.get("num_samples")
+    found = None
+    if isinstance(path, str) and (count is None or (isinstance(count, int) and count >= 1)):
+        kind = kind_of(Path(path))
+        if path.startswith(_HUB):
+            found = _of_hub(path, has_instructions)
+        elif kind in _INLINE:
+            found = RetrievalSource(Source.of(path), ["pos_doc"])
+        elif kind == ".json":
+            found = _with_corpora(Path(path).expanduser())
+    if found is None:
+        raise RecipeError(
+            "this is no source of retrieval data",
+            where=WHERE,
+            value=str(given)[:80],
+            hint="name a .json file with a corpus, a .jsonl file with texts, or hf://ORG/NAME/SUBSET; or write "
+            "{path: SOURCE, num_samples: 1000}",
+        )
+    return replace(found, num_samples=count)
 
 
 def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
@@ -297,56 +318,23 @@ def retrieval(
     reader = PairReader(
         encoder, "query", "positive", ["negatives"], None, query_prompt, document_prompt
     )
-    rows = RetrievalRows([_Entry.of(each) for each in sources], num_negatives, seed, instructions)
+    rows = RetrievalRows(sources, num_negatives, seed, instructions)
     limits = (truncation, seq_length, query_length)
     return samples_of_rows(
         rows,
         rows.fingerprint(),
         tokenizer,
         reader.encode,
-        TextTruncation.of("right", seq_length),
+        EarlierTruncation.of("right", seq_length),
         key=("retrieval", query_prompt, document_prompt, pair_template, *limits),
         max_samples=max_samples,
     )
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A source as the recipe names it; *num_samples* None: all of its rows."""
-
-    path: str
-    num_samples: int | None = None
-
-    @classmethod
-    def of(cls, given: Any) -> _Entry:
-        if isinstance(given, str):
-            return cls(given)
-        is_mapping = isinstance(given, Mapping) and isinstance(given.get("path"), str)
-        count = given.get("num_samples") if is_mapping else None
-        is_count = count is None or (isinstance(count, int) and count >= 1)
-        if not is_mapping or set(given) - {"path", "num_samples"} or not is_count:
-            hint = "write a path, hf://ORG/NAME/SUBSET, or {path: SOURCE, num_samples: 1000}"
-            raise RecipeError(
-                "this is no source of retrieval data",
-                where=WHERE,
-                value=str(given)[:80],
-                hint=hint,
-            )
-        return cls(given["path"], count)
 
 
 def _listed(value: Any) -> list[Any]:
     if value is None or value == "":
         return []
     return value if isinstance(value, list) else [value]
-
-
-def _text_of(document: Any, corpus: Corpus | None, where: str) -> Any:
-    """The text of a document, which is named by its id if there is a *corpus*."""
-    is_mapping = isinstance(document, Mapping)
-    if corpus is None or (is_mapping and document.get("text")):
-        return document.get("text") if is_mapping else document
-    return corpus.text(str(document["id"] if is_mapping else document), where)
 
 
 def _after(instruction: str, text: Any) -> Any:
@@ -357,45 +345,33 @@ class RetrievalRows(Rows):
     """The texts of the queries of several sources, in their order: fields ``query``, ``positive`` and ``negatives``."""
 
     def __init__(
-        self, entries: Sequence[_Entry], num_negatives: int, seed: int, has_instructions: bool
+        self, sources: Sequence[Any], num_negatives: int, seed: int, has_instructions: bool
     ) -> None:
-        if not entries or num_negatives < 0:
+        if not sources or num_negatives < 0:
             raise RecipeError(
                 "retrieval data needs at least one source, and num_negatives of at least 0",
                 where="dataset",
-                value=f"{len(entries)} sources, num_negatives {num_negatives}",
+                value=f"{len(sources)} sources, num_negatives {num_negatives}",
                 hint="correct these arguments",
             )
-        self.path = ", ".join(entry.path for entry in entries[:2])
-        if len(entries) > 2:
-            self.path = f"{entries[0].path} and {len(entries) - 1} more"
-        self._num_negatives = num_negatives
-        self._seed = seed
-        self._has_instructions = has_instructions
-        self.open_source = [(entry, open_source(entry.path, has_instructions)) for entry in entries]
+        self.path = f"{len(sources)} sources" if len(sources) > 1 else str(sources[0])
+        self._options = (num_negatives, seed, has_instructions)
+        self._sources = [open_source(each, has_instructions) for each in sources]
         # Fields of the same rows are read one after another.
-        self._last_range: tuple[int, int] | None = None
-        self._last_texts: list[Item] = []
+        self._texts = lru_cache(maxsize=1)(self._read_texts)
 
     def fingerprint(self) -> str:
         """A text that changes with the texts. Raises :class:`RecipeError` if they cannot be read."""
-        parts = [f"{self._num_negatives} {self._seed} {self._has_instructions}"]
-        for entry, opened in self.open_source:
-            parts += [f"{entry.num_samples}", *opened.fingerprints()]
+        parts = [repr(self._options)]
+        for source in self._sources:
+            parts += source.fingerprints()
         return "\n".join(parts)
 
     @cached_property
     def _parts(self) -> list[tuple[RetrievalSource, Sequence[int]]]:
         """The sources, each with the rows of it that are used."""
-        parts = []
-        for entry, opened in self.open_source:
-            opened.require_fields()
-            chosen: Sequence[int] = range(opened.table.num_rows)
-            if entry.num_samples is not None and entry.num_samples < len(chosen):
-                # As AutoModel draws them.
-                chosen = random.Random(self._seed).sample(chosen, entry.num_samples)
-            parts.append((opened, chosen))
-        return parts
+        _, seed, _ = self._options
+        return [(source, source.rows(seed)) for source in self._sources]
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -410,21 +386,20 @@ class RetrievalRows(Rows):
         return _FIELDS
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
-        if self._last_range != (start, stop):
-            self._last_texts = []
-            for number in range(start, stop):
-                part, inner = self._find(number)
-                count, has_instructions = self._num_negatives, self._has_instructions
-                texts = part.texts(inner, count, has_instructions=has_instructions)
-                self._last_texts.append(texts)
-            self._last_range = (start, stop)
-        return [[texts[name] for texts in self._last_texts] for name in fields]
+        return [[texts[name] for texts in self._texts(start, stop)] for name in fields]
+
+    def _read_texts(self, start: int, stop: int) -> list[Item]:
+        num_negatives, _, has_instructions = self._options
+        found = []
+        for source, number in map(self._find, range(start, stop)):
+            found.append(source.texts(number, num_negatives, has_instructions=has_instructions))
+        return found
 
     def place(self, row: int) -> str:
-        part, inner = self._find(row)
-        return part.table.place(inner)
+        source, number = self._find(row)
+        return source.table.place(number)
 
     def _find(self, number: int) -> tuple[RetrievalSource, int]:
         index = bisect_right(self._ends, number)
-        part, chosen = self._parts[index]
-        return part, chosen[number - (self._ends[index] - len(chosen))]
+        source, chosen = self._parts[index]
+        return source, chosen[number - (self._ends[index] - len(chosen))]

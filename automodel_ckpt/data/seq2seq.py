@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,6 @@ from automodel_ckpt.data.collate import (
     Batch,
     PadCollator,
     Sample,
-    Where,
     has_keys,
     require_sample,
 )
@@ -32,10 +31,10 @@ from automodel_ckpt.data.rows.arguments import (
 )
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
-from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
+from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import UNLIMITED, Truncation
+from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
 
@@ -63,67 +62,38 @@ def source_target(
     *seq_length*), is rejected with its location. With *truncation* ``right``, the tokenizer truncates the text, so that
     its special tokens remain, and with ``skip`` the row is skipped; the numbers are logged.
     """
+    limit = seq_length if target_length is None else target_length
+    if limit is not None:
+        # A token and the end token.
+        require_range("target_length", limit, 2)
     encoder = SourceTargetEncoder(
         require_tokenizer(tokenizer),
-        Fields(source_field, target_field, source_prompt),
+        (source_field, target_field),
+        source_prompt,
         truncation,
         UNLIMITED if seq_length is None else seq_length,
-        _target_limit(seq_length, target_length),
+        UNLIMITED if limit is None else limit,
         start_token_id,
     )
     return samples_of(
         path,
         tokenizer,
         encoder.encode,
-        PairTruncation.of("right", seq_length),
-        fields=encoder.fields.names,
-        key=("source_target", *encoder.fields, truncation, *encoder.key),
+        EarlierTruncation.of("right", seq_length),
+        fields=[*names_in(source_field), *names_in(target_field)],
+        key=("source_target", source_field, target_field, source_prompt, truncation, *encoder.key),
         **options,
         kind=SourceTargetDataset,
     )
 
 
-def _target_limit(seq_length: int | None, target_length: int | None) -> int:
-    limit = seq_length if target_length is None else target_length
-    if limit is None:
-        return UNLIMITED
-    # A token and the end token.
-    require_range("target_length", limit, 2)
-    return limit
-
-
-class Fields(NamedTuple):
-    """The fields of the source and the target, or templates of fields, and the text before each source."""
-
-    source: str
-    target: str
-    prompt: str
-
-    @property
-    def names(self) -> list[str]:
-        """The fields of the data that are used."""
-        return [*names_in(self.source), *names_in(self.target)]
-
-
-class PairTruncation(Truncation):
-    """Counts what :class:`SourceTargetEncoder` has truncated, and skips pairs whose target has no tokens left."""
-
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
-        [sample] = samples
-        if not any(sample.labelled):
-            self.num_left_out += 1
-            return []
-        self.num_cut += sample.is_cut
-        self.num_empty += sample.is_empty
-        return [sample]
-
-
 @dataclass(frozen=True)
 class SourceTargetEncoder:
-    """Tokenizes pairs of texts, with the limits *seq_length* of sources and *target_length* of targets."""
+    """Tokenizes the texts in two *fields*, with the limits *seq_length* of sources and *target_length* of targets."""
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
-    fields: Fields
+    fields: tuple[str, str]
+    prompt: str
     truncation: str
     seq_length: int
     target_length: int
@@ -158,8 +128,8 @@ class SourceTargetEncoder:
 
     def encode(self, rows: Rows) -> list[TokenizedSample]:
         """Make a sample of each row. Raises :class:`RecipeError` for a source without tokens, or texts too long."""
-        sources, targets = rows.texts([self.fields.source, self.fields.target])
-        sources = [self.fields.prompt + source for source in sources]
+        sources, targets = rows.texts(self.fields)
+        sources = [self.prompt + source for source in sources]
         source_ids = encode_all(self.tokenizer, sources, add_special_tokens=True)
         target_ids = [self._as_target(ids) for ids in self._tokenized_targets(targets)]
         for number, ids in enumerate(source_ids):
@@ -175,22 +145,19 @@ class SourceTargetEncoder:
             _require_short(rows, target_ids, self.target_length, "target", "target_length")
         samples = []
         for number, (source, target) in enumerate(zip(source_ids, target_ids, strict=True)):
-            is_long = len(source) > self.seq_length, len(target) > self.target_length
-            if self.truncation == "skip" and any(is_long):
-                target = []
-            elif any(is_long):
+            is_long = len(source) > self.seq_length or len(target) > self.target_length
+            if is_long and self.truncation == "skip":
+                source, target = [], []
+            elif is_long:
                 source, target = self._truncated(sources[number], targets[number])
-            labelled = [False] * len(source) + [True] * len(target)
             is_empty = not targets[number].strip()
-            samples.append(
-                TokenizedSample(source + target, labelled, is_empty, is_cut=any(is_long))
-            )
+            sample = TokenizedSample.answer(source, target, is_empty)
+            samples.append(sample._replace(is_cut=is_long))
         return samples
 
-    def _tokenized_targets(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    def _tokenized_targets(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of targets, with what the tokenizer adds to them: tokenizers of translation have two modes."""
-        encoded: Any = self.tokenizer(text_target=list(texts), verbose=False, **options)
-        return [list(ids) for ids in encoded["input_ids"]]
+        return [ids for ids, _ in tokenize(self.tokenizer, (), text_target=list(texts))]
 
     def _as_target(self, ids: list[int]) -> list[int]:
         if self.start_token_id is not None and self._around_targets[:1] == (self.start_token_id,):
@@ -199,15 +166,12 @@ class SourceTargetEncoder:
 
     def _truncated(self, source: str, target: str) -> tuple[list[int], list[int]]:
         """The tokens of both texts within their limits; the tokenizer's special tokens remain."""
-        options = {"truncation": True, "max_length": self.seq_length}
-        with truncation_on_the_right(self.tokenizer):
-            source_ids = list(self.tokenizer(source, verbose=False, **options)["input_ids"])
+        source_ids, _ = truncated(self.tokenizer, [source], self.seq_length)
         [whole] = self._tokenized_targets([target])
         # The tokens that _as_target adds or removes count, too.
         num_more = len(self._as_target(whole)) - len(whole)
         limit = min(self.target_length, UNLIMITED - 1) - num_more
-        with truncation_on_the_right(self.tokenizer):
-            [target_ids] = self._tokenized_targets([target], truncation=True, max_length=limit)
+        target_ids, _ = truncated(self.tokenizer, [], limit, text_target=[target])
         return source_ids, self._as_target(target_ids)
 
 
@@ -264,7 +228,13 @@ class SourceTargetCollator:
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
         sources, targets = [], []
         for sample in samples:
-            _check(sample)
+            require_sample(
+                has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
+                sample,
+                "a sample is no pair of a source and a target",
+                'return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
+                "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
+            )
             source = sample["input_ids"]
             # A target without tokens has one position without a label.
             target = list(sample["labels"]) or [IGNORE_INDEX]
@@ -277,13 +247,3 @@ class SourceTargetCollator:
             "attention_mask": padded["attention_mask"],
             "labels": labels,
         }
-
-
-def _check(sample: AnySample) -> None:
-    require_sample(
-        has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
-        sample,
-        "a sample is no pair of a source and a target",
-        'return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
-        "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
-    )

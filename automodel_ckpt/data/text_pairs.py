@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from automodel_ckpt.data.collate import (
     AnySample,
     Batch,
     PadCollator,
-    Where,
     has_keys,
     require_sample,
 )
@@ -33,7 +32,7 @@ from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
 _NEGATIVES = re.compile(r"negatives?(_\d+)?")
@@ -85,7 +84,7 @@ def text_pairs(
         path,
         tokenizer,
         pairs.encode,
-        TextTruncation.of("right", seq_length),
+        EarlierTruncation.of("right", seq_length),
         fields=pairs.names,
         key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length, *joint),
         **options,
@@ -109,14 +108,6 @@ def encoder_of(
             hint="remove it, and set dataset.seq_length",
         )
     return TextsEncoder(tokenizer, seq_length, truncation, pair_template, query_length)
-
-
-class TextTruncation(Truncation):
-    """Counts the samples of which :class:`TextsEncoder` has truncated a text. It changes and skips none."""
-
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
-        self.num_cut += sum(sample.is_cut for sample in samples)
-        return list(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +155,17 @@ class PairReader:
         found: list[list[str]] = [[] for _ in range(rows.num_rows)]
         for field, values in zip(fields, rows.read(fields), strict=True):
             for number, value in enumerate(values):
-                found[number] += _texts_in(value, field, rows, number)
+                texts = [value] if isinstance(value, str) else [] if value is None else value
+                if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+                    raise RecipeError(
+                        f"field {field} of a sample is not text, a list of texts or null",
+                        where=rows.place(number),
+                        value=str(value)[:80],
+                        hint="correct this row, or list the fields with negatives in dataset.negative_fields "
+                        f"(by default: {_NEGATIVES_IN_WORDS})",
+                    )
+                found[number] += texts
         return [texts[: self.max_negatives] for texts in found]
-
-
-def _texts_in(value: Any, field: str, rows: Rows, number: int) -> list[str]:
-    """The texts in a field of negatives: one, several, or none for null."""
-    if value is None:
-        return []
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise RecipeError(
-            f"field {field} of a sample is not text, a list of texts or null",
-            where=rows.place(number),
-            value=str(value)[:80],
-            hint="correct this row, or list the fields with negatives in dataset.negative_fields "
-            f"(by default: {_NEGATIVES_IN_WORDS})",
-        )
-    return texts
 
 
 class PairCollator:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from automodel_ckpt.data.batches.packing import PackedDataset
-from automodel_ckpt.data.classification import LabeledTexts
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.media.image_packing import PackedImages
 from automodel_ckpt.data.samples.teacher_targets import TargetedDataset
@@ -111,8 +110,6 @@ def summary(recipe: Recipe) -> DataSummary:
         waste = 100 * dataset.waste
         packs = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f}% of them empty"
     samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
-    if isinstance(samples, LabeledTexts):
-        return DataSummary(samples.summary, False, int(samples.num_cut[0]), 0, packs)
     if isinstance(samples, TokenizedDataset):
         truncated, skipped, *_ = samples.counts.tolist()
         template = samples.template or ""

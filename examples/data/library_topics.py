@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.classification import (
-    LabeledTexts,
-    TextEncoder,
-    cached_texts,
-    labeled_texts,
-)
+from automodel_ckpt.data.classification import TextEncoder, labeled_texts
 from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.labels import Labels
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.examples.data.python_library import library_digest, library_docstrings
 
 
@@ -26,7 +22,7 @@ def library_topics(
     seq_length: int = 128,
     split: str = "train",
     max_samples: int | None = None,
-) -> LabeledTexts:
+) -> TokenizedDataset:
     """Make a sample of each docstring in modules of the standard library; its label is the name of the module.
 
     ``classification.labels`` are names of modules or packages, such as asyncio. Docstrings are truncated to
@@ -34,16 +30,18 @@ def library_topics(
     :class:`RecipeError` for a module without docstrings.
     """
     require_choice("split", split, ("train", "validation"))
-    policy = Truncation("right", seq_length)
-    encoder = TextEncoder(require_tokenizer(tokenizer), policy, "text", None, None)
-
-    def build() -> LabeledTexts:
-        rows = _TopicRows(library_docstrings(labels.names, split))
-        return labeled_texts(rows, encoder, rows.values("label"), labels.targets)
-
-    key = (library_digest(), split, policy.seq_length, str(labels))
-    what = f"library_topics ({split})"
-    return cached_texts("classification-library_topics", key, encoder, build, what, max_samples)
+    encoder = TextEncoder(require_tokenizer(tokenizer), "text", None, None, "right", seq_length)
+    rows = _TopicRows(lambda: library_docstrings(labels.names, split))
+    return labeled_texts(
+        "classification-library_topics",
+        rows,
+        library_digest(),
+        encoder,
+        "label",
+        lambda: labels.targets,
+        key=(split, str(labels)),
+        max_samples=max_samples,
+    )
 
 
 class _TopicRows(Rows):
@@ -51,11 +49,13 @@ class _TopicRows(Rows):
 
     path = "the standard library"
 
-    def __init__(self, pairs: list[tuple[str, str]]) -> None:
-        self._columns = {
-            "label": [module for module, _ in pairs],
-            "text": [docstring for _, docstring in pairs],
-        }
+    def __init__(self, pairs: Callable[[], list[tuple[str, str]]]) -> None:
+        self._pairs = pairs
+
+    @cached_property
+    def _columns(self) -> dict[str, list[str]]:
+        modules, docstrings = zip(*self._pairs(), strict=True)
+        return {"label": list(modules), "text": list(docstrings)}
 
     @property
     def num_rows(self) -> int:

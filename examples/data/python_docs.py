@@ -36,7 +36,7 @@ from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.token_arrays import TokenSpans
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.truncation import EarlierTruncation, Truncation
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_library import (
@@ -360,7 +360,7 @@ def description_pairs(
     the template, from the sections of these names.
     """
 
-    from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
+    from automodel_ckpt.data.text_pairs import encoder_of
 
     require_choice("split", split, ("train", "validation"))
     if num_negatives < 0:
@@ -388,7 +388,7 @@ def description_pairs(
         library_digest(),
         tokenizer,
         lambda rows: encoder.samples(rows.values(_ITEM), rows.place),
-        TextTruncation("right", seq_length),
+        EarlierTruncation("right", seq_length),
         key=(
             "python_docs-description_pairs",
             *(split, query_prompt, document_prompt, pair_template, num_negatives),

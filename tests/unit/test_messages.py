@@ -38,7 +38,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.data.batches.sampler import accumulation_steps
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media import media_files as images
-from automodel_ckpt.data.rows.records import _unique
+from automodel_ckpt.data.rows.row_files import _unique
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.examples.data import digits, python_docs

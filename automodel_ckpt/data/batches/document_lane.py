@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from automodel_ckpt.data.batches.sampler import permutation
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     State,
-    Where,
 )
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import StreamedRows
@@ -36,11 +35,6 @@ class Document(NamedTuple):
 
     tokens: npt.NDArray[np.int32]
     labelled: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], labelled: Sequence[bool]) -> Document:
-        """Make a document of lists."""
-        return cls(np.array(tokens, np.int32), np.array(labelled, np.bool_))
 
     def part(self, start: int, stop: int) -> Document:
         """The tokens *start* to *stop* - 1."""
@@ -88,8 +82,13 @@ class RowRules:
         if not self.splits:
             return self._whole(documents, order)
         if self.attends_across:
-            return self._one_sequence(documents)
-        return self._divided(documents)
+            documents = [Document(*map(np.concatenate, zip(*documents, strict=True)))]
+        rows, left = self._divided(documents)
+        if self.attends_across and not left:
+            # The first token of the next document is predicted from the last one of the row.
+            length = len(documents[0].tokens)
+            left = [documents[0].part(length - 1, length)]
+        return rows, left
 
     def _whole(
         self, documents: Sequence[Document], order: Callable[[int], Sequence[int]]
@@ -123,18 +122,6 @@ class RowRules:
                     break
                 start = end - 1
         return rows, parts
-
-    def _one_sequence(self, documents: Sequence[Document]) -> tuple[list[Row], list[Document]]:
-        whole = Document(
-            np.concatenate([document.tokens for document in documents]),
-            np.concatenate([document.labelled for document in documents]),
-        )
-        rows = []
-        start = 0
-        while start + self.size <= len(whole.tokens):
-            rows.append(self.row([whole.part(start, start + self.size)]))
-            start += self.size - 1
-        return rows, [whole.part(start, len(whole.tokens))]
 
 
 class DocumentRows:
@@ -188,133 +175,96 @@ _DOCUMENTS_PER_CALL = 64
 
 
 class Lane:
-    """The rows of one lane, packed in blocks of at least *num_documents* documents and :data:`ROWS_PER_BLOCK` rows.
+    """The rows of lane *lane*, (number, count), of a stream of documents, which is read again and again.
 
+    They are packed in blocks of at least :data:`ROWS_PER_BLOCK` rows and of as many documents as are shuffled together.
     The state is the position of the block in the documents, the documents that were left of the block before, and the
-    number of rows that were taken. A block is a function of the state at its start.
+    number of rows that were taken. A block is a function of the state at its start. *name* is the name in a mixture.
     """
 
     def __init__(
         self,
-        documents: LaneDocuments,
+        stream: RowStream,
+        name: str,
+        lane: tuple[int, int],
         rules: RowRules,
         seed: int,
-        num_documents: int,
         *,
         shuffle: bool,
         state: State | None,
     ) -> None:
-        self._documents, self._rules, self._seed = documents, rules, seed
-        self._num_documents, self._shuffle = num_documents, shuffle
+        self._stream, self._name, self._lane = stream, name, lane
+        self._rules, self._seed, self._shuffle = rules, seed, shuffle
+        self._source = stream.rows.lane(*lane)
+        self._beginning = copy.deepcopy(self._source.state_dict())
+        self._iterator: Iterator[Any] | None = None
+        self._has_some = state is not None
         self._rows: list[Row] = []
         self._left: list[Document] = []
-        self._block = 0
-        self._taken = 0
-        self._start = documents.state_dict()
-        self._left_before: list[Document] = []
+        self._state: State = {
+            "documents": self._beginning,
+            "left": _arrays_of([]),
+            "block": 0,
+            "num_documents": max(stream.block // lane[1], 1),
+            "taken": 0,
+        }
         if state is not None:
-            documents.load_state_dict(state["documents"])
-            self._left = _documents_in(state["left"])
-            self._block = state["block"]
             # The block that was interrupted keeps its size, also if the recipe's shuffle_block has changed.
-            self._num_documents = state["num_documents"]
-            self._start, self._left_before = documents.state_dict(), self._left
+            self._state = dict(state)
+            self._source.load_state_dict(copy.deepcopy(state["documents"]))
+            self._left = _documents_in(state["left"])
             if state["taken"]:
                 self._read_block()
-                self._taken = state["taken"]
+                self._state["taken"] = state["taken"]
 
     def next(self) -> Row:
         """The next row."""
-        while self._taken == len(self._rows):
-            self._block += bool(self._rows)
+        state = self._state
+        while state["taken"] == len(self._rows):
+            state["block"] += bool(self._rows)
             self._read_block()
-        self._taken += 1
-        return self._rows[self._taken - 1]
+        state["taken"] += 1
+        return self._rows[state["taken"] - 1]
 
     def state_dict(self) -> State:
         """The state after the rows that were taken."""
-        return {
-            "documents": self._start,
-            "left": _arrays_of(self._left_before),
-            "block": self._block,
-            "num_documents": self._num_documents,
-            "taken": self._taken,
-        }
+        return dict(self._state)
 
     def _read_block(self) -> None:
-        self._start = self._documents.state_dict()
-        self._left_before = self._left
-        documents = list(self._left)
+        left = self._left
+        documents = list(left)
+        start = {"documents": copy.deepcopy(self._source.state_dict()), "left": _arrays_of(left)}
+        self._state.update(start, taken=0)
         wanted = ROWS_PER_BLOCK * self._rules.size
-        num_tokens = sum(len(document.tokens) for document in documents)
-        num_read = 0
+        num_tokens = sum(len(document.tokens) for document in left)
         is_last = False
-        while not is_last and (num_read < self._num_documents or num_tokens < wanted):
-            found, is_last = self._documents.read(_DOCUMENTS_PER_CALL)
-            num_read += len(found)
+        while not is_last and (
+            len(documents) - len(left) < self._state["num_documents"] or num_tokens < wanted
+        ):
+            found, is_last = self._read()
             num_tokens += sum(len(document.tokens) for document in found)
             documents += found
         if self._rules.splits:
             # What is left continues in the next row, so it stays first.
-            first = len(self._left)
-            order = [first + number for number in self._order(len(documents) - first)]
-            documents = [*documents[:first], *(documents[number] for number in order)]
+            first = len(left)
+            order = self._order(len(documents) - first)
+            documents = [*left, *(documents[first + number] for number in order)]
         self._rows, self._left = self._rules.rows(documents, self._order)
-        self._taken = 0
 
     def _order(self, count: int) -> Sequence[int]:
-        order: list[int] = permutation(count, self._seed, self._block, self._shuffle).tolist()
+        block = self._state["block"]
+        order: list[int] = permutation(count, self._seed, block, self._shuffle).tolist()
         return order
 
-
-class LaneDocuments:
-    """The tokenized documents of lane *number* of *count*, again and again."""
-
-    def __init__(
-        self, stream: RowStream, name: str, number: int, count: int, rules: RowRules
-    ) -> None:
-        self._stream = stream
-        self._name = name
-        self._lane = (number, count)
-        self._rules = rules
-        self._rows = stream.rows.lane(number, count)
-        self._beginning = self._rows.state_dict()
-        self._iterator: Iterator[Any] | None = None
-        self._has_some = False
-
-    def read(self, count: int) -> tuple[list[Document], bool]:
-        """Return the next documents, at most *count*, and whether they are the last before the stream begins again."""
+    def _read(self) -> tuple[list[Document], bool]:
+        """Return some more documents, and whether they are the last before the stream begins again."""
         if self._iterator is None:
-            self._iterator = iter(self._rows)
-        rows = list(islice(self._iterator, count))
+            self._iterator = iter(self._source)
+        rows = list(islice(self._iterator, _DOCUMENTS_PER_CALL))
         documents = self._tokenized(rows) if rows else []
         self._has_some = self._has_some or bool(documents)
-        is_last = len(rows) < count
-        if is_last:
-            self._begin_again()
-        return documents, is_last
-
-    def _tokenized(self, rows: list[Any]) -> list[Document]:
-        stream = self._stream
-        table = StreamedRows(stream.source.path, rows, stream.rows.fields)
-        documents = []
-        for number, sample in enumerate(stream.encode(table)):
-            for truncated in stream.policy.apply([sample], partial(table.place, number)):
-                self._check_length(len(truncated.tokens), partial(table.place, number))
-                documents.append(Document.of(truncated.tokens, truncated.labelled))
-        return documents
-
-    def _check_length(self, length: int, where: Where) -> None:
-        if length > self._rules.size and not self._rules.splits:
-            raise RecipeError(
-                "a document is longer than a row",
-                where=where(),
-                value=f"{length} tokens, packed_sequence.size {self._rules.size}",
-                hint="set pretrain.split_documents true, dataset.seq_length to the size of a row with "
-                "dataset.truncation right, or a larger packed_sequence.size",
-            )
-
-    def _begin_again(self) -> None:
+        if len(rows) == _DOCUMENTS_PER_CALL:
+            return documents, False
         if not self._has_some:
             number, count = self._lane
             raise RecipeError(
@@ -323,17 +273,28 @@ class LaneDocuments:
                 value=f"part {number + 1} of {count} of {self._stream.source.path} has no document with labels",
                 hint="read it without streaming, or use more data or a smaller step_scheduler.global_batch_size",
             )
-        self._rows.load_state_dict(copy.deepcopy(self._beginning))
+        self._source.load_state_dict(copy.deepcopy(self._beginning))
         self._iterator = None
+        return documents, True
 
-    def state_dict(self) -> State:
-        state: State = copy.deepcopy(self._rows.state_dict())
-        return state
-
-    def load_state_dict(self, state: State) -> None:
-        self._rows.load_state_dict(copy.deepcopy(state))
-        self._iterator = None
-        self._has_some = True
+    def _tokenized(self, rows: list[Any]) -> list[Document]:
+        stream, rules = self._stream, self._rules
+        table = StreamedRows(stream.source.path, rows, stream.rows.fields)
+        documents = []
+        for number, sample in enumerate(stream.encode(table)):
+            for truncated in stream.policy.apply([sample], partial(table.place, number)):
+                length = len(truncated.tokens)
+                if length > rules.size and not rules.splits:
+                    raise RecipeError(
+                        "a document is longer than a row",
+                        where=table.place(number),
+                        value=f"{length} tokens, packed_sequence.size {rules.size}",
+                        hint="set pretrain.split_documents true, dataset.seq_length to the size of a row with "
+                        "dataset.truncation right, or a larger packed_sequence.size",
+                    )
+                tokens, labelled = truncated.tokens, truncated.labelled
+                documents.append(Document(np.array(tokens, np.int32), np.array(labelled, np.bool_)))
+        return documents
 
 
 def _arrays_of(documents: Sequence[Document]) -> State:
@@ -348,10 +309,6 @@ def _arrays_of(documents: Sequence[Document]) -> State:
 
 
 def _documents_in(arrays: State) -> list[Document]:
-    documents = []
-    start = 0
-    for length in arrays["lengths"]:
-        stop = start + length
-        documents.append(Document(arrays["tokens"][start:stop], arrays["labelled"][start:stop]))
-        start = stop
-    return documents
+    whole = Document(arrays["tokens"], arrays["labelled"])
+    ends = accumulate(arrays["lengths"])
+    return [whole.part(end - n, end) for n, end in zip(arrays["lengths"], ends, strict=True)]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -21,46 +19,15 @@ from automodel_ckpt.data.batches.micro_batches import (
     isolated_rng,
     read_all,
 )
-from automodel_ckpt.data.batches.sampler import (
-    BatchSizes,
-    accumulation_steps,
-    permutation,
-    rank_part,
-)
-from automodel_ckpt.data.collate import (
-    Batch,
-    State,
-)
+from automodel_ckpt.data.batches.micro_batches import GlobalBatch as GlobalBatch
+from automodel_ckpt.data.batches.sampler import BatchSizes, accumulation_steps, permutation
+from automodel_ckpt.data.collate import State
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
-
-if TYPE_CHECKING:
-    from automodel_ckpt.data.batches.packed_stream import PackedStream
-    from automodel_ckpt.data.batches.stream_batches import StreamBatch
 
 log = logging.getLogger(__name__)
 
-_STATE_KEYS = frozenset(
-    {"epoch", "consumed_samples", "seed", "shuffle", "num_samples", "global_batch_size"}
-)
-
-
-@dataclass(slots=True)
-class GlobalBatch:
-    """One global batch as one rank sees it.
-
-    *sample_ids* are those of the whole global batch, the same on every rank: indices of a map-style data set,
-    positions in the epoch of an iterable one. *micro_batches* are this rank's, the same number on every rank; if the
-    rank's part is empty, it is a batch of one sample whose labels are all -100. *index* counts global batches and
-    *start* samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
-    """
-
-    epoch: int
-    index: int
-    start: int
-    sample_ids: list[int]
-    micro_batches: list[Batch] = field(repr=False)
-    last_of_epoch: bool
-    source_state: Any = field(default=None, repr=False)
+_POSITION = ("epoch", "consumed_samples")
+_STATE_KEYS = (*_POSITION, "seed", "shuffle", "num_samples", "global_batch_size")
 
 
 class GlobalBatchLoader:
@@ -163,8 +130,8 @@ class GlobalBatchLoader:
             "num_samples": self.num_samples,
             "global_batch_size": self.sizes.global_batch_size,
         }
-        if self._identity is not None:
-            state["data"] = self._identity
+        if (identity := _identity(self.dataset)) is not None:
+            state["data"] = identity
         if self._source_state is not None:
             state["source"] = self._source_state
         return state
@@ -175,10 +142,8 @@ class GlobalBatchLoader:
         A packed stream is the only data set of which each rank has a part of the state. *gather* returns the objects of
         all ranks.
         """
-        if self._source_state is None:
-            return
-        if self._packed is not None:
-            self._source_state = self._packed.merged(gather(self._source_state))
+        if self._source_state is not None and self._is_packed:
+            self._source_state = self.dataset.merged(gather(self._source_state))
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a saved position, on any number of ranks.
@@ -187,27 +152,26 @@ class GlobalBatchLoader:
         batch size changed, and if the data changed but kept its length. Raises :class:`RecipeError` if the data set has
         another length, and :class:`CheckpointUnusable` if *state* is not the state of a loader.
         """
-        missing = sorted(_STATE_KEYS - state.keys())
-        if missing:
+        position = [state.get(name) for name in _POSITION]
+        # A checkpoint is data from outside: a float, a bool or a huge number must not become an index.
+        is_valid = [type(count) is int and 0 <= count < 2**53 for count in position]
+        if not all(is_valid) or not set(_STATE_KEYS) <= state.keys():
+            shown = [f"{name} {str(state.get(name, 'missing'))[:40]}" for name in _STATE_KEYS]
             raise CheckpointUnusable(
                 "this is not the state of a data loader",
-                where="dataloader",
-                value=f"missing {', '.join(missing)}",
-                hint="resume from another checkpoint (checkpoint.restore_from)",
-            )
-        position = {name: state[name] for name in ("epoch", "consumed_samples")}
-        # A checkpoint is data from outside: a float, a bool or a huge number must not become an index.
-        is_valid = [type(count) is int and 0 <= count < 2**53 for count in position.values()]
-        if not all(is_valid):
-            shown = [f"{name} {str(count)[:40]}" for name, count in position.items()]
-            raise CheckpointUnusable(
-                "the saved position in the data is invalid",
                 where="dataloader",
                 value=", ".join(shown),
                 hint="resume from another checkpoint (checkpoint.restore_from)",
             )
-        self._require_same_data(state["num_samples"])
-        self._report_other_data(state)
+        saved = state["num_samples"]
+        if saved != self.num_samples:
+            raise RecipeError(
+                "the data set differs from the one in the checkpoint",
+                where="dataset",
+                value=f"the checkpoint was saved with {_size(saved)}, the recipe has {_size(self.num_samples)}",
+                hint="resume with the same data set; to train on other data, start a new run from the exported model "
+                "in another checkpoint_dir",
+            )
         self._report_differences(state)
         # Assigned after all checks, so that a rejected state changes nothing.
         self.epoch = state["epoch"]
@@ -231,26 +195,26 @@ class GlobalBatchLoader:
                 f"global_batch_size {size} they would be {num_steps * size}: global batches and step counts differ "
                 "from here on"
             )
-            self._start_at_sample(consumed_samples)
-        elif self.num_samples is None:
-            self._start_at_sample(num_steps * size)
         else:
+            consumed_samples = None
+        if self.num_samples is None:
+            # The length of an epoch is unknown: where the stream ends earlier, the next epoch begins.
+            self.epoch = 0
+            self.consumed_samples = (
+                num_steps * size if consumed_samples is None else consumed_samples
+            )
+            self._load_source_state(None)
+        elif consumed_samples is None:
             self.epoch, batches_of_epoch = divmod(num_steps, len(self))
             self.consumed_samples = batches_of_epoch * size
+        else:
+            self.epoch, self.consumed_samples = divmod(consumed_samples, self._samples_per_epoch)
         if self.sizes.dp_rank == 0:
             log.info(
                 "continuing after sample %d of epoch %d, in the order of the recipe's data set",
                 self.consumed_samples,
                 self.epoch,
             )
-
-    def _start_at_sample(self, consumed_samples: int) -> None:
-        if self.num_samples is None:
-            # The length of an epoch is unknown: where the stream ends earlier, the next epoch begins.
-            self.epoch, self.consumed_samples = 0, consumed_samples
-            self._load_source_state(None)
-            return
-        self.epoch, self.consumed_samples = divmod(consumed_samples, self._samples_per_epoch)
 
     @property
     def samples_before(self) -> int:
@@ -284,7 +248,7 @@ class GlobalBatchLoader:
         with closing(read_all(reader, requests, self.num_workers)) as batches:
             for start in starts:
                 ids = order[start : start + size].tolist()
-                num_micro_batches = len(self._rank_part(ids))
+                num_micro_batches = len(self.sizes.rank_part(ids))
                 # Left before the yield: the training step draws from the generators that
                 # checkpoints store.
                 with isolated_rng() if advances_rng else nullcontext():
@@ -298,18 +262,14 @@ class GlobalBatchLoader:
         """Yield the requests for this rank's micro-batches of the global batch with these sample ids."""
         global_ids = ids.tolist()
         # By offset, since a mixture can have a sample twice in a global batch.
-        for offsets in self._rank_part(range(len(global_ids))):
+        for offsets in self.sizes.rank_part(range(len(global_ids))):
             part = [global_ids[offset] for offset in offsets]
             before = None
             if self.sizes.with_preceding:
                 before = global_ids[(offsets[0] if offsets else 0) - 1]
             yield Request(self.seed, epoch, part, filler=global_ids[0], preceding=before)
 
-    def _rank_part(self, ids: Sequence[int]) -> list[list[int]]:
-        return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)
-
     def _stream_batches(self) -> Generator[GlobalBatch]:
-        epoch = self.epoch
         from automodel_ckpt.data.batches.stream_batches import (
             StreamPosition,
             StreamReader,
@@ -318,55 +278,54 @@ class GlobalBatchLoader:
 
         position = StreamPosition(
             self.seed,
-            epoch,
+            self.epoch,
             self.consumed_samples,
             self._source_state,
             self._start_state,
             self.shuffle,
         )
-        if self._packed is not None:
-            found = self._packed.read(position, self.sizes, self.collate_fn, self.num_workers)
+        if self._is_packed:
+            found = self.dataset.read_batches(
+                position, self.sizes, self.collate_fn, self.num_workers
+            )
         else:
             reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
             found = read_stream(reader, self.num_workers)
         with closing(found) as batches:
-            while (part := _next_isolated(batches)) is not None:
-                index = part.start // self.sizes.global_batch_size
-                end = part.start + part.num_samples
-                ids = list(range(part.start, end))
-                yield GlobalBatch(
-                    epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state
-                )
+            while True:
+                with isolated_rng():
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
 
     def _skip_to_next_epoch(self) -> None:
+        unit = "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
         # Otherwise __iter__ would continue forever with a source that yields nothing.
         if self.consumed_samples == 0:
-            raise _empty(f"epoch {self.epoch} of the iterable data set yields no {self._unit()}")
+            raise _empty(f"epoch {self.epoch} of the iterable data set yields no {unit}")
         self._warn(
-            f"epoch {self.epoch} has no further {self._unit()} after {counted(self.consumed_samples, 'sample')}: "
+            f"epoch {self.epoch} has no further {unit} after {counted(self.consumed_samples, 'sample')}: "
             f"continuing with epoch {self.epoch + 1}"
         )
         self.epoch += 1
         self.consumed_samples = 0
 
-    @cached_property
-    def _packed(self) -> PackedStream | None:
-        """The data set if it is a packed stream, which makes the rows of this rank itself."""
-        from automodel_ckpt.data.batches.packed_stream import PackedStream
+    @property
+    def _is_ordered(self) -> bool:
+        """Whether a stream has a method ``set_order(seed, epoch, shuffle=...)`` that defines its order."""
+        return callable(getattr(self.dataset, "set_order", None))
 
-        return self.dataset if isinstance(self.dataset, PackedStream) else None
-
-    def _unit(self) -> str:
-        return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
+    @property
+    def _is_packed(self) -> bool:
+        """Whether the data set is a packed stream, which makes the rows of this rank itself."""
+        return hasattr(self.dataset, "read_batches")
 
     def _prepare_stream(self) -> None:
-        from automodel_ckpt.data.batches.stream_batches import (
-            is_split_by_rank,
-            restores_exactly,
-            shuffles,
-        )
+        from automodel_ckpt.data.batches.stream_batches import restores_exactly
 
-        if is_split_by_rank(self.dataset):
+        # Set by datasets.distributed.split_dataset_by_node.
+        if getattr(self.dataset, "_distributed", None) is not None:
             raise RecipeError(
                 "the stream is already split by rank",
                 where="dataset",
@@ -374,11 +333,11 @@ class GlobalBatchLoader:
                 hint="remove the split: the loader gives each rank its part of every global batch, so that global "
                 "batches do not depend on the number of ranks",
             )
-        if self.shuffle and not shuffles(self.dataset):
+        if self.shuffle and not self._is_ordered:
             self._warn(
                 "an iterable data set is read in its own order; dataloader.shuffle does not apply"
             )
-        if self.num_workers > 1 and self._packed is None:
+        if self.num_workers > 1 and not self._is_packed:
             self._warn(
                 f"an iterable data set is read by one worker process, not {self.num_workers}"
             )
@@ -396,52 +355,31 @@ class GlobalBatchLoader:
                 hint="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
             )
 
-    def _require_same_data(self, saved: int | None) -> None:
-        if saved == self.num_samples:
-            return
-        raise RecipeError(
-            "the data set differs from the one in the checkpoint",
-            where="dataset",
-            value=f"the checkpoint was saved with {_size(saved)}, the recipe has {_size(self.num_samples)}",
-            hint="resume with the same data set; to train on other data, start a new run from the exported model "
-            "in another checkpoint_dir",
-        )
-
-    @property
-    def _identity(self) -> str | None:
-        known = getattr(self.dataset, "identity", None)
-        return known if isinstance(known, str) else None
-
-    def _report_other_data(self, state: State) -> None:
-        current, saved = self._identity, state.get("data")
+    def _report_differences(self, state: State) -> None:
+        """Warn of data that changed but kept its length, of another order, and of other global batches."""
+        position = f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
         # Checkpoints of earlier versions have no identity of the data.
-        is_known = current is not None and saved is not None
-        if is_known and current != saved:
+        current, saved = _identity(self.dataset), state.get("data")
+        if current is not None and saved is not None and current != saved:
             self._warn(
                 "the data has changed since this checkpoint was saved, although its length is the same: its files, "
                 "seq_length, truncation, tokenizer or chat template differ. Training continues with the current data "
-                f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
+                f"{position}"
             )
-
-    def _report_differences(self, state: State) -> None:
-        has_own_order = False
-        if self.num_samples is None:
-            from automodel_ckpt.data.batches.stream_batches import shuffles
-
-            has_own_order = not shuffles(self.dataset)
-        names = ("seed",) if has_own_order else ("seed", "shuffle")
-        for name in names:
-            if state[name] != getattr(self, name):
+        for name in ("seed", "shuffle"):
+            # A stream without set_order has its own order.
+            applies = name == "seed" or self.num_samples is not None or self._is_ordered
+            if applies and state[name] != getattr(self, name):
                 self._warn(
                     f"keeping the saved data order ({name} {state[name]}) instead of the recipe's {name} "
                     f"{getattr(self, name)}: another order would repeat and skip samples"
                 )
         size = self.sizes.global_batch_size
-        if state["global_batch_size"] != size:
+        saved_size = state["global_batch_size"]
+        if saved_size != size:
             self._warn(
-                f"global_batch_size changed from {state['global_batch_size']} to {size}: training continues after "
-                f"sample {state['consumed_samples']} of epoch {state['epoch']}, with different global batches "
-                "and step counts"
+                f"global_batch_size changed from {saved_size} to {size}: training continues {position}, "
+                "with different global batches and step counts"
             )
 
     def _load_source_state(self, source_state: Any) -> None:
@@ -450,7 +388,7 @@ class GlobalBatchLoader:
         if source_state is not None and restores_exactly(self.dataset):
             self._source_state = source_state
             return
-        self._source_state = None if self._packed is None else self._start_state
+        self._source_state = self._start_state if self._is_packed else None
         if self.consumed_samples:
             self._warn(
                 f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples"
@@ -462,9 +400,9 @@ class GlobalBatchLoader:
             log.warning(message)
 
 
-def _next_isolated(batches: Iterator[StreamBatch]) -> StreamBatch | None:
-    with isolated_rng():
-        return next(batches, None)
+def _identity(dataset: Any) -> str | None:
+    known = getattr(dataset, "identity", None)
+    return known if isinstance(known, str) else None
 
 
 def _length(dataset: Any) -> int | None:

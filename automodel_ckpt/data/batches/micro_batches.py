@@ -10,7 +10,7 @@ import random
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,25 @@ from automodel_ckpt.data.collate import IGNORE_INDEX, Batch
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 Collate = Callable[[list[Any]], Batch]
+
+
+@dataclass(slots=True)
+class GlobalBatch:
+    """One global batch as one rank sees it.
+
+    *sample_ids* are those of the whole global batch, the same on every rank: indices of a map-style data set,
+    positions in the epoch of an iterable one. *micro_batches* are this rank's, the same number on every rank; if the
+    rank's part is empty, it is a batch of one sample whose labels are all -100. *index* counts global batches and
+    *start* samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
+    """
+
+    epoch: int
+    index: int
+    start: int
+    sample_ids: list[int]
+    micro_batches: list[Batch] = field(repr=False)
+    last_of_epoch: bool
+    source_state: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,30 +8,21 @@ number of ranks or workers. With several sources, the next row comes from the so
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from automodel_ckpt.data.batches.document_lane import Lane, LaneDocuments, Row, RowRules
-from automodel_ckpt.data.batches.micro_batches import Collate, Failure, collate
-from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation, rank_part
-from automodel_ckpt.data.batches.stream_batches import StreamBatch, StreamPosition
+from automodel_ckpt.data.batches.document_lane import Lane, Row, RowRules
+from automodel_ckpt.data.batches.micro_batches import Collate, Failure, GlobalBatch, collate
+from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation
+from automodel_ckpt.data.batches.stream_batches import StreamPosition
 from automodel_ckpt.data.batches.workers import run_workers
-from automodel_ckpt.data.collate import (
-    Batch,
-    State,
-)
-from automodel_ckpt.data.mixture import (
-    Shares,
-    Sources,
-    check_same_sources,
-    joint_identity,
-)
+from automodel_ckpt.data.collate import State
+from automodel_ckpt.data.mixture import Shares, Sources, Turns, check_same_sources, joint_identity
 from automodel_ckpt.data.samples.encoder import one_thread
 from automodel_ckpt.errors import AutomodelError
 
@@ -49,7 +40,7 @@ class PackedStream(IterableDataset[Row]):
     """Rows of one or several *sources*: streams of documents, and map-style data sets of rows.
 
     *shares* are the shares of the rows; they add up to 1. A stream that ends begins again, and so does a map-style data
-    set, each time in another order. The stream is read by :meth:`read`, which the loader calls, and not by iteration.
+    set, each time in another order. The loader reads it by :meth:`read_batches`.
     """
 
     def __init__(self, sources: Sources, shares: Shares, rules: RowRules) -> None:
@@ -64,20 +55,18 @@ class PackedStream(IterableDataset[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         start = StreamPosition(0, 0, 0, self.state_dict())
-        for item in _Reader(self, start, BatchSizes(1, 1, 0, 1, drop_last=False), 1):
-            if isinstance(item, Failure):
-                raise item.error
-            yield from item.rows
+        for rows, _ in _Reader(self, start, BatchSizes(1, 1, 0, 1, drop_last=False), 1).items():
+            yield from rows
 
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
-        """Accept an order. :meth:`read` gets it with the position."""
+        """Accept an order. :meth:`read_batches` gets it with the position."""
 
     def state_dict(self) -> State:
         """The state before the first row."""
         return {"counts": dict.fromkeys(self.sources, 0), "num_lanes": None, "lanes": {}}
 
     def load_state_dict(self, state: State) -> None:
-        """Accept a state. :meth:`read` gets it with the position."""
+        """Accept a state. :meth:`read_batches` gets it with the position."""
 
     def merged(self, states: Sequence[State]) -> State:
         """Join the states of all ranks, each of which has those of its lanes."""
@@ -87,10 +76,10 @@ class PackedStream(IterableDataset[Row]):
                 lanes.setdefault(name, {}).update(own)
         return {**states[0], "lanes": lanes}
 
-    def read(
+    def read_batches(
         self, position: StreamPosition, sizes: BatchSizes, collate_fn: Collate, num_workers: int
-    ) -> Generator[StreamBatch]:
-        """Yield this rank's part of each global batch from *position* on, without end.
+    ) -> Generator[GlobalBatch]:
+        """Yield the global batches from *position* on, without end, as a rank of *sizes* sees them.
 
         The rows are made by *num_workers* processes, or by this one for 0. Raises :class:`AutomodelError` for a
         document that cannot be read.
@@ -98,7 +87,7 @@ class PackedStream(IterableDataset[Row]):
         check_same_sources(position.source_state["counts"], self.sources)
         count = max(num_workers, 1)
         reader = _Reader(self, position, sizes, count)
-        start, size = position.consumed, sizes.global_batch_size
+        size, start = sizes.global_batch_size, position.consumed
         if position.source_state == position.start_state:
             # Without a state to restore, the batches before the position are made and dropped.
             start = 0
@@ -112,41 +101,27 @@ class PackedStream(IterableDataset[Row]):
                     for item in islice(items, count):
                         if isinstance(item, Failure):
                             raise item.error
-                        rows += item.rows
-                        states.append(item.state)
+                        rows += item[0]
+                        states.append(item[1])
+                    ids = list(range(start, start + size))
                     if start >= position.consumed:
-                        batches = _micro_batches(rows, start, sizes, collate_fn)
-                        yield StreamBatch(start, size, batches, False, self.merged(states))
+                        batches = []
+                        for part in sizes.rank_part(ids):
+                            own, rows = rows[: len(part)], rows[len(part) :]
+                            batches.append(collate(collate_fn, own, part, empty=False))
+                        state = self.merged(states)
+                        yield GlobalBatch(
+                            position.epoch, start // size, start, ids, batches, False, state
+                        )
                     start += size
 
 
-def _micro_batches(
-    rows: list[Row], start: int, sizes: BatchSizes, collate_fn: Collate
-) -> list[Batch]:
-    found = []
-    for part in _parts(sizes):
-        ids = [start + position for position in part]
-        own, rows = rows[: len(part)], rows[len(part) :]
-        found.append(collate(collate_fn, own, ids, empty=False))
-    return found
-
-
-def _parts(sizes: BatchSizes) -> list[list[int]]:
-    """The positions in the global batch of each micro-batch of this rank."""
-    positions = range(sizes.global_batch_size)
-    return rank_part(positions, sizes.dp_rank, sizes.dp_size, sizes.local_batch_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """The rows of one process for a global batch, by position, and the state of its lanes after it."""
-
-    rows: list[Row]
-    state: State
+_Item = tuple[list[Row], State]
+"""The rows of one process for a global batch, by position, and the state of its lanes after it."""
 
 
 class _Reader(IterableDataset[Any]):
-    """Yields an :class:`_Item` for each global batch, or a :class:`Failure` at the end.
+    """Yields an item for each global batch, or a :class:`Failure` at the end.
 
     In a worker process, it has the positions of some of the rank's lanes, so that no lane is tokenized twice.
     """
@@ -161,125 +136,75 @@ class _Reader(IterableDataset[Any]):
 
     def __iter__(self) -> Generator[_Item | Failure]:
         try:
-            yield from self._items()
+            yield from self.items()
         except AutomodelError as error:
             yield Failure(error)
 
-    def _items(self) -> Iterator[_Item]:
-        worker = get_worker_info()
-        state = self.position.source_state
+    def items(self) -> Iterator[_Item]:
+        """Yield the items. Raises :class:`AutomodelError` for a document that cannot be read."""
+        state, stream = self.position.source_state, self.stream
         size = self.sizes.global_batch_size
         count = state["num_lanes"] or num_lanes(size)
         lane_of = [place * count // size for place in range(size)]
-        own = self._own_places(lane_of, 0 if worker is None else worker.id)
-        turns = _Turns(self.stream.shares, state["counts"])
-        sources = {}
-        for number, name in enumerate(self.stream.sources):
-            sources[name] = self._source(number, name, count, {lane_of[place] for place in own})
+        own = self._own_places(lane_of)
+        turns = Turns(stream.shares, state["counts"])
+        indexed: dict[str, Callable[[int], Row]] = {}
+        lanes: dict[str, dict[int, Lane]] = {}
+        for number, (name, source) in enumerate(stream.sources.items()):
+            seed = derive_seed(self.position.seed, number)
+            if hasattr(source, "__len__"):
+                indexed[name] = _rows_again_and_again(source, seed, self.position.shuffle)
+                continue
+            saved = state["lanes"].get(name, {})
+            lanes[name] = {}
+            for lane in sorted({lane_of[place] for place in own}):
+                lanes[name][lane] = Lane(
+                    source,
+                    name,
+                    (lane, count),
+                    stream.rules,
+                    derive_seed(seed, lane),
+                    shuffle=self.position.shuffle,
+                    state=saved.get(lane),
+                )
         while True:
             rows = []
-            for place in range(size):
-                name, draw = turns.next()
-                row = sources[name].row(lane_of[place], draw, wanted=place in own)
-                if row is not None:
-                    rows.append(row)
-            lanes = {name: source.states() for name, source in sources.items()}
-            yield _Item(rows, {"counts": dict(turns.counts), "num_lanes": count, "lanes": lanes})
+            for place, lane in enumerate(lane_of):
+                name = turns.next_name()
+                turns.take(name)
+                if name in indexed and place in own:
+                    rows.append(indexed[name](turns.counts[name] - 1))
+                elif name in lanes and lane in lanes[name]:
+                    row = lanes[name][lane].next()
+                    rows += [row] if place in own else []
+            states: dict[str, Any] = {name: {} for name in indexed}
+            for name, made in lanes.items():
+                states[name] = {number: lane.state_dict() for number, lane in made.items()}
+            yield rows, {"counts": dict(turns.counts), "num_lanes": count, "lanes": states}
 
-    def _own_places(self, lane_of: Sequence[int], worker: int) -> set[int]:
+    def _own_places(self, lane_of: Sequence[int]) -> set[int]:
         """The positions in the global batch whose rows this process makes."""
-        places = list(chain.from_iterable(_parts(self.sizes)))
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        places = list(chain.from_iterable(self.sizes.rank_part(range(len(lane_of)))))
         lanes = sorted({lane_of[place] for place in places})
         # Each worker process has a contiguous part of this rank's lanes.
-        first = worker * len(lanes) // self.num_workers
-        last = (worker + 1) * len(lanes) // self.num_workers
+        first = number * len(lanes) // self.num_workers
+        last = (number + 1) * len(lanes) // self.num_workers
         own_lanes = set(lanes[first:last])
         return {place for place in places if lane_of[place] in own_lanes}
 
-    def _source(self, number: int, name: str, count: int, lanes: set[int]) -> _Lanes | _Indexed:
-        source = self.stream.sources[name]
-        seed = derive_seed(self.position.seed, number)
-        if hasattr(source, "__len__"):
-            return _Indexed(source, seed, shuffle=self.position.shuffle)
-        saved = self.position.source_state["lanes"].get(name, {})
-        made = {}
-        for lane in sorted(lanes):
-            made[lane] = Lane(
-                LaneDocuments(source, name, lane, count, self.stream.rules),
-                self.stream.rules,
-                derive_seed(seed, lane),
-                max(source.block // count, 1),
-                shuffle=self.position.shuffle,
-                state=saved.get(lane),
-            )
-        return _Lanes(made)
 
+def _rows_again_and_again(dataset: Any, seed: int, shuffle: bool) -> Callable[[int], Row]:
+    """Return a function of the number of a row, in passes over a map-style data set that each have another order."""
 
-class _Turns:
-    """Which source each row is of: the one that is furthest behind its share; of equal ones, the first.
+    @lru_cache(maxsize=1)
+    def order(number: int) -> Any:
+        return permutation(len(dataset), seed, number, shuffle).numpy()
 
-    *counts* are the rows of each source so far.
-    """
+    def row(number: int) -> Row:
+        number_of_pass, index = divmod(number, len(dataset))
+        found: Row = dataset[int(order(number_of_pass)[index])]
+        return found
 
-    def __init__(self, shares: Shares, counts: Mapping[str, int]) -> None:
-        # Integers, because sums of fractions are slow, and floats would depend on the order of additions.
-        self._scale = math.lcm(*(share.denominator for share in shares.values()))
-        self._shares = {name: int(share * self._scale) for name, share in shares.items()}
-        self.counts = dict(counts)
-        self._total = sum(counts.values())
-
-    def next(self) -> tuple[str, int]:
-        """The source of the next row, and how many rows of it there were before."""
-        self._total += 1
-        counts, scale, total = self.counts, self._scale, self._total
-        best, largest = "", -1
-        for name, share in self._shares.items():
-            behind = share * total - counts[name] * scale
-            if not best or behind > largest:
-                best, largest = name, behind
-        counts[best] += 1
-        return best, counts[best] - 1
-
-
-class _Indexed:
-    """The rows of a map-style data set, which is used again and again, each time in another order."""
-
-    def __init__(self, dataset: Any, seed: int, *, shuffle: bool) -> None:
-        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self._pass = -1
-        self._order: Any = None
-
-    def row(self, lane: int, draw: int, *, wanted: bool) -> Row | None:
-        """Row number *draw* of the source; None if it is not *wanted*."""
-        if not wanted:
-            return None
-        number, index = divmod(draw, len(self._dataset))
-        if number != self._pass:
-            self._pass = number
-            count = len(self._dataset)
-            self._order = permutation(count, self._seed, number, self._shuffle).numpy()
-        row: Row = self._dataset[int(self._order[index])]
-        return row
-
-    def states(self) -> dict[int, State]:
-        """No state: the number of the row is enough."""
-        return {}
-
-
-class _Lanes:
-    """The lanes of a stream that this process packs."""
-
-    def __init__(self, lanes: Mapping[int, Lane]) -> None:
-        self._lanes = lanes
-
-    def row(self, lane: int, draw: int, *, wanted: bool) -> Row | None:
-        """The next row of *lane*; None if another process packs this lane, or if its row is not *wanted*."""
-        found = self._lanes.get(lane)
-        if found is None:
-            return None
-        row = found.next()
-        return row if wanted else None
-
-    def states(self) -> dict[int, State]:
-        """The state of each lane after the rows that were taken."""
-        return {number: lane.state_dict() for number, lane in self._lanes.items()}
+    return row

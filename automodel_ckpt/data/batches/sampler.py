@@ -32,6 +32,10 @@ class BatchSizes:
     drop_last: bool
     with_preceding: bool = False
 
+    def rank_part(self, ids: Sequence[int]) -> list[list[int]]:
+        """Return the micro-batches of the rank: see :func:`rank_part`."""
+        return rank_part(ids, self.dp_rank, self.dp_size, self.local_batch_size)
+
 
 def derive_seed(*parts: int) -> int:
     """Derive a seed of 63 bits from several integers. It does not depend on the machine or on library versions."""

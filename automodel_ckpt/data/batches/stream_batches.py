@@ -18,10 +18,11 @@ from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.data.batches.micro_batches import (
     Collate,
     Failure,
+    GlobalBatch,
     collate,
     with_location,
 )
-from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, rank_part
+from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed
 from automodel_ckpt.data.batches.workers import run_workers
 from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError
@@ -43,26 +44,6 @@ class StreamPosition:
     shuffle: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StreamBatch:
-    """One rank's part of a global batch, and the source's state after the global batch."""
-
-    start: int
-    num_samples: int
-    micro_batches: list[Batch]
-    last: bool
-    source_state: Any
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """The samples of a global batch, and the source's state after them."""
-
-    start: int
-    samples: list[Any]
-    source_state: Any
-
-
 class StreamReader(IterableDataset[Any]):
     """Yields one rank's part of the remaining global batches of an epoch.
 
@@ -78,15 +59,14 @@ class StreamReader(IterableDataset[Any]):
         self.sizes = sizes
         self.position = position
         self.stateful = restores_exactly(source)
-        self.prepare = getattr(source, "prepare", None)
 
-    def __iter__(self) -> Generator[StreamBatch | Failure]:
+    def __iter__(self) -> Generator[GlobalBatch | Failure]:
         try:
             yield from self._batches()
         except AutomodelError as error:
             yield Failure(error)
 
-    def _batches(self) -> Iterator[StreamBatch]:
+    def _batches(self) -> Iterator[GlobalBatch]:
         chunks = self._chunks(self._resume())
         current = next(chunks, None)
         is_restored = self.position.source_state is not None
@@ -96,23 +76,29 @@ class StreamReader(IterableDataset[Any]):
             self.source.load_state_dict(copy.deepcopy(self.position.start_state))
             chunks = self._chunks(iter(self.source))
             current = next(chunks, None)
+        start, size = self.position.consumed, self.sizes.global_batch_size
         while current is not None:
+            samples, state = current
             following = next(chunks, None)
             is_last = following is None
             if is_last:
                 # The state after the end, which may differ from the state after the last sample.
-                current.source_state = self._source_state()
-            part = self._part(current, last=is_last)
+                state = self._source_state()
+            ids = list(range(start, start + len(samples)))
+            parts = self.sizes.rank_part(range(len(samples)))
+            batches = [self._collate(samples, start, part) for part in parts]
             report = getattr(self.source, "report", None)
             if is_last and callable(report):
                 report()
-            yield part
+            epoch = self.position.epoch
+            yield GlobalBatch(epoch, start // size, start, ids, batches, is_last, state)
+            start += len(samples)
             current = following
 
     def _resume(self) -> Iterator[Any]:
         """Iterate over the source from the position on. Reads and discards samples if there is no state to restore."""
         position = self.position
-        if shuffles(self.source):
+        if callable(getattr(self.source, "set_order", None)):
             self.source.set_order(position.seed, position.epoch, shuffle=position.shuffle)
         if callable(getattr(self.source, "set_epoch", None)):
             self.source.set_epoch(position.epoch)
@@ -128,20 +114,17 @@ class StreamReader(IterableDataset[Any]):
                 break
         return stream
 
-    def _chunks(self, stream: Iterator[Any]) -> Iterator[_Chunk]:
-        start, size = self.position.consumed, self.sizes.global_batch_size
+    def _chunks(self, stream: Iterator[Any]) -> Iterator[tuple[list[Any], Any]]:
+        """Yield the samples of each global batch, and the source's state after them."""
+        number, size = self.position.consumed, self.sizes.global_batch_size
         while True:
             samples: list[Any] = []
-            while len(samples) < size:
-                found = self._read(stream, start + len(samples))
-                if not found:
-                    break
+            while len(samples) < size and (found := self._read(stream, number)):
                 samples += found
-            is_full = len(samples) == size
-            if not samples or (self.sizes.drop_last and not is_full):
+                number += 1
+            if not samples or (self.sizes.drop_last and len(samples) < size):
                 return
-            yield _Chunk(start, samples, self._source_state())
-            start += len(samples)
+            yield samples, self._source_state()
 
     def _read(self, stream: Iterator[Any], number: int) -> list[Any]:
         """Return the next sample as a list of one; an empty list at the end of the stream."""
@@ -161,39 +144,28 @@ class StreamReader(IterableDataset[Any]):
             return None
         return copy.deepcopy(self.source.state_dict())
 
-    def _part(self, chunk: _Chunk, *, last: bool) -> StreamBatch:
-        sizes = self.sizes
-        num_samples = len(chunk.samples)
-        parts = rank_part(range(num_samples), sizes.dp_rank, sizes.dp_size, sizes.local_batch_size)
-        micro_batches = [self._collate(chunk, part) for part in parts]
-        return StreamBatch(chunk.start, num_samples, micro_batches, last, chunk.source_state)
-
-    def _collate(self, chunk: _Chunk, offsets: list[int]) -> Batch:
+    def _collate(self, all_samples: list[Any], start: int, offsets: list[int]) -> Batch:
         is_empty = not offsets
         # FSDP needs equal numbers of forward passes, so a rank without samples runs one whose labels do not count.
         chosen = offsets or [0]
         if self.sizes.with_preceding:
-            chosen = [(chosen[0] - 1) % len(chunk.samples), *chosen]
-        ids = [chunk.start + offset for offset in chosen]
+            chosen = [(chosen[0] - 1) % len(all_samples), *chosen]
+        ids = [start + offset for offset in chosen]
         # Seeded again: how far the source was read ahead must not change what collate_fn draws.
-        seed = derive_seed(self.position.seed, self.position.epoch, ids[0])
-        seed_everything(seed, devices=False)
-        samples = [self._prepared(chunk, offset) for offset in chosen]
+        seed_everything(derive_seed(self.position.seed, self.position.epoch, ids[0]), devices=False)
+        samples = [all_samples[offset] for offset in chosen]
+        prepare = getattr(self.source, "prepare", None)
+        for number in range(len(samples) if prepare is not None else 0):
+            try:
+                samples[number] = prepare(samples[number])
+            except Exception as error:
+                raise with_location(
+                    error, f"sample {ids[number]} of the stream", "could not be prepared"
+                ) from error
         return collate(self.collate_fn, samples, ids, empty=is_empty)
 
-    def _prepared(self, chunk: _Chunk, offset: int) -> Any:
-        sample = chunk.samples[offset]
-        if self.prepare is None:
-            return sample
-        try:
-            return self.prepare(sample)
-        except Exception as error:
-            raise with_location(
-                error, f"sample {chunk.start + offset} of the stream", "could not be prepared"
-            ) from error
 
-
-def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch]:
+def read_stream(reader: StreamReader, num_workers: int) -> Generator[GlobalBatch]:
     """Yield the batches of *reader*, read by one worker process, or in this one if *num_workers* is 0.
 
     Several workers would each read the whole stream. Reading in this process advances its random
@@ -215,16 +187,6 @@ def restores_exactly(source: Any) -> bool:
     saves = callable(getattr(source, "state_dict", None))
     loads = callable(getattr(source, "load_state_dict", None))
     return saves and loads and not _has_shuffle_buffer(source)
-
-
-def shuffles(source: Any) -> bool:
-    """Whether the source has a method ``set_order(seed, epoch, shuffle=...)`` that defines its order."""
-    return callable(getattr(source, "set_order", None))
-
-
-def is_split_by_rank(source: Any) -> bool:
-    """Whether ``datasets.distributed.split_dataset_by_node`` was used on the source."""
-    return getattr(source, "_distributed", None) is not None
 
 
 def _has_shuffle_buffer(source: Any) -> bool:

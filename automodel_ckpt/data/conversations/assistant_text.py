@@ -151,8 +151,7 @@ def _header_of_tool(renderer: ChatRenderer, turns: Turns, tools: Any) -> str:
 
 def _common_end(renderer: ChatRenderer, first: str, second: str) -> str:
     """Find the longest common suffix of both texts that consists of special tokens and the texts between them."""
-    tokenizer = getattr(renderer.tokenizer, "tokenizer", renderer.tokenizer)  # that of a processor
-    added = tokenizer.get_added_vocab()
+    added = renderer.inner.get_added_vocab()
     if not added:
         return ""
     longest_first = sorted(added, key=len, reverse=True)

@@ -104,8 +104,7 @@ class ChatRenderer:
     @cached_property
     def control_tokens(self) -> frozenset[str]:
         """The special tokens of the tokenizer."""
-        inner: Any = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # that of a processor
-        added = inner.added_tokens_decoder.values()
+        added = self.inner.added_tokens_decoder.values()
         return frozenset(token.content for token in added if token.special)
 
     @cached_property
@@ -118,7 +117,12 @@ class ChatRenderer:
     @property
     def special_tokens(self) -> Object:
         """The special tokens by name, which templates read as variables."""
-        return dict(self.tokenizer.special_tokens_map)
+        return dict(self.inner.special_tokens_map)
+
+    @property
+    def inner(self) -> Any:
+        """The tokenizer, which may be in a processor."""
+        return getattr(self.tokenizer, "tokenizer", self.tokenizer)
 
     @property
     def has_markers(self) -> bool:

@@ -163,8 +163,9 @@ def at_row(rows: Rows, row: int) -> Iterator[None]:
     try:
         yield
     except UnusableSample as error:
-        where = f"sample {rows.number_in_data(row)} ({rows.place(row)})"
-        raise RecipeError(error.what, where=where, value=error.value, hint=error.hint) from error
+        raise RecipeError(
+            error.what, where=rows.place(row), value=error.value, hint=error.hint
+        ) from error
 
 
 def turns_of(conversation: Any) -> Turns:

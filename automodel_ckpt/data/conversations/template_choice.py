@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,24 +30,29 @@ CHOICES = (None, "original", "training")
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    """Return the chat template for *given*, the value of ``dataset.chat_template``.
+    """Return the chat template for *given*, the value of ``dataset.chat_template``. *tokenizer* may be a processor.
 
     A template or the path of a template file gives that template. None, ``original`` and ``training`` select between
     the tokenizer's template and the one that is shipped to replace it
     (:func:`select_template`). Raises :class:`RecipeError` if the tokenizer has no template or if the file cannot be
     read.
     """
-    if given in CHOICES:
-        try:
-            return select_template(str(require_tokenizer(tokenizer).get_chat_template()), given)
-        except ValueError as error:
-            raise RecipeError(
-                "the tokenizer has no chat template",
-                where="dataset.chat_template",
-                value=tokenizer.name_or_path,
-                hint="set a template or the path of a template file; tokenizers of instruct models come with one",
-            ) from error
-    return read_template(given)
+    if given not in CHOICES:
+        return read_template(str(given))
+    tokenizer = require_tokenizer(tokenizer)
+    inner = getattr(tokenizer, "tokenizer", None)
+    own: Any = getattr(tokenizer, "chat_template", None) or getattr(inner, "chat_template", None)
+    if isinstance(own, dict):
+        own = own.get("default")
+    if not isinstance(own, str):
+        noun = "tokenizer" if inner is None else "processor"
+        raise RecipeError(
+            f"the {noun} has no chat template",
+            where="dataset.chat_template",
+            value=type(tokenizer).__name__,
+            hint=f"set a template or the path of a template file; {noun}s of instruct models come with one",
+        )
+    return select_template(own, given)
 
 
 def read_template(given: str) -> str:

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.conversations.messages import (
+    Object,
     Turns,
     UnusableSample,
     at_row,
@@ -48,14 +49,46 @@ def _require_one_question(prompt: str | None, prompt_field: str | None) -> None:
         )
 
 
+def _conversation(question: list[Object], answer: str, system: str | None = None) -> Turns:
+    messages: Turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    if system is not None and system.strip():
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    return messages
+
+
+PRESETS: dict[str, dict[str, str]] = {
+    "medpix": {
+        "path": "mmoukouba/MedPix-VQA",
+        "image_field": "image_id",
+        "prompt_field": "question",
+    },
+    "cord_v2": {
+        "path": "naver-clova-ix/cord-v2",
+        "answer_field": "ground_truth",
+        "answer_format": "json_tokens",
+    },
+    "rdr": {"path": "quintend/rdr-items", "answer_field": "text"},
+    "shopify": {
+        "path": "Shopify/product-catalogue",
+        "image_field": "product_image",
+        "prompt": "What product category does this item belong to?",
+        "answer_field": "ground_truth_category",
+    },
+}
+"""Name of a preset -> the columns of its data set."""
+
+
 @dataclass(frozen=True)
 class AnswerColumns:
     """Where the rows of a table have the image, the question and the answer."""
 
-    path: str | list[str] | None = None
+    path: str | list[str] = ""
     image_field: str = "image"
-    prompt: str | None = None
-    """The question of every row; None: the question is in *prompt_field*."""
+    prompt: str = "Describe this image."
+    """The question of every row, unless it is in *prompt_field*."""
     prompt_field: str | None = None
     answer_field: str = "answer"
     answer_format: str = "text"
@@ -69,33 +102,27 @@ class AnswerColumns:
         """
         if preset is not None:
             require_choice("preset", preset, list(PRESETS))
-        base = cls() if preset is None else PRESETS[preset]
+        _require_one_question(given["prompt"], given["prompt_field"])
         explicit = {name: value for name, value in given.items() if value is not None}
-        _require_one_question(given.get("prompt"), given.get("prompt_field"))
-        if "prompt_field" in explicit:
-            base = replace(base, prompt=None)
-        elif "prompt" in explicit:
-            base = replace(base, prompt_field=None)
-        columns = replace(base, **explicit)
+        values = dict(PRESETS.get(preset or "", {}))
+        if "prompt" in explicit:
+            values.pop("prompt_field", None)
+        columns = cls(**values | explicit)
         require_choice("answer_format", columns.answer_format, ("text", "json_tokens"))
-        if columns.path is None:
+        if not columns.path:
             raise RecipeError(
                 "the data set has no path",
                 where="dataset.path",
                 value=None,
                 hint=f"set dataset.path, or dataset.preset to one of: {', '.join(PRESETS)}",
             )
-        if columns.prompt is None and columns.prompt_field is None:
-            columns = replace(columns, prompt="Describe this image.")
         return columns
 
     @property
     def fields(self) -> list[str]:
         """The columns that the rows must have."""
-        fields = [self.image_field, self.answer_field]
-        if self.prompt_field is not None:
-            fields.append(self.prompt_field)
-        return fields
+        question = [] if self.prompt_field is None else [self.prompt_field]
+        return [self.image_field, self.answer_field, *question]
 
     def content_of(self, row: Item) -> RowContent:
         """Convert a row to a conversation of two messages. Raises :class:`UnusableSample` if something is missing."""
@@ -106,42 +133,13 @@ class AnswerColumns:
             )
         if not isinstance(images, list):
             images = [images]
-        prompt = self.prompt
-        if self.prompt_field is not None:
-            prompt = _text(row, self.prompt_field)
+        prompt = self.prompt if self.prompt_field is None else _text(row, self.prompt_field)
         if self.answer_format == "json_tokens":
             answer = _tokens_of_answer(row.get(self.answer_field), self.answer_field)
         else:
             answer = _text(row, self.answer_field)
-        question = [{"type": "image"} for _ in images]
-        question.append({"type": "text", "text": str(prompt)})
-        messages = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-        ]
-        return RowContent(messages, images)
-
-
-PRESETS = {
-    "medpix": AnswerColumns("mmoukouba/MedPix-VQA", "image_id", None, "question", "answer"),
-    "cord_v2": AnswerColumns(
-        "naver-clova-ix/cord-v2",
-        "image",
-        "Describe this image.",
-        None,
-        "ground_truth",
-        "json_tokens",
-    ),
-    "rdr": AnswerColumns("quintend/rdr-items", "image", "Describe this image.", None, "text"),
-    "shopify": AnswerColumns(
-        "Shopify/product-catalogue",
-        "product_image",
-        "What product category does this item belong to?",
-        None,
-        "ground_truth_category",
-    ),
-}
-"""Name of a preset -> the columns of its data set."""
+        question = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+        return RowContent(_conversation(question, answer), images)
 
 
 def json_tokens(value: Any, depth: int = 0) -> str:
@@ -231,10 +229,8 @@ class TranscriptColumns:
     @property
     def fields(self) -> list[str]:
         """The columns that the rows must have."""
-        fields = [self.audio_field, self.text_field]
-        if self.prompt_field is not None:
-            fields.append(self.prompt_field)
-        return fields
+        question = [] if self.prompt_field is None else [self.prompt_field]
+        return [self.audio_field, self.text_field, *question]
 
     def transcript(self, value: Any) -> str:
         """Return the text of a transcript; empty if there is none."""
@@ -256,17 +252,10 @@ class TranscriptColumns:
                 "remove this row, name another column, or set dataset.skip_empty true",
             )
         prompt = self.prompt if self.prompt_field is None else row.get(self.prompt_field)
-        question: list[dict[str, str]] = [{"type": "audio"}]
+        question: list[Object] = [{"type": "audio"}]
         if isinstance(prompt, str) and prompt.strip():
             question.insert(0 if self.prompt_first else 1, {"type": "text", "text": prompt})
-        messages: Turns = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-        ]
-        if self.system_prompt is not None and self.system_prompt.strip():
-            system = [{"type": "text", "text": self.system_prompt}]
-            messages.insert(0, {"role": "system", "content": system})
-        return RowContent(messages, [], None, [audio])
+        return RowContent(_conversation(question, answer, self.system_prompt), [], None, [audio])
 
 
 def normalized(text: str) -> str:
@@ -287,11 +276,12 @@ def usable_rows(
     Raises :class:`RecipeError` if no row is left.
     """
     left_out: dict[str, Any] = {}
+    has_limits = min_seconds is not None or max_seconds is not None
     if skip_empty:
         texts = source.values(columns.text_field)
         is_empty = [not columns.transcript(text).strip() for text in texts]
         left_out["without a transcript"] = np.array(is_empty, np.bool_)
-    if min_seconds is not None or max_seconds is not None:
+    if has_limits:
         seconds = _durations(source, columns.audio_field)
         left_out[f"shorter than {min_seconds} s"] = seconds < (min_seconds or 0.0)
         longest = np.inf if max_seconds is None else max_seconds
@@ -302,7 +292,7 @@ def usable_rows(
         if number := int((is_used & rows).sum()):
             reasons.append(f"{number} {reason}")
         is_used &= ~rows
-    if min_seconds is not None or max_seconds is not None:
+    if has_limits:
         hours = float(seconds[is_used].sum()) / 3600
         log.info("%s: %.2f hours of audio", source.path, hours)
     if not is_used.any():
@@ -323,19 +313,16 @@ def _durations(source: Source, field: str) -> Any:
     """The seconds of the audio of each row, by their headers; cached. Raises :class:`RecipeError` with the row."""
 
     def build(directory: Path) -> None:
-        log.info("reading the length of the audio of %s", counted(source.num_rows, "row"))
-        np.save(directory / "seconds.npy", _read_durations(source, field))
+        num_rows = source.num_rows
+        log.info("reading the length of the audio of %s", counted(num_rows, "row"))
+        seconds = np.zeros(num_rows)
+        for start in range(0, num_rows, _BLOCK):
+            [values] = source.read_range([field], start, min(start + _BLOCK, num_rows))
+            for number, value in enumerate(values, start):
+                with at_row(source, number):
+                    seconds[number] = duration_of(value, source.folder)
+        np.save(directory / "seconds.npy", seconds)
 
     key = (_FORMAT, source.fingerprint(), str(source.folder.absolute()), field)
     # np.load rejects pickled objects by default.
     return np.load(cached("audio_seconds", key, build) / "seconds.npy")
-
-
-def _read_durations(source: Source, field: str) -> Any:
-    seconds = np.zeros(source.num_rows)
-    for start in range(0, source.num_rows, _BLOCK):
-        [values] = source.read_range([field], start, min(start + _BLOCK, source.num_rows))
-        for number, value in enumerate(values, start):
-            with at_row(source, number):
-                seconds[number] = duration_of(value, source.folder)
-    return seconds

@@ -6,7 +6,6 @@ micro-batch to tensors (:mod:`.image_collate`).
 
 from __future__ import annotations
 
-import bisect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,7 @@ from typing import Any
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.conversations.assistant_text import answer_prefixes, marked_answers
-from automodel_ckpt.data.conversations.chat_renderer import (
-    ChatRenderer,
-    Span,
-)
+from automodel_ckpt.data.conversations.chat_renderer import Span
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.content_parts import (
     CHECKED_ROLES,
@@ -39,11 +35,7 @@ from automodel_ckpt.data.conversations.messages import (
     at_row,
     turns_of,
 )
-from automodel_ckpt.data.conversations.template_choice import (
-    CHOICES,
-    read_template,
-    select_template,
-)
+from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.media.media import (
     AUDIO,
     IMAGE,
@@ -56,7 +48,6 @@ from automodel_ckpt.data.media.media import (
 from automodel_ckpt.data.media.media_files import Samples, open_audio, open_image, pillow
 from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -105,18 +96,9 @@ class ImageOptions:
 
     def template(self, processor: Any) -> ImageChatTemplate:
         """Return the chat template for a processor. Raises :class:`RecipeError` if there is none."""
-        return ImageChatTemplate(
-            processor,
-            _template(processor, self.chat_template),
-            dict(self.template_kwargs),
-            self.learn == "last",
-            options=self,
-        )
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """The options that the number of tokens of a sample depends on, besides the template."""
-        return self.seq_length, self.truncation
+        text = template_of(processor, self.chat_template)
+        is_last = self.learn == "last"
+        return ImageChatTemplate(processor, text, dict(self.template_kwargs), is_last, options=self)
 
 
 @dataclass(frozen=True)
@@ -194,13 +176,9 @@ class ImageConversations:
 
         It does not change if an image file that a row names gets another content.
         """
-        return (
-            self.source.fingerprint(),
-            self.num_samples,
-            *self.key,
-            *self.options.key,
-            *self.template.key,
-        )
+        template = self.template.key
+        source = self.source.fingerprint()
+        return (source, self.num_samples, *self.key, repr(self.options), *template)
 
 
 def image_text(
@@ -263,32 +241,10 @@ def _check_media(media: Media, images: Sequence[Any], audios: Sequence[Any]) -> 
 
 
 @dataclass(frozen=True)
-class ProcessorRenderer(ChatRenderer):
-    """Renders conversations with a processor's chat template: :attr:`tokenizer` is the processor."""
-
-    @property
-    def special_tokens(self) -> Object:
-        """The special tokens by name, which templates read as variables."""
-        processor: Any = self.tokenizer
-        return dict(processor.tokenizer.special_tokens_map)
-
-
-@dataclass(frozen=True)
 class ImageChatTemplate(ChatTemplate):
     """A processor's chat template: :attr:`tokenizer` is the processor."""
 
     options: ImageOptions = field(default_factory=ImageOptions)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Everything that the samples depend on besides the processor."""
-        options = self.options
-        return (*super().key, options.answer_prefix, options.image_marker, options.audio_marker)
-
-    @cached_property
-    def renderer(self) -> ChatRenderer:
-        """The template with the processor and the variables that it gets."""
-        return ProcessorRenderer(self.tokenizer, self.template, self.variables)
 
     @property
     def placeholders(self) -> set[str]:
@@ -361,66 +317,37 @@ class ImageChatTemplate(ChatTemplate):
 
 
 def _with_prefix(
-    prefix: str,
-    text: str,
-    spans: Sequence[Span],
-    labeled_spans: Sequence[Span],
+    prefix: str, text: str, spans: Sequence[Span], labeled_spans: Sequence[Span]
 ) -> tuple[str, list[Span]]:
     """Insert *prefix* into *text* at the start of each of *spans*; returns the text and the moved *labeled_spans*."""
-    starts = sorted(start for start, _ in spans)
-    pieces = []
+    ends = dict(labeled_spans)
+    pieces, moved = [], []
     previous = 0
-    for start in starts:
+    for number, (start, _) in enumerate(spans, 1):
         pieces += [text[previous:start], prefix]
         previous = start
+        if start in ends:
+            shift = number * len(prefix)
+            moved.append((start + shift, ends[start] + shift))
     pieces.append(text[previous:])
-    moved = []
-    for start, end in labeled_spans:
-        # A prefix at the start of a span lies before it; one at its end belongs to the next span.
-        before_start = bisect.bisect_right(starts, start)
-        before_end = bisect.bisect_left(starts, end)
-        moved.append((start + before_start * len(prefix), end + before_end * len(prefix)))
     return "".join(pieces), moved
-
-
-def _template(processor: Any, given: str | None) -> str:
-    if given not in CHOICES:
-        return read_template(str(given))
-    own = getattr(processor, "chat_template", None) or getattr(
-        processor.tokenizer, "chat_template", None
-    )
-    if isinstance(own, dict):
-        own = own.get("default")
-    if not isinstance(own, str):
-        raise RecipeError(
-            "the processor has no chat template",
-            where="dataset.chat_template",
-            value=type(processor).__name__,
-            hint="set a template or the path of a template file; processors of instruct models come with one",
-        )
-    return select_template(own, given)
 
 
 def _with_marks(turns: Turns, marker: str | None, kind: str) -> Turns:
     """Replace each *marker* in the users' text by an empty entry of a *kind*; LLaVA's data mark images this way."""
-    if not marker:
-        return turns
-    return [_split_at(turn, marker, kind) for turn in turns]
-
-
-def _split_at(turn: Object, marker: str, kind: str) -> Object:
-    parts = []
-    for part in turn["content"]:
-        text = str(part.get("text", ""))
-        if turn["role"] != "user" or marker not in text:
-            parts.append(part)
-            continue
-        for number, piece in enumerate(text.split(marker)):
-            if number:
-                parts.append({"type": kind})
-            if piece.strip():
-                parts.append({"type": "text", "text": piece.strip()})
-    return {**turn, "content": parts}
+    marked = []
+    for turn in turns:
+        parts = []
+        for part in turn["content"]:
+            text = str(part.get("text", ""))
+            if not marker or turn["role"] != "user" or marker not in text:
+                parts.append(part)
+                continue
+            for number, piece in enumerate(text.split(marker)):
+                parts += [{"type": kind}] if number else []
+                parts += [{"type": "text", "text": piece.strip()}] if piece.strip() else []
+        marked.append({**turn, "content": parts})
+    return marked
 
 
 def _assigned(turns: Turns, given: list[Any], kind: str) -> tuple[Turns, list[Any]]:

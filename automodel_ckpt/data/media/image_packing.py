@@ -223,7 +223,8 @@ def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Inte
     if num_workers:
         items = run_workers(measuring, num_workers, shuffle=False)
     lengths = np.zeros(len(dataset), dtype=np.int64)
-    with closing(items), progress("images", len(dataset)) as show:
+    show = progress("images", len(dataset))
+    with closing(items):
         for number, length in enumerate(items):
             if isinstance(length, Failure):
                 raise length.error

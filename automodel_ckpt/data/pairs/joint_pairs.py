@@ -30,22 +30,19 @@ from automodel_ckpt.data.collate import (
 )
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.rows import FieldTemplate
-from automodel_ckpt.data.samples.encoder import encode_all, truncation_on_the_right
+from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
-
-Encoded = list[tuple[list[int], list[int]]]
-"""The tokens of texts, and the positions in each that have no label."""
 
 
 def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the tokens of a pair have types, because there is no *template* and the tokenizer makes them."""
     if template:
         return False
-    encoded: Any = tokenizer("a", "b", verbose=False)
-    return any(encoded.get("token_type_ids", ()))
+    [(_, types)] = tokenize(tokenizer, [["a"], ["b"]])
+    return any(types)
 
 
 class TextsEncoder:
@@ -85,26 +82,37 @@ class TextsEncoder:
         is too long.
         """
         parts = [self._parts(row, partial(where, number)) for number, row in enumerate(rows)]
-        encoded = iter(self._encode(list(chain.from_iterable(parts))))
+        all_parts = list(chain.from_iterable(parts))
+        if self._is_joint and self._template is None:
+            encoded = iter(tokenize(self._tokenizer, list(zip(*all_parts, strict=True))))
+        else:
+            texts = [text for (text,) in all_parts]
+            tokens_of = encode_all(self._tokenizer, texts, add_special_tokens=True)
+            encoded = iter([(ids, []) for ids in tokens_of])
         samples = []
         for number, row_parts in enumerate(parts):
             tokens: list[int] = []
             labelled: list[bool] = []
             is_cut = False
             for position, part in enumerate(row_parts):
-                ids, starts = next(encoded)
+                ids, types = next(encoded)
                 limit = self._limits[position > 0]
                 if not ids:
                     raise no_text(f"{self._noun} has no tokens", where(number))
                 if limit is not None and len(ids) > limit:
-                    self._check_length(len(ids), limit, partial(where, number))
-                    with truncation_on_the_right(self._tokenizer):
-                        [(ids, starts)] = self._call([part], truncation=True, max_length=limit)
+                    if self._rejects:
+                        raise RecipeError(
+                            f"{self._noun} is longer than seq_length",
+                            where=where(number),
+                            value=f"{len(ids)} tokens, seq_length {limit}",
+                            hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
+                        )
+                    ids, types = truncated(self._tokenizer, part, limit)
                     is_cut = True
                 tokens += ids
-                flags = [True] * len(ids)
-                for start in starts:
-                    flags[start] = False
+                flags = [False] + [True] * (len(ids) - 1)
+                if self._has_types:
+                    flags[types.index(1) if 1 in types else -1] = False
                 labelled += flags
             samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
         return samples
@@ -118,37 +126,6 @@ class TextsEncoder:
             return [(query, document) for document in documents]
         fields = [{"query": query, "document": document} for document in documents]
         return [(self._template.write(each, where),) for each in fields]
-
-    def _encode(self, parts: list[tuple[str, ...]]) -> Encoded:
-        """The tokens of each part, and the positions in it without a label."""
-        if self._is_joint and self._template is None:
-            return self._call(parts)
-        found = encode_all(self._tokenizer, [text for (text,) in parts], add_special_tokens=True)
-        return [(ids, [0]) for ids in found]
-
-    def _call(self, parts: list[tuple[str, ...]], **options: Any) -> Encoded:
-        """As :meth:`_encode`, by a call of the tokenizer; of tokens with types, each document has such a position."""
-        texts = map(list, zip(*parts, strict=True))
-        encoded: Any = self._tokenizer(
-            *texts, return_attention_mask=False, verbose=False, **options
-        )
-        found = []
-        for number, ids in enumerate(encoded["input_ids"]):
-            starts = [0]
-            if self._has_types:
-                types = list(encoded["token_type_ids"][number])
-                starts.append(types.index(1) if 1 in types else -1)
-            found.append((list(ids), starts))
-        return found
-
-    def _check_length(self, num_tokens: int, limit: int, where: Where) -> None:
-        if self._rejects:
-            raise RecipeError(
-                f"{self._noun} is longer than seq_length",
-                where=where(),
-                value=f"{num_tokens} tokens, seq_length {limit}",
-                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
-            )
 
 
 def no_text(what: str, where: str) -> RecipeError:

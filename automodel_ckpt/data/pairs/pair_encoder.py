@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -55,23 +56,22 @@ class PairEncoder:
     def encode(self, rows: Rows) -> list[TokenizedSample]:
         """Make a sample of each row. Raises :class:`RecipeError` with the location of a row that cannot be used."""
         samples = self._encode(rows)
-        if self.learn == "completion":
-            return samples
-        return [_labeled(sample) for sample in samples]
+        if self.learn == "all":
+            for number, sample in enumerate(samples):
+                # One without any label stays as it is, because it is skipped.
+                labelled = [any(sample.labelled)] * len(sample.tokens)
+                samples[number] = sample._replace(labelled=labelled)
+        return samples
 
     @property
     def names(self) -> list[str]:
         """The fields of the data that are used."""
-        used = [*self._text_fields, "tools"]
-        names: list[str] = []
-        for field in used:
-            names += names_in(field)
-        return names
+        return [*chain.from_iterable(map(names_in, self._text_fields)), "tools"]
 
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the samples depend on besides the tokenizer."""
-        key = (*self._fields, *self._template.key)
+        key: tuple[object, ...] = (self.prompt_field, self.completion_field, *self._template.key)
         # Options are added if they are set, so that the keys of samples that do not need them stay the same.
         if self.as_chat:
             key += ("as_chat", self.as_chat, self.system_field)
@@ -82,10 +82,6 @@ class PairEncoder:
     @cached_property
     def _texts(self) -> Encoder:
         return Encoder(self.tokenizer)
-
-    @property
-    def _fields(self) -> tuple[object, ...]:
-        return self.prompt_field, self.completion_field
 
     @property
     def _text_fields(self) -> list[str]:
@@ -148,12 +144,6 @@ class PairEncoder:
             value=self.system_field,
             hint=f"{hint}, or write the field into dataset.prompt_field: '{{{{ a }}}} {{{{ b }}}}'",
         )
-
-
-def _labeled(sample: TokenizedSample) -> TokenizedSample:
-    """Copy a sample with labels on all tokens; one without any label stays as it is, because it is skipped."""
-    is_used = any(sample.labelled)
-    return sample._replace(labelled=[is_used] * len(sample.tokens))
 
 
 def pair_template(

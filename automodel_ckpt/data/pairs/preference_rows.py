@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
+from automodel_ckpt.data.conversations.chat_renderer import common_length
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.rows.rows import (
     Columns,
@@ -49,9 +49,6 @@ class ColumnRows(Rows):
 
     def place(self, row: int) -> str:
         return self.source.place(row)
-
-    def number_in_data(self, row: int) -> int:
-        return self.source.number_in_data(row)
 
 
 @dataclass(frozen=True)
@@ -120,38 +117,24 @@ def in_one_form(rows: Rows, fields: PreferenceFields) -> ColumnRows:
     Raises :class:`RecipeError` with the location of a row whose values are neither text nor messages.
     """
     answers = [fields.chosen, fields.rejected]
-    has_prompt = _has_prompt(rows, fields)
+    has_prompt = fields.prompt != PROMPT or rows.has_field(PROMPT)
     given = [fields.prompt, *answers] if has_prompt else answers
-    columns: dict[str, list[Any]] = {}
-    if rows.contain_messages(given) or _is_message(rows, answers):
-        columns = _message_columns(rows, fields, has_prompt=has_prompt)
-    else:
-        columns = _text_columns(rows, fields, has_prompt=has_prompt)
+    # ShareGPT's preferences are single messages.
+    are_messages = rows.contain_messages(given)
+    for field in answers:
+        if not are_messages and not is_template(field):
+            [values] = rows.columns([field])
+            are_messages = any(isinstance(value, Mapping) for value in values)
+    columns = (_message_columns if are_messages else _text_columns)(rows, fields, has_prompt)
     if rows.has_field(TOOLS):
         columns[TOOLS] = rows.values(TOOLS)
     return ColumnRows(rows, columns)
 
 
-def _has_prompt(rows: Rows, fields: PreferenceFields) -> bool:
-    return fields.prompt != PROMPT or rows.has_field(PROMPT)
-
-
-def _is_message(rows: Rows, fields: Sequence[str]) -> bool:
-    """Whether one of *fields* contains single messages, as ShareGPT's preferences do."""
-    for field in fields:
-        if not is_template(field):
-            [values] = rows.columns([field])
-            if any(isinstance(value, Mapping) for value in values):
-                return True
-    return False
-
-
 # ------------------------------------------------------------------------------------- texts
 
 
-def _text_columns(
-    rows: Rows, fields: PreferenceFields, *, has_prompt: bool
-) -> dict[str, list[Any]]:
+def _text_columns(rows: Rows, fields: PreferenceFields, has_prompt: bool) -> dict[str, list[Any]]:
     used = {CHOSEN: fields.chosen, REJECTED: fields.rejected}
     if has_prompt:
         used[PROMPT] = fields.prompt
@@ -170,8 +153,7 @@ def _text_columns(
 
 def common_text(first: str, second: str) -> str:
     """Return the common beginning of two texts up to their last common space or line break, without this one."""
-    pairs = zip(first, second, strict=False)
-    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    length = common_length(first, second)
     # A word with the same beginning is part of the answers.
     while length > 0 and not first[length - 1].isspace():
         length -= 1
@@ -182,7 +164,7 @@ def common_text(first: str, second: str) -> str:
 
 
 def _message_columns(
-    rows: Rows, fields: PreferenceFields, *, has_prompt: bool
+    rows: Rows, fields: PreferenceFields, has_prompt: bool
 ) -> dict[str, list[Any]]:
     chosen = _values(rows, fields.chosen)
     rejected = _values(rows, fields.rejected)
@@ -192,30 +174,27 @@ def _message_columns(
         [systems] = rows.texts([fields.system])
     columns: dict[str, list[Any]] = {PROMPT: [], CHOSEN: [], REJECTED: []}
     for row in range(rows.num_rows):
-        answers = [
-            _messages(rows, row, fields.chosen, chosen[row], "assistant"),
-            _messages(rows, row, fields.rejected, rejected[row], "assistant"),
-        ]
-        common = _num_common(*answers)
-        prompt = answers[0][:common]
+        first = _messages(rows, row, fields.chosen, chosen[row], "assistant")
+        second = _messages(rows, row, fields.rejected, rejected[row], "assistant")
+        # The messages that both begin with; at least one message of each is an answer.
+        num_common = common_length(first[:-1], second[:-1])
+        prompt = first[:num_common]
         # A text is the question alone, which messages that both answers begin with contain.
-        if not (common and isinstance(prompts[row], str)):
-            prompt = _joined(_messages(rows, row, fields.prompt, prompts[row], "user"), prompt)
+        if not (num_common and isinstance(prompts[row], str)):
+            given = _messages(rows, row, fields.prompt, prompts[row], "user")
+            prompt = prompt if prompt[: len(given)] == given else given + prompt
         if systems[row]:
             prompt = [{"role": "system", "content": systems[row]}, *prompt]
         columns[PROMPT].append(prompt)
-        columns[CHOSEN].append(answers[0][common:])
-        columns[REJECTED].append(answers[1][common:])
+        columns[CHOSEN].append(first[num_common:])
+        columns[REJECTED].append(second[num_common:])
     return columns
 
 
 def _values(rows: Rows, field: str) -> list[Any]:
     """The values of a field, or the texts of a template of fields."""
-    if is_template(field):
-        [values] = rows.texts([field])
-        return list(values)
-    [values] = rows.columns([field])
-    return values
+    [values] = rows.texts([field]) if is_template(field) else rows.columns([field])
+    return list(values)
 
 
 def _messages(rows: Rows, row: int, field: str, value: Any, role: str) -> list[Any]:
@@ -233,19 +212,6 @@ def _messages(rows: Rows, row: int, field: str, value: Any, role: str) -> list[A
         value=value,
         hint="correct or remove this sample",
     )
-
-
-def _num_common(first: list[Any], second: list[Any]) -> int:
-    """The number of messages that both conversations begin with; at least one message of each is an answer."""
-    pairs = zip(first[:-1], second[:-1], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _joined(prompt: list[Any], common: list[Any]) -> list[Any]:
-    """Join a prompt and the messages that both answers begin with, which may begin with the prompt again."""
-    if common[: len(prompt)] == prompt:
-        return common
-    return prompt + common
 
 
 def _margins(rows: Rows, field: str) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import UNREADABLE
-from automodel_ckpt.data.rows.records import Lane
+from automodel_ckpt.data.rows.row_files import Lane
 from automodel_ckpt.data.rows.rows import (
     Columns,
     Row,
@@ -26,12 +26,8 @@ def has_reading_options(config: Any, kinds: set[str]) -> bool:
     if kinds == {".tsv"}:
         not_options |= {"sep", "delimiter"}
     default = type(config)()
-    for field in dataclasses.fields(config):
-        if field.name in not_options:
-            continue
-        if getattr(config, field.name) != getattr(default, field.name):
-            return True
-    return False
+    names = {field.name for field in dataclasses.fields(config)} - not_options
+    return any(getattr(config, name) != getattr(default, name) for name in names)
 
 
 def class_names(feature: Any) -> list[str] | None:

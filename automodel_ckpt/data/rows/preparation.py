@@ -15,14 +15,12 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,7 +33,7 @@ from automodel_ckpt.base.forks import freeze_in_forked_processes
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread
-from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, ArrayFile, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
 
 log = logging.getLogger(__name__)
@@ -73,33 +71,17 @@ def in_order(
         while waiting or submitted:
             while waiting and len(submitted) < num_workers * _AHEAD:
                 bounds = waiting.popleft()
-                submitted.append((bounds, _submit(workers, bounds)))
+                future = None
+                # AssertionError: multiprocessing lets a daemonic process have no children.
+                with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
+                    future = workers.submit(_compute, *bounds)
+                submitted.append((bounds, future))
             bounds, future = submitted.popleft()
-            result = _result_of(future)
-            if result is None:
-                yield function(*bounds)
-            else:
-                yield cast("_Result", result)
-
-
-def _submit(workers: ProcessPoolExecutor, bounds: _Range) -> Future[object] | None:
-    """Pass a range to a worker; None if workers cannot be started, or have died."""
-    try:
-        return workers.submit(_compute, *bounds)
-    except (BrokenProcessPool, OSError, AssertionError):
-        # AssertionError: multiprocessing lets a daemonic process have no children.
-        return None
-
-
-def _result_of(future: Future[object] | None) -> object | None:
-    """Wait for the result of a range; None if the function raised or the worker died."""
-    if future is None:
-        return None
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        log.debug("a worker process died; this process tokenizes the rest")
-        return None
+            # None if a worker cannot be started, has died, or its function raised.
+            result = None
+            with contextlib.suppress(BrokenProcessPool):
+                result = future and future.result()
+            yield function(*bounds) if result is None else cast("_Result", result)
 
 
 def _compute(start: int, stop: int) -> object | None:
@@ -171,7 +153,7 @@ class Part(NamedTuple):
     counts: Integers
     used: Integers
     lengths: Integers
-    numbers: list[float]
+    numbers: list[Any]
     notes: Counter[str]
 
 
@@ -189,14 +171,15 @@ def prepare(
     after the last row was tokenized. Raises :class:`RecipeError` for the first row that *encode* does not accept, and
     then for all samples that are too long.
     """
-    tokens = _Column(directory / "tokens.npy", np.int32)
-    ends = _Column(directory / "ends.npy", np.int64)
-    labelled = _Column(directory / "labelled.npy", np.bool_)
+    show = progress(rows.path, rows.num_rows)
+    tokens = ArrayFile(directory / "tokens.npy", np.int32)
+    ends = ArrayFile(directory / "ends.npy", np.int64)
+    labelled = ArrayFile(directory / "labelled.npy", np.bool_)
     used, lengths = [], []
-    numbers: list[float] = []
+    numbers: list[Any] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
-    with tokens, ends, labelled, progress(rows.path, rows.num_rows) as show:
+    with tokens, ends, labelled:
         for part in _encoded_parts(rows, encode, policy, group_size):
             ends.append(part.ends + tokens.size)
             tokens.append(part.tokens)
@@ -221,8 +204,7 @@ def _encoded_parts(
 ) -> Iterator[Part]:
     """Yield the samples of all *rows* in parts."""
     num_rows = rows.num_rows
-    known: dict[tuple[str, ...], bool] = {}
-    encode_range = partial(_encode_range, rows, encode, policy, group_size, known)
+    encode_range = partial(_encode_range, rows, encode, policy, group_size)
     # The first part is encoded here: without rows, this raises the error for that, and the workers inherit what
     # encoders find out once, with its log lines.
     first = min(ROWS_PER_PART, num_rows)
@@ -241,11 +223,10 @@ def _encode_range(
     encode: Encode,
     policy: Truncation,
     group_size: int,
-    known: dict[tuple[str, ...], bool],
     start: int,
     stop: int,
 ) -> Part:
-    samples = encode(RowRange(rows, start, stop, known))
+    samples = encode(RowRange(rows, start, stop))
     truncation = policy.anew()
     rejects = policy.policy == "error"
     remaining = []
@@ -279,51 +260,8 @@ def _encode_range(
     )
 
 
-class _Column:
-    """A flat array in a ``.npy`` file that grows."""
-
-    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
-        self.size = 0
-        self._dtype = np.dtype(dtype)
-        self._file = path.open("wb")
-        self._write_header()
-
-    def __enter__(self) -> _Column:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file as file:
-            file.seek(0)
-            self._write_header()
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        """Add *values* at the end."""
-        self.size += len(values)
-        self._file.write(values.astype(self._dtype, copy=False).tobytes())
-
-    def _write_header(self) -> None:
-        # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
-        form = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": form, "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-
-@contextmanager
-def progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
-    """Show how many rows are done: a bar on a terminal, elsewhere a log line every 30 seconds.
-
-    Yields a function that is called with the number of rows of each part that is done.
-    """
-    if sys.stderr.isatty():
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        with tqdm(total=num_rows, unit="row", desc="tokenizing", leave=False, delay=1) as bar:
-
-            def advance(count: int) -> None:
-                bar.update(count)
-
-            yield advance
-        return
+def progress(what: str, num_rows: int) -> Callable[[int], None]:
+    """Return a function to call with the number of rows of each part that is done. It logs a line every 30 seconds."""
     began = shown = time.monotonic()
     done = 0
 
@@ -337,4 +275,4 @@ def progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
         rate = done / (now - began)
         log.info("%s: %d of %d rows are tokenized, %.0f rows/s", what, done, num_rows, rate)
 
-    yield show
+    return show

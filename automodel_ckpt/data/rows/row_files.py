@@ -1,32 +1,28 @@
 """Read the rows of JSON, CSV, TSV and text files without type inference.
 
 A row depends only on its own line: text that looks like a date is text, ``1`` is an integer even if another row has
-``2.5``, integers of any size are exact, and a key that only other rows have is missing. Values of CSV and TSV files are
-text; an empty value is None.
+``2.5``, integers of any size are exact, and a key that only other rows have is missing.
+
+A JSON file has one object per line, or a list of objects or texts. All values of tables are texts; an empty value is
+None. CSV follows RFC 4180: a value in double quotes may contain commas, line breaks and doubled quotes. TSV has no
+quoting: a double quote is an ordinary character, and a value cannot contain a tab or a line break.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from automodel_ckpt.data.rows.files import advance, kind_of, opened
-from automodel_ckpt.data.rows.records import (
-    BEGINNING,
-    Lane,
-    Lines,
-    Mark,
-    Record,
-    column_names,
-    decoded,
-    json_record,
-    read_json,
-    read_json_lines,
-    read_table,
-    separator_of,
-)
 from automodel_ckpt.errors import RecipeError
 
 KINDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".txt"})
@@ -35,47 +31,75 @@ FIRST_ROWS = 1000
 """Number of rows that are read of a file before training, to find mistakes and fields."""
 
 
-def read_lane(path: Path, start: Mark, lane: Lane) -> Iterator[Record]:
-    """Yield the records of a file that belong to *lane*, as :func:`read_records` does.
+class Mark(NamedTuple):
+    """A position between two records of a file: the *offset* in the decompressed content, and the number of lines.
 
-    Lines of ``.jsonl`` and ``.txt`` files that belong to other lanes are neither decoded nor parsed.
+    In a JSON list, the offset counts characters.
     """
-    read_lines = _READERS_OF_LINES.get(kind_of(path))
-    if lane.count == 1 or read_lines is None:
-        for record in read_records(path, start):
+
+    offset: int = 0
+    num_lines: int = 0
+
+
+BEGINNING = Mark()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row, the line at which it begins (from 1), and the position after it. *source* is its JSON text, if any."""
+
+    content: dict[str, Any]
+    line: int
+    end: Mark
+    source: str | None = None
+
+    def to_json(self) -> str:
+        """Return the row as JSON text. ``json.loads`` of it returns *content*."""
+        return self.source or json.dumps(self.content, ensure_ascii=False)
+
+
+class Lane:
+    """Selects every *count*-th row of a stream, beginning with row *number*. *row* rows were counted so far."""
+
+    def __init__(self, number: int = 0, count: int = 1, row: int = 0) -> None:
+        self.number, self.count, self.row = number, count, row
+
+    def takes_next(self) -> bool:
+        """Count the next row, and return whether it belongs to this lane."""
+        is_taken = self.row % self.count == self.number
+        self.row += 1
+        return is_taken
+
+
+def read_records(path: Path, start: Mark = BEGINNING, lane: Lane | None = None) -> Iterator[Record]:
+    """Yield the records of a file of one of :data:`KINDS` that belong to *lane*, from *start* on, the end of a record.
+
+    Lines of ``.jsonl`` and ``.txt`` files that belong to other lanes are neither decoded nor parsed. Raises
+    :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or fewer
+    values than the header, and for a damaged compressed file.
+    """
+    lane = lane or Lane()
+    kind = kind_of(path)
+    with opened(path) as file:
+        if kind in (".jsonl", ".txt"):
+            yield from _read_lines(path, file, start, lane, is_json=kind == ".jsonl")
+            return
+        for record in (_read_json if kind == ".json" else _read_table)(path, file, start):
             if lane.takes_next():
                 yield record
-        return
-    with opened(path) as file:
-        yield from _read_lane(path, file, start, lane, read_lines)
 
 
-def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
-    """Yield the records of a file of one of :data:`KINDS`, from *start* on: the ``end`` of a record, or the beginning.
-
-    Raises :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or
-    fewer values than the header, and for a damaged compressed file.
-    """
-    with opened(path) as file:
-        yield from _READERS[kind_of(path)](path, file, start or BEGINNING)
-
-
-def header(path: Path) -> list[str] | None:
-    """Return the column names of a CSV or TSV file; None for other formats, and for an empty file."""
-    if kind_of(path) not in (".csv", ".tsv"):
-        return None
-    with opened(path) as file:
-        return column_names(Lines(path, file), separator_of(path))
-
-
-def check_tables(paths: Sequence[Path]) -> None:
-    """Raise :class:`RecipeError` unless all CSV or TSV files have the same columns, in any order.
+def check_tables(paths: Sequence[Path]) -> dict[str, None]:
+    """Return the column names of CSV or TSV files. Raise :class:`RecipeError` unless all have the same, in any order.
 
     The first rows of each file are read as well, so that a stream reports a broken file before training.
     """
     first_path, first_names = None, None
     for path in paths:
-        names = header(path)
+        if kind_of(path) not in (".csv", ".tsv"):
+            continue
+        with opened(path) as file:
+            names = _column_names(_table_rows(Lines(path, file)))
         if names is None:
             continue
         if first_names is None:
@@ -87,57 +111,264 @@ def check_tables(paths: Sequence[Path]) -> None:
                 value=f"{', '.join(names)}; {first_path} has {', '.join(first_names)}",
                 hint="give all files the same columns, or list only files that have them",
             )
-        for number, _ in enumerate(read_records(path)):
-            if number == FIRST_ROWS:
-                break
+        for _ in islice(read_records(path), FIRST_ROWS + 1):
+            pass
+    return dict.fromkeys(first_names or ())
 
 
-def _read_lane(
-    path: Path,
-    file: IO[bytes],
-    start: Mark,
-    lane: Lane,
-    read_line: Callable[[Path, str, Mark], Record | None],
+class Lines:
+    """The lines of an open file as text, with the position after the last line that was read."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
+        self.mark = BEGINNING
+
+    def advance(self, mark: Mark) -> None:
+        """Continue at a later *mark*."""
+        advance(self.file, self.mark.offset, mark.offset)
+        self.mark = mark
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        raw = next(self.file)
+        self.mark = Mark(self.mark.offset + len(raw), self.mark.num_lines + 1)
+        return _decoded(raw, self.path, self.mark.num_lines)
+
+
+def _decoded(raw: bytes, path: Path, line: int) -> str:
+    """Decode UTF-8 bytes; *line* is the number of their first line. A byte order mark is removed from line 1."""
+    try:
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        start_of_line = raw.rfind(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            "a line is not UTF-8 text",
+            where=f"{path}:{line}",
+            value=f"byte {raw[error.start]:#04x} at {error.start - start_of_line} of the line",
+            hint="save the file as UTF-8; the name of a compressed file ends in .gz, .bz2, .xz or .zst",
+        ) from error
+
+
+def _read_lines(
+    path: Path, file: IO[bytes], start: Mark, lane: Lane, *, is_json: bool
 ) -> Iterator[Record]:
-    """Yield the records of the lines that belong to *lane*. *read_line* makes a record of a line and its end."""
-    skips_blank_lines = read_line is json_record
+    """Yield a record for each line of the lane: an object, or a text."""
     advance(file, 0, start.offset)
     offset, number = start
     for raw in file:
         offset += len(raw)
         number += 1
-        if skips_blank_lines and raw.isspace():
+        if (is_json and raw.isspace()) or not lane.takes_next():
             continue
-        if not lane.takes_next():
+        text, end = _decoded(raw, path, number), Mark(offset, number)
+        if not is_json:
+            # Only the end of the line: other white space belongs to the document.
+            document = text.removesuffix("\n").removesuffix("\r")
+            yield Record({"text": document}, number, end)
             continue
-        record = read_line(path, decoded(raw, path, number), Mark(offset, number))
-        if record is not None:
-            yield record
+        # A file that was concatenated from several contains byte order marks between lines.
+        if source := text.strip().removeprefix("\ufeff"):
+            try:
+                value = _DECODER.decode(source)
+            except (ValueError, RecursionError) as error:
+                raise _not_json(path, number, str(error)) from error
+            yield Record(_object(value, source, path, number), number, end, source)
 
 
-def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
-    lines = Lines(path, file, start)
-    for text in lines:
-        yield _text_record(path, text, lines.mark)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BLANKS = re.compile(r"[ \t\n\r]*")
+"""The white space of JSON. str.strip() removes characters that are not allowed there."""
 
 
-def _text_record(path: Path, text: str, end: Mark) -> Record:
-    # Only the end of the line: other white space belongs to the document.
-    document = text.removesuffix("\n").removesuffix("\r")
-    return Record({"text": document}, end.num_lines, end)
+def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    """Read a list of objects or texts, or one object per line."""
+    if _has_object_per_line(path):
+        yield from _read_lines(path, file, start, Lane(), is_json=True)
+        return
+    text = _decoded(file.read(), path, 1)
+    position, num_lines = start
+    counted = position
+    if position == 0:
+        position = _after_blanks(text, 0)
+        if position == len(text):
+            return
+        if text[position] != "[":
+            raise RecipeError(
+                "the file has neither a list of objects nor an object per line",
+                where=str(path),
+                value=repr(text[:40]),
+                hint="write the rows as one list, or each row in one line",
+            )
+        position = _after_blanks(text, position + 1)
+    while text[position : position + 1] != "]":
+        line = num_lines + text.count("\n", counted, position) + 1
+        try:
+            value, end = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(path, getattr(error, "lineno", line), str(error)) from error
+        source = text[position:end]
+        if isinstance(value, str):
+            value, source = {"text": value}, ""
+        content = _object(value, source, path, line)
+        position = _after_blanks(text, end)
+        following = text[position : position + 1]
+        if following == ",":
+            position = _after_blanks(text, position + 1)
+            is_complete = text[position : position + 1] not in ("", "]")
+        else:
+            is_complete = following == "]"
+        num_lines += text.count("\n", counted, position)
+        counted = position
+        if not is_complete:
+            reason = "no object follows after a comma"
+            if following != ",":
+                reason = "a comma or ] is missing between two objects"
+            raise _not_json(path, num_lines + 1, reason)
+        yield Record(content, line, Mark(position, num_lines), source or None)
+    if text[position + 1 :].strip():
+        raise _not_json(path, num_lines + 1, "more text follows after the end of the list")
 
 
-_READERS: dict[str, Callable[[Path, IO[bytes], Mark], Iterator[Record]]] = {
-    ".jsonl": read_json_lines,
-    ".json": read_json,
-    ".csv": read_table,
-    ".tsv": read_table,
-    ".txt": _read_text,
-}
-_READERS_OF_LINES: dict[str, Callable[[Path, str, Mark], Record | None]] = {
-    ".jsonl": json_record,
-    ".txt": _text_record,
-}
+def _has_object_per_line(path: Path) -> bool:
+    """Whether the first line that is not blank is a complete object."""
+    with opened(path) as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _after_blanks(text: str, position: int) -> int:
+    found = _BLANKS.match(text, position)
+    return found.end() if found else position
+
+
+def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
+    """Return *value* if it is a row; null is a row without fields. Raises :class:`RecipeError` for other values."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        reason = f"not an object with fields, but {json.dumps(value)[:40]}"
+        if isinstance(value, list) and line == 1 and ".jsonl" in path.suffixes:
+            raise _not_json(path, line, reason, "name a file that is one list *.json, not *.jsonl")
+        raise _not_json(path, line, reason)
+    # json.loads accepts half of a surrogate pair, which cannot be encoded in UTF-8 later.
+    if _SURROGATE.search(source):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _not_json(path, line, "half of a surrogate pair, such as \\ud800") from error
+    return value
+
+
+def _not_json(
+    path: Path, line: int, reason: str, hint: str = "correct or remove this line"
+) -> RecipeError:
+    return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, hint=hint)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # By default, json keeps the last of several values of a field without a message.
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"duplicate field, among {', '.join(name for name, _ in pairs)}")
+    return row
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"number {text[:40]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite)
+
+
+# The csv module keeps the limit in a C long, which has 32 bits on some platforms.
+_LONGEST_CSV_VALUE = 2**31 - 1
+_TableRows = Iterator[tuple[int, list[str]]]
+
+
+def _read_table(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    """Yield the rows of a table."""
+    lines = Lines(path, file)
+    rows = _table_rows(lines)
+    names = _column_names(rows) or []
+    if start.offset:
+        lines.advance(start)
+    for line, values in rows:
+        if len(values) != len(names):
+            is_longer = len(values) > len(names)
+            hint = "give every row a value for each column; an empty one is enough"
+            if is_longer:
+                repair = "put quotes around values with commas in them"
+                if kind_of(path) == ".tsv":
+                    repair = "remove tabs from the values"
+                hint = f"{repair}, or name all columns in the first line"
+            raise RecipeError(
+                f"a row has {'more' if is_longer else 'fewer'} values than the table has columns",
+                where=f"{path}:{line}",
+                value=f"{len(values)} values for {', '.join(names)}",
+                hint=hint,
+            )
+        content = {name: value or None for name, value in zip(names, values, strict=True)}
+        # csv.reader reads no line ahead, so the mark is the end of this row.
+        yield Record(content, line, lines.mark)
+
+
+def _table_rows(lines: Lines) -> _TableRows:
+    """Yield the line at which a row begins, and its values as texts. Blank lines are skipped."""
+    split: Iterator[list[str]]
+    if kind_of(lines.path) == ".tsv":
+        split = (text.removesuffix("\n").removesuffix("\r").split("\t") for text in lines)
+    else:
+        # The limit is global: the csv module has none for a single reader.
+        csv.field_size_limit(_LONGEST_CSV_VALUE)  # by default a value of 128 KiB is an error
+        # If not strict, csv.reader accepts text after a closing quote as part of the value.
+        split = csv.reader(lines, strict=True)
+    while True:
+        line = lines.mark.num_lines + 1
+        try:
+            values = next(split)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise RecipeError(
+                "a row is not CSV",
+                where=f"{lines.path}:{line}",
+                value=str(error),
+                hint='put quotes around values with commas, line breaks or quotes, and write " inside of them as ""',
+            ) from error
+        if len(values) > 1 or "".join(values).strip():
+            yield line, values
+
+
+def _column_names(rows: _TableRows) -> list[str] | None:
+    """Return the column names in the first row, or None without a row: unique, and numbered as in pandas (``a.1``).
+
+    An empty name gets the number of its column. A number that would make the name of another column is skipped.
+    """
+    _, names = next(rows, (0, None))
+    if names is None:
+        return None
+    wanted = [given or f"Unnamed: {column}" for column, given in enumerate(names)]
+    taken = set(wanted)
+    counts: Counter[str] = Counter()
+    found = []
+    for name in wanted:
+        unique = name
+        if counts[name]:
+            while (unique := f"{name}.{counts[name]}") in taken:
+                counts[name] += 1
+            taken.add(unique)
+        counts[name] += 1
+        found.append(unique)
+    return found
 
 
 class RecordStream:
@@ -148,14 +379,11 @@ class RecordStream:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        check_tables(files)
+        fields = check_tables(files)
         self._files = list(files)
         self._limit: int | None = None
         self._lane = (0, 1)
         self._state: dict[str, int] = _state_at(0, BEGINNING, 0)
-        fields: dict[str, None] = {}
-        for file in files:
-            fields.update(dict.fromkeys(header(file) or ()))
         self.is_empty = True
         for number, (content, _) in enumerate(self):
             self.is_empty = False
@@ -171,7 +399,7 @@ class RecordStream:
         lane = Lane(*self._lane, row=state["row"])
         start = Mark(state["offset"], state["num_lines"])
         for number in range(state["file"], len(self._files)):
-            for record in read_lane(self._files[number], start, lane):
+            for record in read_records(self._files[number], start, lane):
                 if self._limit is not None and lane.row > self._limit:
                     return
                 # Set before the yield: a state that is saved during it is the state after this row.

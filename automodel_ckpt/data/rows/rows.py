@@ -7,7 +7,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jinja2.meta import find_undeclared_variables
 
 from automodel_ckpt.base.bounded_templates import BoundedEnvironment
 from automodel_ckpt.data.collate import Where
-from automodel_ckpt.data.rows.row_files import check_tables, header, read_records
+from automodel_ckpt.data.rows.row_files import check_tables, read_records
 from automodel_ckpt.errors import RecipeError
 
 
@@ -99,10 +99,6 @@ class Rows:
         """The location of a row: file and line, or the number of the row from 0."""
         raise NotImplementedError
 
-    def number_in_data(self, row: int) -> int:
-        """The number of a row, from 0, in the table that this one is a part of."""
-        return row
-
     def class_names(self, field: str) -> Sequence[str] | None:
         """The names that the data gives to the numbers of a field (ClassLabel), also in lists; None without such."""
         return None
@@ -140,10 +136,14 @@ class Rows:
         values = dict(zip(names, self.columns(names), strict=True))
         columns = []
         for field in fields:
-            if is_template(field):
-                columns.append(self._written(field, values))
-            else:
+            if not is_template(field):
                 columns.append(self._require_texts(field, values[field]))
+                continue
+            template = FieldTemplate(field)
+            columns.append([])
+            for number in range(self.num_rows):
+                row = {name: values[name][number] for name in template.names}
+                columns[-1].append(template.write(row, partial(self.place, number)))
         return columns
 
     def contain_messages(self, fields: Sequence[str]) -> bool:
@@ -152,35 +152,28 @@ class Rows:
         Raises :class:`RecipeError` for no rows, or for an unknown field.
         """
         self.require(_names_in_all(fields))
-        for field in fields:
-            if is_template(field):
-                continue
-            first = self._first_value(field)
-            if isinstance(first, list) and isinstance(first[0], Mapping):
-                return True
-        return False
+        names = [field for field in fields if not is_template(field)]
+        return any(self.has_messages(name) for name in names)
 
-    def _first_value(self, field: str) -> Any:
-        """The first value of a field that is not empty; None if there is none."""
-        for start in range(0, self.num_rows, _FIRST_ROWS):
-            stop = min(start + _FIRST_ROWS, self.num_rows)
-            [values] = self.read_range([field], start, stop)
-            for value in values:
-                if value:
-                    return value
-        return None
+    def has_messages(self, field: str) -> bool:
+        """Whether the first value of a field that is not empty is a list of messages."""
+        if field not in self._has_messages:
+            first = None
+            for start in range(0, self.num_rows, _FIRST_ROWS):
+                [values] = self.read_range([field], start, min(start + _FIRST_ROWS, self.num_rows))
+                if first := next(filter(None, values), None):
+                    break
+            is_list = isinstance(first, list) and isinstance(first[0], Mapping)
+            self._has_messages[field] = is_list
+        return self._has_messages[field]
+
+    @cached_property
+    def _has_messages(self) -> dict[str, bool]:
+        return {}
 
     def has_field(self, field: str) -> bool:
         """Whether a row has this field."""
         return field in self.fields
-
-    def _written(self, field: str, values: Mapping[str, list[Any]]) -> list[str]:
-        template = FieldTemplate(field)
-        texts = []
-        for number in range(self.num_rows):
-            row = {name: values[name][number] for name in template.names}
-            texts.append(template.write(row, partial(self.place, number)))
-        return texts
 
     def _require_texts(self, field: str, values: list[Any]) -> list[str]:
         for row, value in enumerate(values):
@@ -225,19 +218,13 @@ class StreamedRows(Rows):
 
 
 class RowRange(Rows):
-    """The rows *start* to *stop* of the table *whole*. Fields, and whether they contain messages, are those of *whole*.
+    """The rows *start* to *stop* of the table *whole*. Fields, and whether they have messages, are those of *whole*."""
 
-    *known* keeps what was found out about *whole*. Ranges of the same table share it.
-    """
-
-    def __init__(
-        self, whole: Rows, start: int, stop: int, known: dict[tuple[str, ...], bool]
-    ) -> None:
+    def __init__(self, whole: Rows, start: int, stop: int) -> None:
         self.path = whole.path
         self.whole = whole
         self.start = start
         self.stop = stop
-        self._known = known
 
     @property
     def num_rows(self) -> int:
@@ -253,20 +240,14 @@ class RowRange(Rows):
     def place(self, row: int) -> str:
         return self.whole.place(self.start + row)
 
-    def number_in_data(self, row: int) -> int:
-        return self.start + row
-
     def require(self, fields: Sequence[str]) -> None:
         self.whole.require(fields)
 
     def class_names(self, field: str) -> Sequence[str] | None:
         return self.whole.class_names(field)
 
-    def contain_messages(self, fields: Sequence[str]) -> bool:
-        key = tuple(fields)
-        if key not in self._known:
-            self._known[key] = self.whole.contain_messages(fields)
-        return self._known[key]
+    def has_messages(self, field: str) -> bool:
+        return self.whole.has_messages(field)
 
 
 class RecordRows(Rows):
@@ -276,8 +257,7 @@ class RecordRows(Rows):
     """
 
     def __init__(self, path: str, files: Sequence[Path]) -> None:
-        check_tables(files)
-        fields: dict[str, None] = {}
+        fields = check_tables(files)
         # Three buffers and not a list of objects: forked workers share them, because no reference count changes.
         texts = bytearray()
         ends = array("q", [0])
@@ -285,7 +265,6 @@ class RecordRows(Rows):
         self.file_ends = [0]
         """The number of rows up to the end of each file, after that before the first one."""
         for file in files:
-            fields.update(dict.fromkeys(header(file) or ()))
             for record in read_records(file):
                 fields.update(dict.fromkeys(record.content))
                 texts += record.to_json().encode()

@@ -11,10 +11,11 @@ import logging
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -77,23 +78,15 @@ class Source(Rows):
         The rows of several files are concatenated in their order. Raises :class:`RecipeError` for an empty list or
         an empty path.
         """
-        if "" in ([path] if isinstance(path, str) else path):
+        paths = [path] if isinstance(path, str) else list(path)
+        if not paths or "" in paths:
             hint = "name a file, a directory or a data set of the Hub; . is the working directory"
-            raise RecipeError("the path is empty", where="dataset.path", value="''", hint=hint)
+            raise RecipeError("the path is empty", where="dataset.path", value=path, hint=hint)
         if isinstance(path, str):
             several = (path,) if is_pattern(path) else ()
             return cls(path, name, split, several, revision)
-        if not path:
-            raise RecipeError(
-                "the list of data files is empty",
-                where="dataset.path",
-                value="[]",
-                hint="list at least one file",
-            )
-        shown = ", ".join(path)
-        if len(path) > 2:
-            shown = f"{path[0]} and {len(path) - 1} more"
-        return cls(shown, name, split, tuple(path), revision)
+        shown = ", ".join(paths) if len(paths) < 3 else f"{paths[0]} and {len(paths) - 1} more"
+        return cls(shown, name, split, tuple(paths), revision)
 
     @property
     def is_file(self) -> bool:
@@ -111,12 +104,10 @@ class Source(Rows):
             raise RecipeError(
                 "a data file has no subsets", where="dataset.name", value=self.name, hint=hint
             )
-        if self.revision is not None:
-            raise self._has_no_revision()
+        self._require_no_revision()
         # First: a misspelled path of a directory is no file whose splits matter.
         files = files_of(self.several or [self.path])
-        others = [name for name in self._split_names() if name != "train"]
-        if others:
+        if self._split_names() != ["train"]:
             raise RecipeError(
                 "a data file has only the split train",
                 where="dataset.split",
@@ -125,11 +116,15 @@ class Source(Rows):
             )
         return files
 
-    def _has_no_revision(self) -> RecipeError:
-        hint = "remove dataset.revision: only data sets of the Hub have revisions"
-        return RecipeError(
-            "local data has no revision", where="dataset.revision", value=self.revision, hint=hint
-        )
+    def _require_no_revision(self) -> None:
+        if self.revision is not None:
+            hint = "remove dataset.revision: only data sets of the Hub have revisions"
+            raise RecipeError(
+                "local data has no revision",
+                where="dataset.revision",
+                value=self.revision,
+                hint=hint,
+            )
 
     @property
     def folder(self) -> Path:
@@ -148,16 +143,11 @@ class Source(Rows):
 
     def fingerprint(self) -> str:
         """A text that changes with the content of the rows. Raises :class:`RecipeError` if they cannot be read."""
-        if self.is_file:
-            of_files = " ".join(map(digest, self.files))
-            return f"{of_files} {self.split}"
-        prefix = f"{self.path} {self.name} {self.split}"
-        if self._record_files is None:
-            return f"{prefix} {self._table.table._fingerprint}"
-        digests = []
-        for name in self._splits():
-            digests += [digest(file) for file in self._record_files[name]]
-        return f"{prefix} {' '.join(digests)}"
+        if not self.is_file and self._record_files is None:
+            return f"{self.path} {self.name} {self.split} {self._table.table._fingerprint}"
+        files = self.files if self.is_file else chain.from_iterable(self._files_of_splits.values())
+        prefix = "" if self.is_file else f"{self.path} {self.name} "
+        return f"{prefix}{self.split} {' '.join(map(digest, files))}"
 
     def files_signature(self) -> str:
         """Return a text that changes if files are added, removed, or change their size. Does not read them."""
@@ -171,16 +161,15 @@ class Source(Rows):
     def stream(self) -> RecordStream | TableStream:
         """The rows as a stream, read during training. Raises :class:`RecipeError` for no or unreadable rows."""
         if "[" in self.split or "+" in self.split:
-            hint = "use a whole split, or set dataset.streaming false"
             raise RecipeError(
                 "a stream cannot read part of a split",
                 where="dataset.split",
                 value=self.split,
-                hint=hint,
+                hint="use a whole split, or set dataset.streaming false",
             )
         if self._record_files is not None:
-            [split] = self._splits()
-            stream = RecordStream(self._record_files[split])
+            [files] = self._files_of_splits.values()
+            stream = RecordStream(files)
             if stream.is_empty:
                 raise empty_data(self.path)
             return stream
@@ -189,10 +178,9 @@ class Source(Rows):
         from automodel_ckpt.data.rows.datasets_library import TableStream
 
         with self._reading():
-            given = self._of_files() if self.is_file else self._of_name()
+            given = self._arguments()
             rows = datasets.load_dataset(**given, split=self.split, streaming=True)
-        if not self.is_file:
-            self._report_others(rows.info.builder_name)
+        self._report_others(rows.info.builder_name)
         return TableStream(self, rows)
 
     @contextmanager
@@ -247,7 +235,7 @@ class Source(Rows):
 
         with self._reading():
             # datasets assigns the files to splits, as on the Hub. This reads no row.
-            builder = datasets.load_dataset_builder(**self._of_name())
+            builder = datasets.load_dataset_builder(**self._arguments())
         reader = builder.info.builder_name
         splits: dict[str, list[Path]] = {}
         kinds: set[str] = set()
@@ -267,8 +255,8 @@ class Source(Rows):
         """The rows, read by :mod:`.row_files` or by ``datasets``."""
         if self._record_files is None:
             return self._table
-        splits = {name: self._record_files[name] for name in self._splits()}
-        rows = RecordRows(self.path, [file for files in splits.values() for file in files])
+        splits = self._files_of_splits
+        rows = RecordRows(self.path, list(chain.from_iterable(splits.values())))
         if self.split in splits:
             return rows
         import datasets
@@ -290,22 +278,20 @@ class Source(Rows):
         return rows
 
     def _split_names(self) -> list[str]:
-        """The names of splits in :attr:`split`, known or not."""
+        """The names of splits in :attr:`split`, such as ``train[:90%]+test``, known or not."""
         parts = self.split.split("+")
         return list(dict.fromkeys(part.partition("[")[0].strip() for part in parts))
 
-    def _splits(self) -> list[str]:
-        """The names of splits in :attr:`split`, for example in ``train[:90%]+test``.
-
-        Raises :class:`RecipeError` for unknown ones.
-        """
+    @property
+    def _files_of_splits(self) -> dict[str, list[Path]]:
+        """The files of the splits in :attr:`split`. Raises :class:`RecipeError` for unknown ones."""
+        known = self._record_files or {}
         names = self._split_names()
-        known = list(self._record_files or ())
         for name in names:
             if name not in known:
-                error = ValueError(f'Unknown split "{name}". Should be one of {known}.')
+                error = ValueError(f'Unknown split "{name}". Should be one of {list(known)}.')
                 raise self._cannot_read(error)
-        return names
+        return {name: known[name] for name in names}
 
     def unreadable(self, error: Exception) -> RecipeError:
         """Make the error for data that ``datasets`` cannot read, with the reason."""
@@ -316,30 +302,37 @@ class Source(Rows):
         reason = " ".join(str(error.__cause__ or error).split())
         return RecipeError("the data file cannot be read", where=self.path, value=reason, hint=hint)
 
-    def _of_name(self) -> Row:
-        """The arguments of ``load_dataset`` for a directory or a Hub data set."""
+    def _arguments(self) -> Row:
+        """The arguments of ``load_dataset``."""
+        if self.is_file:
+            return {"path": LOADERS[kind_of(self.files[0])], "data_files": _escaped(self.files)}
         path = Path(self.path).expanduser()
         if not path.is_dir():
             if is_hub_name(self.path):
                 check_access(self.path, self.revision, kind="dataset", where="dataset.path")
             return {"path": str(path), "name": self.name, "revision": self.revision}
-        if self.revision is not None:
-            raise self._has_no_revision()
-        self._check_readable()
+        self._require_no_revision()
+        # datasets would leave out a subdirectory that cannot be read.
+        self._in_directory()
         saved = saved_table(path)
         if saved is None:
             # Resolved, because load_dataset names the data set after the directory, and "." is not a name.
             return {"path": str(path.resolve()), "name": self.name}
         if not saved:
             raise empty_data(self.path)
-        # Escaped, because load_dataset parses a name with brackets as a pattern.
-        files = [glob.escape(str(file)) for file in saved]
-        return {"path": "arrow", "data_files": {"train": files}}
+        return {"path": "arrow", "data_files": {"train": _escaped(saved)}}
 
-    def _check_readable(self) -> None:
-        """Raise :class:`RecipeError` for a subdirectory that cannot be read: ``datasets`` would leave it out."""
+    def _in_directory(self) -> list[Path]:
+        """The data files of the directory. Raises :class:`RecipeError` for a subdirectory that cannot be read."""
+        files: list[Path] = []
         try:
-            self._in_directory()
+            for parent, directories, names in walk(Path(self.path).expanduser()):
+                # datasets does not read hidden directories. On its first level, a file system has one that only root
+                # reads.
+                directories[:] = [
+                    name for name in directories if not name.startswith((".", "lost+found"))
+                ]
+                files += [Path(parent, name) for name in names]
         except OSError as error:
             raise RecipeError(
                 "a directory of the data set cannot be read",
@@ -347,16 +340,6 @@ class Source(Rows):
                 value=f"{error.filename} ({error.strerror})",
                 hint="make it readable, or list the files to train on in dataset.path",
             ) from error
-
-    def _in_directory(self) -> list[Path]:
-        """The data files of the directory. Raises OSError for a subdirectory that cannot be read."""
-        files = []
-        for parent, directories, names in walk(Path(self.path).expanduser()):
-            # datasets does not read hidden directories. On its first level, a file system has one that only root reads.
-            directories[:] = [
-                name for name in directories if not name.startswith((".", "lost+found"))
-            ]
-            files += [Path(parent, name) for name in names]
         files = [path for path in sorted(files) if path.is_file()]
         return [file for file in files if kind_of(file) in LOADERS and not is_about_data(file)]
 
@@ -367,47 +350,33 @@ class Source(Rows):
 
         from automodel_ckpt.data.rows.datasets_library import TableRows, with_encoded_media
 
-        # The cache of datasets would keep a copy of files, but the samples are cached already.
         with self._reading(), TemporaryDirectory() as scratch:
+            given = self._arguments()
             if self.is_file:
-                given = {**self._of_files(), "cache_dir": scratch, "keep_in_memory": True}
-            else:
-                given = self._of_name()
+                # The cache of datasets would keep a copy of files, but the samples are cached already.
+                given |= {"cache_dir": scratch, "keep_in_memory": True}
             table = datasets.load_dataset(**given, split=self.split)
-            if not self.is_file:
-                self._report_others(table.info.builder_name)
+            self._report_others(table.info.builder_name)
             return TableRows(self, with_encoded_media(table, datasets))
-
-    def _of_files(self) -> Row:
-        """The arguments of ``load_dataset`` for the files."""
-        # Escaped, because load_dataset parses a name with brackets as a pattern.
-        files = [glob.escape(str(file)) for file in self.files]
-        return {"path": LOADERS[kind_of(self.files[0])], "data_files": files}
 
     def _report_others(self, reader: str) -> None:
         """Warn about files that are ignored: only those of the most common format in a directory are read."""
-        if reader not in LOADERS.values():
+        if self.is_file or reader not in LOADERS.values():
             return
         root = Path(self.path).expanduser()
-        others = []
-        for file in self._in_directory():
-            if LOADERS[kind_of(file)] != reader:
-                others.append(str(file.relative_to(root)))
-        if not others:
-            return
-        shown = ", ".join(others[:3])
-        if len(others) > 3:
-            shown += f" and {len(others) - 3} more"
-        log.warning("%s: ignoring files of other formats: %s", self.path, shown)
+        files = self._in_directory()
+        others = [str(each.relative_to(root)) for each in files if LOADERS[kind_of(each)] != reader]
+        if others:
+            shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
     def _cannot_read(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
-            patterns = ", ".join(f"*{kind}" for kind in LOADERS)
             return RecipeError(
                 "the directory contains no data file",
                 where="dataset.path",
                 value=self.path,
-                hint=f"put files named {patterns} there, or use another directory",
+                hint=f"put files named *{', *'.join(LOADERS)} there, or use another directory",
             )
         if known := explained(error, self.path, "dataset.path", "dataset"):
             return known
@@ -422,3 +391,8 @@ class Source(Rows):
             hint="check these settings; a Hub name requires the network or a filled cache, "
             f"relative paths start at {Path.cwd()}",
         )
+
+
+def _escaped(files: Iterable[Path]) -> list[str]:
+    # load_dataset parses a name with brackets as a pattern.
+    return [glob.escape(str(file)) for file in files]

@@ -6,7 +6,6 @@ continue others get no space that some tokenizers put before a text.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, TokenizersBackend
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from automodel_ckpt.data.rows.arguments import require_tokenizer
 from automodel_ckpt.data.samples.tokenized import TokenizedSample
@@ -59,18 +58,6 @@ def one_thread() -> Iterator[None]:
             os.environ[_PARALLELISM] = before
 
 
-@contextmanager
-def truncation_on_the_right(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Let a tokenizer keep the beginning of a text that it truncates, whatever its own setting is."""
-    # The setting is restored, because exports contain the tokenizer.
-    side = tokenizer.truncation_side
-    tokenizer.truncation_side = "right"
-    try:
-        yield
-    finally:
-        tokenizer.truncation_side = side
-
-
 def encode_one(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text, without special tokens."""
     backend = _plain_backend(tokenizer)
@@ -103,15 +90,50 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer |
     return backend if isinstance(backend, tokenizers.Tokenizer) else None
 
 
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, columns: Sequence[Sequence[str]], **options: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of texts, or of pairs of texts for two *columns*, and the types of the tokens, if any.
+
+    *options* are those of a call of *tokenizer*, which adds special tokens by default.
+    """
+    encoded: Any = tokenizer(
+        *map(list, columns), return_attention_mask=False, verbose=False, **options
+    )
+    ids = encoded["input_ids"]
+    types = encoded.get("token_type_ids") or [()] * len(ids)
+    return [(list(own), list(own_types)) for own, own_types in zip(ids, types, strict=True)]
+
+
+def truncated(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, **options: Any
+) -> tuple[list[int], list[int]]:
+    """Tokenize a text or a pair as :func:`tokenize` does, at most *limit* tokens: the special tokens remain."""
+    # The setting is restored, because exports contain the tokenizer.
+    side = tokenizer.truncation_side
+    tokenizer.truncation_side = "right"
+    try:
+        columns = [[text] for text in texts]
+        [found] = tokenize(tokenizer, columns, truncation=True, max_length=limit, **options)
+        return found
+    finally:
+        tokenizer.truncation_side = side
+
+
 _PROBE = "a word, and 12 (b)\nor c"
+_MARKS = "\x01\n|?.:;-"
+"""Characters that tokenizers rarely join with the text behind them. The first one that the tokenizer knows is used."""
+_UNKNOWN = "\ue000"
+"""A character that no tokenizer knows."""
 
 
 class Continuations:
     """Tokenizes texts that follow others, so that both together are the concatenated text.
 
     The tokenizers of Llama 2, Mistral and Phi-3 put a space before a text. A sample has this space at its start, and
-    not before a continuation. Tokens of a text and of its continuation remain separate. Tokenizers that put a space
-    before each word, or remove one behind a text, such as that of T5, are used as they are.
+    not before a continuation. So a continuation is tokenized behind a mark, or behind the special token that precedes
+    it, without which its tokens are used. Tokens of a text and of its continuation remain separate. Tokenizers that put
+    a space before each word, or remove one behind a text, such as that of T5, are used as they are.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -119,127 +141,52 @@ class Continuations:
 
     def encode(self, before: Sequence[list[int]], texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each of *texts* behind the tokens *before* it, without special tokens."""
-        if self._without_space is None:
-            return encode_all(self._tokenizer, texts)
-        found = encode_all(self._without_space, texts)
-        # Others are those that begin a part of a text, or contain a token at which the tokenizer divides it.
-        others = [
-            number
-            for number, (start, ids) in enumerate(zip(before, found, strict=True))
-            if self._begins_part(start) or self._first_division(ids) is not None
-        ]
-        usual = encode_all(self._tokenizer, [texts[number] for number in others])
-        for number, ids in zip(others, usual, strict=True):
-            found[number] = self._joined(before[number], found[number], ids)
+        marks = [self._mark_behind(ids) for ids in before]
+        found = encode_all(
+            self._tokenizer, [m + text for m, text in zip(marks, texts, strict=True)]
+        )
+        for number, mark in enumerate(marks):
+            first, found[number] = self._divided(found[number], mark)
+            if first != self._ids(mark):
+                [found[number]] = encode_all(self._tokenizer, [texts[number]])
         return found
 
-    def _joined(self, before: list[int], continued: list[int], usual: list[int]) -> list[int]:
-        """Return the tokens of a continuation, of which each part behind a special token is encoded as *usual*."""
-        if self._begins_part(before):
-            return usual
-        first = self._first_division(continued)
-        usual_first = self._first_division(usual)
-        if first is None or usual_first is None:
-            return continued
-        return continued[:first] + usual[usual_first:]
+    def _mark_behind(self, ids: list[int]) -> str:
+        if not ids or not self.mark:
+            return ""
+        special = self._tokenizer.added_tokens_decoder
+        return special[ids[-1]].content if ids[-1] in special else self.mark
 
-    def _begins_part(self, before: list[int]) -> bool:
-        """Whether a text behind these tokens gets the space."""
-        if not before:
-            return True
-        return self._in_each_part and before[-1] in self._divisions
+    def _divided(self, ids: list[int], mark: str) -> tuple[list[int], list[int]]:
+        length = len(self._ids(mark))
+        return ids[:length], ids[length:]
 
-    def _first_division(self, ids: list[int]) -> int | None:
-        # Most texts have none, and isdisjoint takes a fifth of the time of a loop.
-        if self._divisions.isdisjoint(ids):
-            return None
-        return next(number for number, id in enumerate(ids) if id in self._divisions)
+    def _ids(self, text: str) -> list[int]:
+        if text not in self._known:
+            [self._known[text]] = encode_all(self._tokenizer, [text])
+        return self._known[text]
 
     @cached_property
-    def _divisions(self) -> set[int]:
-        """The tokens that the tokenizer looks for in a text first. It encodes the parts between them separately."""
-        return set(self._tokenizer.added_tokens_decoder)
+    def _known(self) -> dict[str, list[int]]:
+        return {}
 
     @cached_property
-    def _in_each_part(self) -> bool:
-        """Whether the space is put before each part of a text; otherwise only before the first."""
-        backend = self._backend
-        assert backend is not None
-        return "first" not in _schemes(json.loads(backend.to_str()))
-
-    @cached_property
-    def _without_space(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer without the space; None if it puts none before a text, or if that is not all that it does."""
-        backend = self._backend
-        if backend is None:
-            return None
-        document = json.loads(backend.to_str())
-        if not _schemes(document):
-            return None
-        _remove(document)
-        changed = tokenizers.Tokenizer.from_str(json.dumps(document))
-        splits_special = getattr(self._tokenizer, "split_special_tokens", False)
-        make: Any = PreTrainedTokenizerFast
-        made: PreTrainedTokenizerBase = make(
-            tokenizer_object=changed, split_special_tokens=splits_special
-        )
-        return made if _differs_by_space(made, self._tokenizer) else None
-
-    @property
-    def _backend(self) -> tokenizers.Tokenizer | None:
-        if not isinstance(self._tokenizer, TokenizersBackend):
-            return None
-        backend = self._tokenizer.backend_tokenizer
-        return backend if isinstance(backend, tokenizers.Tokenizer) else None
-
-
-def _differs_by_space(made: PreTrainedTokenizerBase, usual: PreTrainedTokenizerBase) -> bool:
-    """Whether a text with a space before it is for *made* what the text is for *usual*, and both keep spaces behind it.
-
-    It is not so if a step before has divided the text: then each of its words gets a space from *usual*, and none from
-    *made*.
-    """
-    begun, ended, text = encode_all(made, [f" {_PROBE}", f"{_PROBE} ", _PROBE])
-    return [begun] == encode_all(usual, [_PROBE]) and ended != text
-
-
-def _schemes(document: dict[str, Any]) -> list[str]:
-    """Return where each step of a tokenizer.json puts a space: ``always`` or ``first``."""
-    found = ["always" for step in _steps(document, "normalizer") if step["type"] == "Prepend"]
-    for step in _steps(document, "pre_tokenizer"):
-        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
-            found.append(step.get("prepend_scheme", "always"))
-        if step["type"] == "ByteLevel" and step.get("add_prefix_space", False):
-            found.append("always")
-    return found
-
-
-def _remove(document: dict[str, Any]) -> None:
-    """Change the steps of a tokenizer.json so that none puts a space before a text."""
-    normalizers = [step for step in _steps(document, "normalizer") if step["type"] != "Prepend"]
-    document["normalizer"] = (
-        {"type": "Sequence", "normalizers": normalizers} if normalizers else None
-    )
-    for step in _steps(document, "pre_tokenizer"):
-        if step["type"] == "Metaspace":
-            step["prepend_scheme"] = "never"
-        if step["type"] == "ByteLevel":
-            step["add_prefix_space"] = False
-
-
-def _steps(document: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """Return the normalizers or pre-tokenizers of a tokenizer.json, of which a sequence can contain others."""
-    pending = [document.get(kind)]
-    found = []
-    while pending:
-        step = pending.pop(0)
-        if step is None:
-            continue
-        if step["type"] == "Sequence":
-            pending = [*step["normalizers" if kind == "normalizer" else "pretokenizers"], *pending]
-        else:
-            found.append(step)
-    return found
+    def mark(self) -> str:
+        """The mark for continuations; empty if the tokenizer puts no space before a text, or does more than that."""
+        usual = self._ids(_PROBE)
+        for mark in _MARKS:
+            behind, spaced = self._ids(mark + _PROBE), self._ids(f"{mark} {_PROBE}")
+            puts_space = self._divided(behind, mark)[1] != usual
+            is_all = self._divided(spaced, mark) == (self._ids(mark), usual)
+            if (
+                puts_space
+                and is_all
+                and self._divided(behind, mark)[0] == self._ids(mark)
+                and self._ids(mark) != self._ids(_UNKNOWN)
+                and self._ids(f"{_PROBE} ") != usual
+            ):
+                return mark
+        return ""
 
 
 class Encoder:

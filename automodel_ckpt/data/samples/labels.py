@@ -235,8 +235,19 @@ def reading_of(
     is_unnamed = list(labels.names) == [f"LABEL_{n}" for n in range(len(labels.names))]
     if classes is not None and not are_indices and (not is_unnamed or _is_regression(labels)):
         return partial(_of_classes, labels, classes)
-    if labels.problem == "multi_label" and _are_one_hot(labels, values, field):
-        return one_hot
+    if labels.problem == "multi_label":
+        named, flags = _read_all(labels.targets, values), _read_all(one_hot, values)
+        if flags is not None and named is None:
+            return one_hot
+        if flags is not None and named is not None and flags != named:
+            row = next(n for n, targets in enumerate(named) if targets != flags[n])
+            raise RecipeError(
+                "the lists of labels can be read in two ways",
+                where=f"{_KEY}, {field}",
+                value=f"{values[row]}: as indices {labels.describe(named[row])}, as a 0 or 1 for each label "
+                f"{labels.describe(flags[row])}",
+                hint=f"set {_KEY}: indices or one_hot, or give names",
+            )
     if not _is_regression(labels):
         _require_one_meaning(labels, values, field)
     return labels.targets
@@ -281,24 +292,6 @@ def _class_name(labels: Labels, classes: Sequence[str], value: Any) -> Any:
     )
 
 
-def _are_one_hot(labels: Labels, values: Sequence[Any], field: str) -> bool:
-    """Whether lists are a 0 or 1 for each label. Raises :class:`RecipeError` if they can be indices as well."""
-    named, flags = _read_all(labels.targets, values), _read_all(partial(_one_hot, labels), values)
-    if named is None and flags is None:
-        # The error of a row is the one of the reading that the first row has.
-        return len(values) > 1 and _are_one_hot(labels, values[:1], field)
-    if named is None or flags is None or named == flags:
-        return named is None
-    row = next(n for n, targets in enumerate(named) if targets != flags[n])
-    raise RecipeError(
-        "the lists of labels can be read in two ways",
-        where=f"{_KEY}, {field}",
-        value=f"{values[row]}: as indices {labels.describe(named[row])}, as a 0 or 1 for each label "
-        f"{labels.describe(flags[row])}",
-        hint=f"set {_KEY}: indices or one_hot, or give names",
-    )
-
-
 def _read_all(read: Reading, values: Sequence[Any]) -> list[list[float]] | None:
     try:
         return [read(value) for value in values]
@@ -312,12 +305,11 @@ def _require_one_meaning(labels: Labels, values: Sequence[Any], field: str) -> N
     For the labels true and false, 1 can be the index of false; for the labels 1 star to 5 stars, 1 is the index of 2
     stars.
     """
-    meanings = {_number_in(name): index for index, name in enumerate(labels.names)}
-    if len(labels.names) == 2 and field in labels.names:
+    meanings = [_number_in(name) for name in labels.names]
+    if len(meanings) == 2 and field in labels.names:
         # The field says whether a text has the label.
-        index = labels.names.index(field)
-        meanings = {1: index, 0: 1 - index}
-    if None in meanings or len(meanings) < len(labels.names):
+        meanings = [int(name == field) for name in labels.names]
+    if None in meanings or meanings == list(range(len(meanings))):
         return
     numbers = set()
     for value in values:
@@ -325,15 +317,15 @@ def _require_one_meaning(labels: Labels, values: Sequence[Any], field: str) -> N
             if labels.named(each) is None:
                 numbers.add(whole_number(each))
     numbers.discard(None)
-    others = sorted(n for n in numbers if n is not None and meanings.get(n) != n)
-    if not others or not numbers <= meanings.keys() or max(others) >= len(labels.names):
+    if not numbers or not numbers <= set(meanings):
         return
-    number = others[0]
+    number = next((n for n in numbers if meanings.index(n) != n), None)
+    if number is None:
+        return
     raise RecipeError(
         "the numbers of labels can be read in two ways",
         where=f"{_KEY}, {field}",
-        value=f"{number}: as an index {labels.names[number]}, by the names of the labels "
-        f"{labels.names[meanings[number]]}",
+        value=f"{number}: as an index, and by its name the label {labels.names[meanings.index(number)]}",
         hint=f"set {_KEY}: indices for indices; otherwise write the names into the data, or list the numbers as "
         f"classification.labels: {[str(n) for n in meanings]}",
     )

@@ -1,9 +1,9 @@
 """A cache of what a teacher predicts: the most probable tokens at each labeled position of a data set, by sample.
 
-A cache is a directory with files of one part of the samples each, which different ranks write, and a manifest with
-their sizes and digests. It is written under a temporary name and renamed when everything is on disk, so a directory
-with the final name is complete. A sample is found by its number in the data set, so the order of training does not
-matter, and a checksum of its tokens shows whether it is still the sample that the teacher saw.
+A cache is a directory with a directory for each part of the samples, which different ranks write, and a manifest with
+the sizes and digests of their files. It is written under a temporary name and renamed when everything is on disk, so a
+directory with the final name is complete. A sample is found by its number in the data set, so the order of training
+does not matter, and a checksum of its tokens shows whether it is still the sample that the teacher saw.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import uuid
 import zlib
@@ -22,13 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from automodel_ckpt.base.durable_io import fsync_directory, replace_file
+from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
 from automodel_ckpt.data.batches.micro_batches import read_sample
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
@@ -37,16 +36,16 @@ from automodel_ckpt.data.collate import (
     State,
     Tensors,
 )
+from automodel_ckpt.data.samples.tokenized import ArrayFile, SampleArrays
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 _LOCK = "lock"
-_INDEX = "index"
-_ARRAYS = {"tokens": "<i4", "log_probs": "<f4", "rest": "<f4"}
-"""The arrays of :class:`SampleTargets`, each of which is a file -> its type."""
+_ARRAYS = {"tokens": "<i4", "log_probs": "<f4", "rest": "<f4", "ends": "<i8", "checksums": "<i8"}
+"""The arrays of a part -> their types."""
 _LARGEST_MANIFEST = 2**24
 """Bytes. A manifest has a few hundred bytes for each rank that wrote a part."""
 TOKENS, LOG_PROBS, REST = "teacher_tokens", "teacher_log_probs", "teacher_rest"
@@ -111,37 +110,33 @@ class PartWriter:
 
     def __init__(self, directory: Path, number: int) -> None:
         """*number* is that of the part: the samples of a part follow those of the part before."""
-        self._files: dict[str, IO[bytes]] = {}
-        for name in (*_ARRAYS, _INDEX):
-            self._files[name] = _path_of(directory, number, name).open("wb")
-        self._sizes: list[int] = []
-        self._checksums: list[int] = []
-        self._num_tokens = 0
+        self._directory = directory / f"{number:05d}"
+        self._directory.mkdir()
+        self._files: dict[str, ArrayFile] = {}
+        for name, dtype in _ARRAYS.items():
+            self._files[name] = ArrayFile(self._directory / f"{name}.npy", dtype)
 
     def add(self, targets: SampleTargets) -> None:
         """Append the *targets* of the next sample."""
-        for name, dtype in _ARRAYS.items():
-            self._files[name].write(getattr(targets, name).astype(dtype).tobytes())
-        self._sizes.append(len(targets.rest))
-        self._checksums.append(targets.checksum)
-        self._num_tokens = targets.tokens.shape[1]
+        for name in ("tokens", "log_probs", "rest"):
+            self._files[name].append(getattr(targets, name))
+        self._files["ends"].append(np.array([self._files["rest"].size]))
+        self._files["checksums"].append(np.array([targets.checksum]))
 
     def close(self) -> dict[str, Any]:
         """Flush the files to disk, and return the entry of this part for the manifest."""
-        index = np.array([self._sizes, self._checksums], dtype="<i8")
-        self._files[_INDEX].write(index.tobytes())
-        files = {}
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            path = Path(file.name)
-            files[path.name] = {"bytes": path.stat().st_size, "blake2b": _digest_of(path)}
-        return {"samples": len(self._sizes), "k": self._num_tokens, "files": files}
-
-
-def _path_of(directory: Path, number: int, kind: str) -> Path:
-    return directory / f"{number:05d}.{kind}"
+        entries = {}
+        for name, file in self._files.items():
+            with file:
+                path = self._directory / f"{name}.npy"
+            fsync_file(path)
+            size = path.stat().st_size
+            entries[f"{self._directory.name}/{path.name}"] = {
+                "bytes": size,
+                "blake2b": _digest_of(path),
+            }
+        fsync_directory(self._directory)
+        return {"samples": self._files["ends"].size, "files": entries}
 
 
 def _digest_of(path: Path) -> str:
@@ -169,8 +164,12 @@ class Publication:
         manifest = {"format": _FORMAT, "key": key, "parts": list(parts)}
         replace_file(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
         (self.directory / _LOCK).unlink()
-        # One that is damaged, or that another run has published meanwhile; ours is complete.
-        _remove(self.final)
+        # One that is damaged, or that another run has published meanwhile; ours is complete. Other processes see either
+        # all of it or nothing.
+        trash = self.final.with_name(f".{self.final.name}.{uuid.uuid4().hex}")
+        with contextlib.suppress(FileNotFoundError):
+            self.final.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
         self.directory.rename(self.final)
         fsync_directory(self.final.parent)
         self._lock.close()
@@ -181,23 +180,12 @@ class Publication:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _remove(directory: Path) -> None:
-    """Remove a cache under its final name; other processes see either all of it or nothing."""
-    trash = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):
-        directory.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
-
-
 def _remove_abandoned(directory: Path) -> None:
     """Remove the temporary directory of a process that has ended."""
-    try:
-        with (directory / _LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        # Another process is writing it, or just created or published it.
-        return
-    shutil.rmtree(directory, ignore_errors=True)
+    # An OSError: another process is writing it, or just created or published it.
+    with contextlib.suppress(OSError), (directory / _LOCK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- reading
@@ -221,7 +209,10 @@ class TargetCache:
             if manifest["format"] != _FORMAT or manifest["key"] != key:
                 return None
             for part in manifest["parts"]:
-                _require_sizes(directory, part)
+                for name, entry in part["files"].items():
+                    size = (directory / name).stat().st_size
+                    if size != entry["bytes"]:
+                        raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
             return cls(directory, manifest["parts"])
         except FileNotFoundError:
             return None
@@ -255,39 +246,23 @@ class TargetCache:
     def of(self, index: int) -> SampleTargets:
         """The targets of sample *index*, as arrays in mapped files."""
         number = bisect_right(self._ends, index)
-        entry = self.parts[number]
-        start = self._ends[number] - int(entry["samples"])
         if number not in self._opened:
-            self._opened[number] = _Part(self.directory, number, int(entry["k"]))
+            self._opened[number] = _Part.load(self.directory / f"{number:05d}")
+        start = self._ends[number] - int(self.parts[number]["samples"])
         return self._opened[number].of(index - start)
 
 
-def _require_sizes(directory: Path, part: Mapping[str, Any]) -> None:
-    for name, entry in part["files"].items():
-        size = (directory / name).stat().st_size
-        if size != entry["bytes"]:
-            raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
-
-
-class _Part:
+class _Part(SampleArrays):
     """The mapped files of one part."""
 
-    def __init__(self, directory: Path, number: int, k: int) -> None:
-        index = np.fromfile(_path_of(directory, number, _INDEX), dtype="<i8")
-        sizes, self._checksums = index.reshape(2, -1)
-        self._ends = sizes.cumsum()
-        self._arrays: list[npt.NDArray[Any]] = []
-        for name, dtype in _ARRAYS.items():
-            path = _path_of(directory, number, name)
-            # An empty file cannot be mapped.
-            is_empty = path.stat().st_size == 0
-            values = np.empty(0, dtype) if is_empty else np.memmap(path, dtype, mode="r")
-            self._arrays.append(values if name == "rest" else values.reshape(int(sizes.sum()), k))
+    array_names = tuple(_ARRAYS)
+
+    def __init__(self, *arrays: npt.NDArray[Any]) -> None:
+        *self._targets, self.ends, self._checksums = arrays
 
     def of(self, index: int) -> SampleTargets:
-        end = int(self._ends[index])
-        start = int(self._ends[index - 1]) if index else 0
-        tokens, log_probs, rest = (array[start:end] for array in self._arrays)
+        span = self.span(index)
+        tokens, log_probs, rest = (array[span] for array in self._targets)
         return SampleTargets(tokens, log_probs, rest, int(self._checksums[index]))
 
 

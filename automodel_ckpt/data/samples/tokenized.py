@@ -73,6 +73,39 @@ class SampleArrays:
         return slice(start, int(self.ends[index]))
 
 
+class ArrayFile:
+    """A ``.npy`` file of an array whose first axis grows."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        self.size = 0
+        self._dtype = np.dtype(dtype)
+        self._file = path.open("wb")
+        self._shape: tuple[int, ...] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file as file:
+            file.seek(0)
+            self._write_header()
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Add *values* at the end. All have the same further axes."""
+        if self._shape is None:
+            self._shape = values.shape[1:]
+            self._write_header()
+        self.size += len(values)
+        self._file.write(values.astype(self._dtype, copy=False).tobytes())
+
+    def _write_header(self) -> None:
+        # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
+        form = np.lib.format.dtype_to_descr(self._dtype)
+        shape = (self.size, *(self._shape or ()))
+        header = {"descr": form, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
     """The lengths of *num_samples* samples in tokens, *num_tokens* together, of which *num_labels* have a label.
@@ -140,14 +173,14 @@ REPEATED_PROMPT = (
 class TokenizedSample(NamedTuple):
     """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
 
-    *number* is a number that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the builder has
-    already truncated a part of it. *notes* are what a user should know about it, in words.
+    *number* is a number or a list that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the
+    builder has already truncated a part of it. *notes* are what a user should know about it, in words.
     """
 
     tokens: list[int]
     labelled: list[bool]
     is_empty: bool = False
-    number: float = math.nan
+    number: float | list[float] = math.nan
     is_cut: bool = False
     notes: tuple[str, ...] = ()
 

@@ -132,6 +132,17 @@ class Truncation:
         )
 
 
+class EarlierTruncation(Truncation):
+    """Counts the samples that an encoder has truncated itself, and skips those without tokens."""
+
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
+        remaining = [sample for sample in samples if sample.tokens]
+        self.num_left_out += len(samples) - len(remaining)
+        self.num_cut += sum(sample.is_cut for sample in remaining)
+        self.num_empty += sum(sample.is_empty for sample in remaining)
+        return remaining
+
+
 def longest_with_labels(group: Sequence[TokenizedSample]) -> int:
     """Return the number of tokens of the longest sample of a row that has a label; 0 if none has."""
     # The first token is never predicted.

@@ -138,7 +138,7 @@ def test_each_source_is_packed_separately() -> None:
     [
         ({"sources": {}}, "a mixture needs sources"),
         ({"sources": {"a": iter([])}}, "not a map-style data set"),
-        ({"sources": {"a": []}}, "a source of a mixture is empty"),
+        ({"sources": {"a": []}}, "a source of a mixture has no sample"),
         ({"weights": {"chat": 1.0}}, "do not name its sources"),
         ({"weights": WEIGHTS | {"code": 0.0}}, "not a positive number"),
         ({"weights": WEIGHTS | {"code": float("inf")}}, "not a positive number"),

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers
 from tokenizers.normalizers import Prepend, Replace, Strip
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
@@ -91,7 +91,6 @@ def test_a_tokenizer_puts_no_space_between_prompt_and_completion(
 
 DIVIDING_STEPS = {
     "T5": (None, Sequence([WhitespaceSplit(), Metaspace()])),
-    "digits": (None, Sequence([Digits(), ByteLevel(add_prefix_space=True)])),
     "stripped": (Strip(), Metaspace()),
 }
 

@@ -86,7 +86,7 @@ def test_the_first_unusable_row_is_reported_with_its_line(
     rows[150]["completion"] = None
     path = write(tmp_path / "bad.jsonl", rows)
     workers(3)
-    with pytest.raises(RecipeError, match=f"sample 111 \\({path}:112\\)"):
+    with pytest.raises(RecipeError, match=f"{path}:112"):
         messages(chat_tokenizer, path)
     with pytest.raises(RecipeError, match="field completion of a sample is missing") as error:
         prompt_completion(chat_tokenizer, path)

@@ -84,7 +84,7 @@ def test_a_directory_of_json_is_read_in_the_same_way(tmp_path: Path) -> None:
     ("content", "line", "reason"),
     [
         ('[{"a": 1},\n {"a": 2}\n {"a": 3}]', 3, "a comma or ] is missing"),
-        ('[{"a": 1},\n {"a": 2},\n]', 2, "no object follows after a comma"),
+        ('[{"a": 1},\n {"a": 2},\n]', 3, "no object follows after a comma"),
         ('[{"a": 1},\n {"a": 2}', 2, "a comma or ] is missing"),
         ('[{"a": 1}]\n[{"a": 2}]', 1, "more text follows"),
         ('[{"a": 1},\n {"a" 2}]', 2, "Expecting ':'"),

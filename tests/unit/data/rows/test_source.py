@@ -164,7 +164,7 @@ def test_the_one_line_that_is_no_json_is_named(
         ("s3://bucket/a.jsonl", "copy the file to a local disk"),
         ("s3://bucket/*.jsonl", "copy the file to a local disk"),
         ("none/*.jsonl", r"no data file matches this pattern[\s\S]*working directory"),
-        ([], "the list of data files is empty"),
+        ([], "the path is empty"),
         ("", "the path is empty"),
         ("trian.jsonl", r"ENOENT[\s\S]*did you mean train.jsonl\?"),
         ("/no/such/directory", "ENOENT"),
