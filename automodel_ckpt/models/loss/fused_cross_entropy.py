@@ -205,14 +205,7 @@ def losses_and_errors(
     the gradient is undefined. With *part*, this is collective. *z_loss* is added to the cross-entropy. With *place*,
     the gradient is stored there, and the one that is returned is undefined.
     """
-    errors: torch.Tensor
-    if kernel_for(logits.device.type, logits.dtype) != "triton":
-        losses, wide = _by_torch(logits, labels, part, transform, z_loss)
-        # Autograd also casts the gradient of widened logits back to the dtype of the product.
-        errors = wide.to(dtype) if with_errors and place is None else wide
-    elif part is not None:
-        losses, errors = _by_kernels_in_parts(logits, labels, part, transform, dtype, z_loss)
-    else:
+    if part is None and kernel_for(logits.device.type, logits.dtype) == "triton":
         from automodel_ckpt.models.loss import loss_kernels
 
         losses, errors, penalties = loss_kernels.losses_and_errors(
@@ -228,8 +221,12 @@ def losses_and_errors(
         if z_loss is not None:
             z_loss.note(penalties.sum())
         return losses, errors
+    losses, errors = _by_torch(logits, labels, part, transform, z_loss)
     if place is not None:
         place.put(errors)
+    elif with_errors:
+        # Autograd also casts the gradient of widened logits back to the dtype of the product.
+        errors = errors.to(dtype)
     return losses, errors
 
 
@@ -266,7 +263,12 @@ def _by_torch(
     is_ignored = labels == IGNORE_INDEX
     losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
     if z_loss is not None:
-        losses, total = _with_z_loss(z_loss, losses, total, largest[:, 0], labels)
+        # The gradient of both losses has the softmax times the factors.
+        logs = total.log().add_(largest[:, 0])
+        penalties = z_loss.of_logs(logs, labels)
+        z_loss.note(penalties.sum())
+        losses = losses.add_(penalties)
+        total = total / z_loss.factors(logs)
     # An infinite sum makes all probabilities of an ignored row 0.
     exponentials.div_(total.masked_fill(is_ignored, math.inf).unsqueeze(1))
     # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
@@ -274,51 +276,3 @@ def _by_torch(
     if not transform.is_identity:
         exponentials.mul_(slope)
     return losses, exponentials
-
-
-def _with_z_loss(
-    z_loss: ZLoss,
-    losses: torch.Tensor,
-    total: torch.Tensor,
-    largest: torch.Tensor,
-    labels: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the z-loss to *losses* [n], and return the divisor of the exponentials [n] for the gradient of both.
-
-    *total* [n] is the sum of exp(logit - *largest*).
-    """
-    logs = total.log().add_(largest)
-    penalties = z_loss.of_logs(logs, labels)
-    z_loss.note(penalties.sum())
-    return losses.add_(penalties), total / z_loss.factors(logs)
-
-
-def _by_kernels_in_parts(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    part: VocabularyPart,
-    transform: LogitTransform,
-    dtype: torch.dtype,
-    z_loss: ZLoss | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`losses_and_errors` with Triton, for columns of a vocabulary that ranks share. Collective."""
-    from automodel_ckpt.models.loss import loss_kernels
-
-    scale, cap = transform.scale, transform.cap
-    here, total, of_label = loss_kernels.statistics(logits, labels, part.first, scale, cap)
-    largest = here.clone()
-    part.largest(largest)
-    is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
-    label_logits = (of_label - largest).masked_fill_(~is_here, 0)
-    sums = torch.stack([label_logits, total * torch.exp(here - largest)])
-    part.sum(sums)
-    label_logits, total = sums.unbind()
-    is_ignored = labels == IGNORE_INDEX
-    losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
-    if z_loss is not None:
-        losses, total = _with_z_loss(z_loss, losses, total, largest, labels)
-    inverse_total = total.reciprocal_().masked_fill_(is_ignored, 0)
-    errors = loss_kernels.errors(
-        logits, labels, largest, inverse_total, part.first, scale, cap, dtype
-    )
-    return losses, errors

@@ -34,7 +34,6 @@ from automodel_ckpt.training.model.sections import (
     ModelRequest,
     activation_mode,
     compiles_kernels,
-    fuses_adapters,
     fuses_layers,
     text_tokenizer,
 )
@@ -194,7 +193,10 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
     """Let layers of *model* and its adapters compute with fewer kernels, as ``model.fused_layers`` asks."""
     device_type = request.layout.device.type
     with_layers = fuses_layers(request.config, device_type)
-    with_adapters = fuses_adapters(request.config, device_type)
+    section = request.config.model
+    # Selective recomputation keeps the results of matrix products, which fused adapters change in place.
+    is_selective = isinstance(section, ModelConfig) and activation_mode(section) == "selective"
+    with_adapters = with_layers and not is_selective
     if request.is_dry_run:
         # Of compiled layers, the backward pass needs about the same tensors as of fused ones.
         with_layers = with_layers or compiles_kernels(request.config, device_type)
