@@ -8,6 +8,7 @@ the logits in float32 from the matrix product, and computes loss and gradient of
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,10 +99,56 @@ def linear_cross_entropy(
             z_loss.note(penalty)
             found = found + penalty
         return found
-    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits, z_loss
+    rule = _CrossEntropy(targets, part, transform, hits, z_loss)
+    stores = stores_errors(
+        device_type,
+        hidden.dtype,
+        *hidden.shape,
+        trains_weight=weight.requires_grad and torch.is_grad_enabled(),
     )
-    return loss
+    # All ranks need the same number of chunks, because each chunk is a collective.
+    num_columns = part.most if part is not None else weight.shape[0]
+    size = chunk_rows(device_type, num_columns, stores=stores)
+    return loss_in_chunks(hidden, weight, bias, rule, size, stores=stores)
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    """The summed cross-entropy of chunks, for :func:`loss_in_chunks`."""
+
+    targets: torch.Tensor
+    part: VocabularyPart | None
+    transform: LogitTransform
+    hits: TokenHits | None
+    z_loss: ZLoss | None
+
+    def of_chunk(
+        self,
+        rows: slice,
+        logits: torch.Tensor,
+        dtype: torch.dtype,
+        place: ErrorPlace | None,
+        *,
+        with_errors: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = self.targets[rows]
+        if self.hits is not None:
+            # Before the loss, which overwrites the logits.
+            self.hits.add(logits, targets, self.part)
+        losses, errors = losses_and_errors(
+            logits,
+            targets,
+            self.part,
+            self.transform,
+            dtype,
+            with_errors=with_errors,
+            z_loss=self.z_loss,
+            place=place,
+        )
+        return losses.sum(), errors
+
+    def loss_of(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
 
 
 def in_autocast_dtype(
@@ -115,7 +162,29 @@ def in_autocast_dtype(
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def loss_in_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: Any,
+    size: int,
+    *,
+    stores: bool = False,
+) -> torch.Tensor:
+    """The loss of ``hidden [N, H] @ weight [V, H].T + bias [V]`` by *rule*, in chunks of *size* positions; 0-dim.
+
+    ``rule.of_chunk(rows, logits, dtype, place, with_errors=)`` returns the sums over a chunk, 0-dim or [k], and the
+    gradient [n, V] in *dtype* of its loss with respect to the *logits* [n, V], which are overwritten. It is stored in
+    *place*, if that is given. ``rule.loss_of(sums)`` is the loss of the sums over all chunks. *stores*: whether the
+    gradients of all logits are kept, as :class:`StoredErrors` does.
+    """
+    loss: torch.Tensor = _LossInChunks.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, rule, size, stores, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _LossInChunks(torch.autograd.Function):
     """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
 
     @staticmethod
@@ -124,40 +193,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
+        rule: Any,
+        size: int,
+        stores: bool,
         with_gradients: bool,
-        hits: TokenHits | None,
-        z_loss: ZLoss | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
-        loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
-        device_type = hidden.device.type
-        stores = stores_errors(device_type, hidden.dtype, *hidden.shape, trains_weight=needed[1])
-        # All ranks need the same number of chunks, because each chunk is a collective.
-        num_columns = part.most if part is not None else weight.shape[0]
-        size = chunk_rows(device_type, num_columns, stores=stores)
         kind = StoredErrors if stores else GradientSums
         gradients: GradientSums | StoredErrors = kind(hidden, weight, bias, needed)
-        for rows, place in gradients.chunks(size):
+        total: torch.Tensor | None = None
+        # Without positions, an empty chunk, so that there is a sum.
+        for rows, place in list(gradients.chunks(size)) or [(slice(0, 0), None)]:
             chunk = hidden[rows]
             logits = wide_logits(chunk, weight, bias)
-            if hits is not None:
-                # Before the loss, which overwrites the logits.
-                hits.add(logits, targets[rows], part)
-            losses, errors = losses_and_errors(
-                logits,
-                targets[rows],
-                part,
-                transform,
-                hidden.dtype,
-                with_errors=any(needed),
-                z_loss=z_loss,
-                place=place,
-            )
-            loss += losses.sum()
+            sums, errors = rule.of_chunk(rows, logits, hidden.dtype, place, with_errors=any(needed))
+            total = sums if total is None else total.add_(sums)
             if any(needed) and isinstance(gradients, GradientSums):
                 gradients.add(rows.start, chunk, errors)
             # The memory of this chunk becomes the next one's.
@@ -166,7 +216,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients.multiply(weight)
             ctx.save_for_backward(hidden)
         ctx.gradients = gradients
-        return loss
+        assert total is not None
+        return rule.loss_of(total)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
@@ -174,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
         gradients, ctx.gradients = ctx.gradients, None
         found = gradients.scaled(loss_weight, *ctx.saved_tensors)
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None
 
 
 def wide_logits(
