@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from automodel_ckpt.models.attention.document_kernels import document_kernel
-from automodel_ckpt.models.attention.documents import Documents
+from automodel_ckpt.models.attention.documents import Documents, document_kernel
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform
 from tests.support.gpu import HAS_GPU, both_devices, only_gpu

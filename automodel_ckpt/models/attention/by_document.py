@@ -2,7 +2,7 @@
 
 transformers separates the documents of a row by a mask over all pairs of the row's tokens. For models that were enabled
 with :func:`attend_by_document`, the borders of the documents take the place of the mask, and a kernel of
-:mod:`~automodel_ckpt.models.attention.document_kernels` computes attention. The mask is still used for any other
+:mod:`~automodel_ckpt.models.attention.documents` computes attention. The mask is still used for any other
 pattern than causal attention within documents, and for options that need all pairs.
 
 This is an attention implementation of transformers with its own name, which is set in the model's configurations.
@@ -25,8 +25,12 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from automodel_ckpt.models.attention.document_kernels import Kernel, document_kernel
-from automodel_ckpt.models.attention.documents import PreparedRow, documents_of
+from automodel_ckpt.models.attention.documents import (
+    Kernel,
+    PreparedRow,
+    document_kernel,
+    documents_of,
+)
 from automodel_ckpt.models.attention.packing_probe import probe_rows
 from automodel_ckpt.models.inspect.forward import attention_of, logits_of, side_effect_free
 

@@ -16,7 +16,7 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.by_document import attend_by_document, attend_by_mask
-from automodel_ckpt.models.attention.document_kernels import document_kernel
+from automodel_ckpt.models.attention.documents import document_kernel
 from automodel_ckpt.models.attention.packing_probe import Answer, keeps_samples_apart
 from automodel_ckpt.models.inspect.forward import attention_of
 from automodel_ckpt.parallel.mesh import RankLayout

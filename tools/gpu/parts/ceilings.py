@@ -152,8 +152,7 @@ def attention(device: str, length: int) -> Figures:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from automodel_ckpt.models.attention.document_kernels import document_kernel
-    from automodel_ckpt.models.attention.documents import Documents
+    from automodel_ckpt.models.attention.documents import Documents, document_kernel
 
     dtype = torch.bfloat16
     q, k, v = (

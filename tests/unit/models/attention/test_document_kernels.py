@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.models.attention.by_document import attend_by_document, attend_by_mask
-from automodel_ckpt.models.attention.document_kernels import VarlenKernel
+from automodel_ckpt.models.attention.documents import VarlenKernel
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients, samples
 
 OPTIONS = {"use_cache": False}
