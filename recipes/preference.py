@@ -33,7 +33,7 @@ from automodel_ckpt.loss.causal import (
 from automodel_ckpt.models.inspect.forward import logits_of
 from automodel_ckpt.models.inspect.repository import check_revision
 from automodel_ckpt.models.layers.adapter import without_adapters
-from automodel_ckpt.models.loss.loss_head_probe import head_without_adapters
+from automodel_ckpt.models.loss.loss_head import head_without_adapters
 from automodel_ckpt.models.loss.position_losses import position_losses
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune

@@ -31,7 +31,7 @@ from automodel_ckpt.models.inspect.repository import (
     model_needs_code,
     quiet,
 )
-from automodel_ckpt.models.inspect.tied_weights import note_untied
+from automodel_ckpt.models.model_checks import note_untied
 from automodel_ckpt.models.weight_matching import Verdict
 
 log = logging.getLogger("automodel_ckpt")

@@ -1,13 +1,23 @@
-"""Validate a model before training: its tensors, the types of what is trained, its attention."""
+"""Validate a model before training: its tensors, what is tied, the types of what is trained, attention, routers."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.forward import attention_of
+from automodel_ckpt.models.inspect.forward import attention_of, side_effect_free
+
+log = logging.getLogger("automodel_ckpt")
+
+_ROUTERS = "model.router_aux_loss"
+_OFF = "set model.router_aux_loss: false to train without it"
 
 
 def check_complete(model: object) -> None:
@@ -53,4 +63,149 @@ def check_attention(model: nn.Module, device: torch.device) -> None:
             where="model.attn_implementation",
             value="flex_attention",
             hint="set it to sdpa or eager, or train on a GPU",
+        )
+
+
+def note_untied(model: Any, name: str) -> None:
+    """Let the config of a *model* that was read from *name* state that its weights are not tied, where they are not.
+
+    transformers does not tie weights whose values differ in the files, whatever the config states, and other programs
+    that read the config would lose one of them. If only some of the weights of a model differ, the config stays as it
+    is: it has one setting for all.
+    """
+    expected = model.get_expanded_tied_weights_keys(all_submodels=True)
+    apart = {
+        alias: source
+        for alias, source in expected.items()
+        if alias not in model.all_tied_weights_keys
+    }
+    if not apart:
+        return
+    outcome = "they are trained and exported as two tensors"
+    if not model.all_tied_weights_keys:
+        for config in {
+            id(each): each for each in (model.config, model.config.get_text_config())
+        }.values():
+            config.tie_word_embeddings = False
+        outcome += ", and config.json of exports has tie_word_embeddings: false"
+    pairs = ", ".join(f"{alias} and {source}" for alias, source in apart.items())
+    log.warning(
+        "%s: config.json ties %s, but the files have different values: %s", name, pairs, outcome
+    )
+
+
+def check_separate_memory(model: nn.Module) -> None:
+    """Raise :class:`RecipeError` if a trainable parameter of *model* shares memory with another parameter.
+
+    Two names of one parameter are no error. Separate parameters have separate gradients and optimizer state, and stop
+    sharing memory where the model is copied to a device or sharded: the same recipe would train another model there.
+    """
+    found: list[tuple[int, int, str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        # Tensors of other types may have no memory, or another one than they state.
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            continue
+        if parameter.is_meta or not parameter.numel():
+            continue
+        start = parameter.data_ptr()
+        # The ranges of columns of a matrix overlap without a common element.
+        size = parameter.nbytes if parameter.is_contiguous() else parameter.itemsize
+        found.append((start, start + size, name, parameter))
+    found.sort(key=lambda entry: entry[:2])
+    for index, (_, end, name, parameter) in enumerate(found):
+        for start, _, other_name, other in found[index + 1 :]:
+            if start >= end:
+                break
+            if not (parameter.requires_grad or other.requires_grad):
+                continue
+            raise RecipeError(
+                "two parameters of the model share memory, but they are not one parameter",
+                where="model",
+                value=f"{name}, {other_name}",
+                hint="to tie them, assign the parameter itself (head.weight = embedding.weight), not its .data; to "
+                "separate them, copy the values (.data.clone())",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What a model's config states about the loss of its routers."""
+
+    coefficient: float
+    top_k: int
+
+
+def router_settings(model: nn.Module) -> RouterSettings | None:
+    """The settings of a transformers model whose config asks for the loss (``output_router_logits``); else None."""
+    text = _text_config(model)
+    return _stated(text) if getattr(text, "output_router_logits", False) else None
+
+
+def unused_coefficient(model: nn.Module) -> float | None:
+    """The coefficient in the config of a mixture of experts whose config does not ask for the loss; else None."""
+    text = _text_config(model)
+    settings = _stated(text)
+    if settings is None or getattr(text, "output_router_logits", None) is not False:
+        return None
+    return settings.coefficient
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The config of the language model; None if *model* has no config."""
+    config = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if get_text_config is not None else config
+
+
+def _stated(text: Any) -> RouterSettings | None:
+    """The settings in the config *text* of a language model; None if it has no coefficient, or no experts."""
+    coefficient = getattr(text, "router_aux_loss_coef", None)
+    top_k = getattr(text, "num_experts_per_tok", None)
+    if not coefficient or not top_k:
+        return None
+    return RouterSettings(float(coefficient), int(top_k))
+
+
+def check_router_loss(
+    model: nn.Module,
+    loss_of: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    options: Mapping[str, Any],
+    multiple: int,
+    device: torch.device,
+) -> None:
+    """Check that *model* returns the router loss that *loss_of* computes from its router logits.
+
+    Runs the model, with *options*, on a few tokens, whose number is divisible by *multiple*. A collective if the model
+    is sharded. Raises :class:`RecipeError` if the losses differ by more than 1%, or the model returns none.
+    """
+    tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
+    with side_effect_free(model):
+        output = model(input_ids=tokens, **options)
+    router_logits, expected = (
+        getattr(output, "router_logits", None),
+        getattr(output, "aux_loss", None),
+    )
+    if not router_logits or expected is None:
+        found = "the model returns no router logits"
+    else:
+        computed = loss_of(router_logits)
+        if torch.allclose(computed.float(), expected.float(), rtol=1e-2):
+            return
+        found = f"the model's is {float(expected):g}, the load balancing loss of its router logits {float(computed):g}"
+    raise RecipeError(
+        "the model's router loss is not the supported load balancing loss",
+        where=_ROUTERS,
+        value=f"{type(model).__name__}: {found}",
+        hint=_OFF,
+    )
+
+
+def check_stages_with_routers(num_stages: int) -> None:
+    """Raise :class:`RecipeError` for more than one pipeline stage: no stage has the routers of all layers."""
+    if num_stages > 1:
+        raise RecipeError(
+            "the router's load balancing loss requires the routers of all layers, but a pipeline stage has only some",
+            where=_ROUTERS,
+            value=f"distributed.pp_size {num_stages}, and the model's config has output_router_logits: true",
+            hint=f"{_OFF}, or remove pp_size",
         )

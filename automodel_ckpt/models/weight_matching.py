@@ -244,7 +244,8 @@ def _source_of(name: str, here: Names, there: Names, prefix: str) -> str | None:
 def _spellings(name: str, prefix: str) -> list[str]:
     if not prefix:
         return [name]
-    return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+    without = name.removeprefix(f"{prefix}.")
+    return [name, without if without != name else f"{prefix}.{name}"]
 
 
 def _aliases_in_source(here: Names, there: Names, prefix: str) -> Iterator[str]:

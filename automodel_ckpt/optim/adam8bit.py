@@ -262,7 +262,7 @@ def _setting_values(group: dict[str, Any], num_steps: float) -> list[float]:
 
 
 def _settings(values: list[float], device: torch.device) -> torch.Tensor:
-    """A tensor of *values*, so that compiled code does not depend on them."""
+    """A tensor of *values*, which the device does not wait for."""
     # A plain pin_memory() would raise where the system locks no memory.
     return to_device(torch.tensor(values, dtype=torch.float32), device)
 
@@ -280,7 +280,6 @@ def _update_rows(
     if kernel is not None and kernel.fits(weights, gradient):
         kernel.update(rows, values, further_bits)
         return
-    update = _kernel_for(device)
     tables = [_table(is_signed, device) for is_signed in (True, False)]
     settings = _settings(values, device)
     num_rows = max(_CHUNK // block, 1)
@@ -288,7 +287,7 @@ def _update_rows(
         part = slice(start, start + num_rows)
         chunk = [each[part] for each in rows]
         bits_of_chunk = None if further_bits is None else further_bits[part]
-        update(*chunk, *tables, settings, bits_of_chunk)
+        update_blocks(*chunk, *tables, settings, bits_of_chunk)
 
 
 def _change(
@@ -370,29 +369,14 @@ def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
     return dynamic_table(is_signed).to(device)
 
 
+@functools.cache
 def _row_kernel(device: torch.device) -> Any:
-    """The module with the kernel for all blocks of a parameter; None where Triton does not run."""
-    if not _runs_triton(device):
+    """The module with the kernel for all blocks of a parameter; None where Triton does not run, which is logged."""
+    if device.type != "cuda" or not has_triton():
         return None
     from automodel_ckpt.optim import adam8bit_kernel
 
-    return adam8bit_kernel
-
-
-@functools.cache
-def _kernel_for(device: torch.device) -> Callable[..., None]:
-    """:func:`update_blocks`; compiled where Triton runs, because it would otherwise read and write memory 30 times."""
-    return torch.compile(update_blocks) if _runs_triton(device) else update_blocks
-
-
-@functools.cache
-def _runs_triton(device: torch.device) -> bool:
-    """Whether *device* is a GPU on which a kernel of Triton runs. The reason is logged where it fails."""
-
-    def trial() -> None:
-        from automodel_ckpt.optim import adam8bit_kernel
-
-        adam8bit_kernel.try_once(device)
-
-    is_installed = device.type == "cuda" and has_triton()
-    return is_installed and succeeds(trial, "AdamW with 8-bit moments is computed")
+    runs = succeeds(
+        lambda: adam8bit_kernel.try_once(device), "AdamW with 8-bit moments is computed"
+    )
+    return adam8bit_kernel if runs else None

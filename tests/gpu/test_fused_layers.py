@@ -156,7 +156,6 @@ def test_rows_of_other_lengths_need_no_other_kernels(monkeypatch: pytest.MonkeyP
         gate_kernels.gradients(gate, gate, gate)
         labels = torch.zeros(length, dtype=torch.long, device=DEVICE)
         loss_kernels.losses_and_errors(gate[0], labels, 1.0, None, torch.float32, True)
-        loss_kernels.statistics(gate[0], labels, 0, 1.0, None)
 
     compute(33)
     compiled: list[Any] = []

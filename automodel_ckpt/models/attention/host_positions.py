@@ -1,9 +1,8 @@
 """The positions of packed rows as the host knows them, so that it makes masks without waiting for the device.
 
 transformers reads the position ids of a row to find its samples, and :mod:`~automodel_ckpt.models.attention.documents`
-reads
-where they begin. On a GPU, each of these waits for all work that is queued. The GPU is then idle until the host has
-queued the next layers: for most of the update of the weights, if queueing a step takes longer than computing it.
+reads where they begin. On a GPU, each of these waits for all work that is queued. The GPU is then idle until the host
+has queued the next layers: for most of the update of the weights, if queueing a step takes longer than computing it.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from transformers import masking_utils
 
 from automodel_ckpt.base.device_copies import to_device
-from automodel_ckpt.models.attention.mask_functions import with_values
 
 _FIND = "find_packed_sequence_indices"
 """transformers' function that returns, for position ids [B, T], the number of the sample of each token; None if each
@@ -92,11 +91,34 @@ def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
         raise _UnknownValue
 
     try:
-        found: Callable[..., Any] = with_values(mask_function, replaced)
+        found: Callable[..., Any] = _with_values(mask_function, replaced)
     except (_UnknownValue, ValueError, RecursionError):
         # A cell without content raises ValueError. A function may contain itself.
         return None
     return found
+
+
+def _with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:
+    """A copy of a mask function with ``replaced(value)`` in place of each value in its closure and its default
+    arguments, and in those of the functions that it joins."""
+    if isinstance(function, tuple):
+        return tuple(_with_values(each, replaced) for each in function)
+    if not isinstance(function, FunctionType):
+        return replaced(function)
+    cells = []
+    for cell in function.__closure__ or ():
+        content = _with_values(cell.cell_contents, replaced)
+        cells.append(CellType(content))
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        _with_values(function.__defaults__ or (), replaced),
+        tuple(cells) or None,
+    )
+    by_name = function.__kwdefaults__ or {}
+    copied.__kwdefaults__ = {name: _with_values(by_name[name], replaced) for name in by_name}
+    return copied
 
 
 class _UnknownValue(Exception):

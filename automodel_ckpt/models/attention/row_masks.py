@@ -12,7 +12,7 @@ alone, and they are put on the diagonal of the row's mask.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from automodel_ckpt.models.attention.mask_functions import create_without_cache
 from automodel_ckpt.models.inspect.forward import attention_of, model_without_adapters
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -60,7 +59,7 @@ def _add_masks(
     given = inputs["inputs_embeds"] if _has(inputs, "inputs_embeds") else inputs["input_ids"]
     # Only its shape, dtype and device are read.
     like = torch.empty((*given.shape[:2], 0), dtype=_dtype(decoder, given), device=given.device)
-    masks = create_without_cache(
+    masks = _create_without_cache(
         create_masks_for_generate,
         config=decoder.config,
         inputs_embeds=like,
@@ -68,6 +67,15 @@ def _add_masks(
         position_ids=positions,
     )
     return args, {**inputs, "attention_mask": masks}
+
+
+def _create_without_cache(create: Callable[..., Any], **arguments: Any) -> Any:
+    """Call *create*, which makes the masks of a model, for a forward pass without a cache of keys and values.
+
+    The argument for the cache is ``cache`` since transformers 5.24, which warns of ``past_key_values``.
+    """
+    names = inspect.signature(create).parameters
+    return create(**{"cache" if "cache" in names else "past_key_values": None}, **arguments)
 
 
 def _has(inputs: Mapping[str, Any], name: str) -> bool:
@@ -151,7 +159,7 @@ class _RowMasks:
         device = inputs["position_ids"].device
         # Only the shape, type and device of the embeddings are used.
         embeddings = torch.empty((1, end - start, 0), dtype=self.dtype, device=device)
-        return create_without_cache(
+        return _create_without_cache(
             self.create,
             config=self.config,
             inputs_embeds=embeddings,

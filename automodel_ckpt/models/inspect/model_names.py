@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
@@ -12,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from automodel_ckpt.models.config_checks import decoded_floats
 from automodel_ckpt.models.hf_names import Conversion, read_conversion
 from automodel_ckpt.models.inspect.signature import model_of
-from automodel_ckpt.models.weight_matching import former_buffers
+from automodel_ckpt.models.weight_matching import Names, Shape, Verdict, compare, ignored_by
 
 log = logging.getLogger(__name__)
 
@@ -58,50 +59,59 @@ def list_differences(
     conversion = read_conversion(model)
     if conversion is None:
         return None
-    names = {*stored, *map(present_name, stored)}
-    in_memory = set(model.state_dict(keep_vars=True))
-    known: set[str] = set()
-    for name in (*in_memory, *conversion.in_files):
-        known.update(_spellings(name, model))
-    unknown = [name for name in stored if known.isdisjoint((name, present_name(name)))]
-    former = set(former_buffers(model, unknown))
-    unknown = [name for name in unknown if name not in former]
+    here = _shapes_here(model, conversion)
+    ties: Mapping[str, str] = model.all_tied_weights_keys
+    ties_in_files = {}
+    for alias, name in ties.items():
+        ties_in_files[conversion.names.get(alias, alias)] = conversion.names.get(name, name)
+    there = Names(dict.fromkeys({*stored, *map(present_name, stored)}, ()))
     # The names of both are rarely mixed: the list that fits better is the one that the program used.
-    missing = min(
-        (_missing(in_memory, {}, names, model), _missing_in_files(conversion, names, model)),
-        key=len,
-    )
+    verdicts: list[Verdict] = []
+    for names, tied in (
+        (set(model.state_dict(keep_vars=True)), dict(ties)),
+        (conversion.in_files, ties_in_files),
+    ):
+        verdict = compare(
+            Names(dict.fromkeys(names, ()), tied), there, prefix=model.base_model_prefix
+        )
+        missing = tuple(name for name in verdict.missing if name not in tied)
+        verdicts.append(replace(verdict, missing=missing))
+    unexpected = set(verdicts[0].unexpected) & set(verdicts[1].unexpected)
+    unknown = [name for name in stored if {name, present_name(name)} <= unexpected]
+    ignored = set(ignored_by(model, unknown))
+    missing = min((verdict.missing for verdict in verdicts), key=len)
+    may_lack = model._keys_to_ignore_on_load_missing or ()
     return ListedDifferences(
         type(model).__name__,
-        tuple(_without(unknown, model._keys_to_ignore_on_load_unexpected)),
-        tuple(_without(missing, model._keys_to_ignore_on_load_missing)),
-        _shapes(stored, conversion, model),
+        tuple(name for name in unknown if name not in ignored),
+        tuple(name for name in missing if not any(re.search(each, name) for each in may_lack)),
+        _shapes_there(stored, here, verdicts),
         getattr(config.get_text_config(), "vocab_size", None),
     )
 
 
-def _shapes(
-    stored: Iterable[str], conversion: Conversion, model: Any
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in the *model* of the tensors with the names *stored*, where they are unambiguous."""
-    found: dict[str, set[tuple[int, ...] | None]] = {}
-
-    def note(name: str, shape: tuple[int, ...] | None) -> None:
-        for spelling in _spellings(name, model):
-            found.setdefault(spelling, set()).add(shape)
-
+def _shapes_here(model: Any, conversion: Conversion) -> dict[str, set[Shape | None]]:
+    """The shapes of the parameters by their names in memory and in files. None: transformers computes the tensor."""
+    found: dict[str, set[Shape | None]] = {name: {None} for name in conversion.combined}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        shape = tuple(parameter.shape)
-        note(name, shape)
-        note(conversion.names.get(name, name), shape)
+        for each in (name, conversion.names.get(name, name)):
+            found.setdefault(each, set()).add(tuple(parameter.shape))
         for file_name, (_, part) in conversion.parts.get(name, {}).items():
-            note(file_name, tuple(each.stop - each.start for each in part))
-    for name in conversion.combined:
-        note(name, None)
-    shapes: dict[str, tuple[int, ...]] = {}
+            found.setdefault(file_name, set()).add(tuple(each.stop - each.start for each in part))
+    return found
+
+
+def _shapes_there(
+    stored: Iterable[str], here: Mapping[str, set[Shape | None]], verdicts: Iterable[Verdict]
+) -> dict[str, Shape]:
+    """The shapes that the tensors *stored* have in the model, where they are unambiguous."""
+    possible: dict[str, set[Shape | None]] = {}
+    for verdict in verdicts:
+        for name, source in verdict.matches.items():
+            possible.setdefault(source, set()).update(here.get(name, {None}))
+    shapes: dict[str, Shape] = {}
     for name in stored:
-        possible = found.get(name) or found.get(present_name(name)) or {None}
-        (first, *others) = possible
+        (first, *others) = possible.get(name) or possible.get(present_name(name)) or {None}
         if first is not None and not others:
             shapes[name] = first
     return shapes
@@ -111,57 +121,3 @@ def present_name(name: str) -> str:
     """Return the name under which transformers loads a tensor of the first versions of BERT."""
     layer, _, own_name = name.rpartition(".")
     return f"{layer}.{_OLD_NAMES[own_name]}" if own_name in _OLD_NAMES else name
-
-
-def _missing_in_files(conversion: Conversion, names: set[str], model: Any) -> list[str]:
-    in_memory = {file_name: name for name, file_name in conversion.names.items()}
-    return _missing(conversion.in_files, in_memory, names, model)
-
-
-def _missing(
-    wanted: Iterable[str], in_memory: Mapping[str, str], names: set[str], model: Any
-) -> list[str]:
-    """List the *wanted* names of the model's tensors that neither they nor their ties have in *names*.
-
-    *in_memory* has the names in memory of those that are wanted under another one.
-    """
-    in_files = {name: file_name for file_name, name in in_memory.items()}
-    missing: list[str] = []
-    for name in wanted:
-        tied = [in_files.get(each, each) for each in _tied_to(in_memory.get(name, name), model)]
-        candidates = [name, *tied]
-        spellings = {
-            spelling for candidate in candidates for spelling in _spellings(candidate, model)
-        }
-        if names.isdisjoint(spellings):
-            missing.append(name)
-    return sorted(missing)
-
-
-def _tied_to(name: str, model: Any) -> Iterator[str]:
-    ties: Mapping[str, str] = model.all_tied_weights_keys
-    first = ties.get(name, name)
-    yield first
-    for alias, target in ties.items():
-        if target == first:
-            yield alias
-
-
-def _spellings(name: str, model: Any) -> tuple[str, ...]:
-    """Return the spellings of a name that transformers accepts for the same tensor.
-
-    Files of a backbone lack its prefix (base_model_prefix) in a model with a head, and files of that have it in excess
-    in the backbone.
-    """
-    prefix = model.base_model_prefix
-    if not prefix:
-        return (name,)
-    if hasattr(model, prefix):
-        return name, name.removeprefix(f"{prefix}.")
-    return name, f"{prefix}.{name}"
-
-
-def _without(names: Iterable[str], patterns: Collection[str] | None) -> list[str]:
-    """Remove the names that one of transformers' *patterns* matches."""
-    found = [re.compile(pattern) for pattern in patterns or ()]
-    return [name for name in names if not any(pattern.search(name) for pattern in found)]

@@ -2,8 +2,7 @@
 
 * ``full``: a layer keeps its input and recomputes everything else.
 * ``selective``: a layer also keeps what is expensive to compute: the results of attention, of collectives, and of every
-  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py). Experts
-  that are divided among ranks (expert parallelism) recompute everything.
+  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -51,16 +47,12 @@ KEPT_OPERATORS = frozenset(
 
 
 def checkpoint_activations(
-    model: Any,
-    mode: str = "full",
-    layers: Sequence[nn.Module] | None = None,
-    sharded_separately: Sequence[nn.Module] = (),
+    model: Any, mode: str = "full", layers: Sequence[nn.Module] | None = None
 ) -> None:
     """Make the layers of *model* recompute activations in the backward pass: which of them, *mode* selects.
 
-    *layers* are the decoder layers, which ``selective`` needs. *sharded_separately* are the modules in them that fsdp2
-    will shard separately from their layer: ``selective`` keeps none of their results. Raises :class:`RecipeError` if
-    the model does not support it.
+    *layers* are the decoder layers, which ``selective`` needs. Raises :class:`RecipeError` if the model does not
+    support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise RecipeError(
@@ -71,8 +63,6 @@ def checkpoint_activations(
         )
     if mode == "selective":
         _select_activations(model, layers or ())
-        for module in sharded_separately:
-            module.__class__ = _unselected_class(type(module))  # type: ignore[arg-type]
         return
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
@@ -113,43 +103,10 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
     return selective
 
 
-@functools.cache
-def _unselected_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of *module_class* that is recomputed completely within a selective layer.
-
-    fsdp2 gathers the parameters of a module in hooks of its calls. Its operators differ between the forward pass and
-    the recomputation, where the parameters can be there already, and torch raises an error if a selective layer
-    records operators that differ. So the calls, with their hooks, are not recorded.
-    """
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Fake tensors need their mode, and compilation its own.
-        if torch.compiler.is_compiling() or _has_fakes((args, kwargs)):
-            return module_class.__call__(module, *args, **kwargs)
-        with _disable_current_modes():
-            return module_class.__call__(module, *args, **kwargs)
-
-    names = {
-        "__call__": call,
-        "__module__": module_class.__module__,
-        "__qualname__": module_class.__qualname__,
-        "__doc__": module_class.__doc__,
-    }
-    return type(module_class.__name__, (module_class,), names)
-
-
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a selective layer's forward pass and of its recomputation."""
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
     return contexts
-
-
-def _has_fakes(inputs: Any) -> bool:
-    """Whether the tensors in *inputs* have no memory."""
-    for each in tree_leaves(inputs):
-        if isinstance(each, FakeTensor) or (isinstance(each, torch.Tensor) and each.is_meta):
-            return True
-    return False
 
 
 def _name_of(operator: Any) -> str:

@@ -1,8 +1,7 @@
 """Adapters of the peft library on a frozen base, and the configuration that describes them.
 
 The configuration that peft gets selects exactly the modules that :mod:`automodel_ckpt.models.layers.adapter_layers`
-finds, and
-other programs read it from ``adapter_config.json``.
+finds, and other programs read it from ``adapter_config.json``.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def add_adapters(
     }
     ranks, alphas = numbers_of_layers(lora, targets)
     peft_config = _lora_config(model, lora, targets, parameters, saved, task_type)
-    all_names = [*targets, *(name.rpartition(".")[0] for name in parameters)]
-    peft_config.rank_pattern = peft_patterns(lora.rank_pattern, ranks, all_names)
-    peft_config.alpha_pattern = peft_patterns(lora.alpha_pattern, alphas, all_names)
+    # peft's patterns are regular expressions for the end of a name: full names select exactly their layers.
+    peft_config.rank_pattern = {f"^{name}": rank for name, rank in ranks.items()}
+    peft_config.alpha_pattern = {f"^{name}": alpha for name, alpha in alphas.items()}
     wrapped = _wrap(model, peft_config, autocast=lora.dtype == "float32")
     _draw_without_base(wrapped, peft_config.init_lora_weights)
     was_resized = num_base_rows is not None and num_base_rows != num_embeddings(model)
@@ -330,26 +329,6 @@ def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | st
 
     suffixes = suffixes_of(targets, names, has_suffix)
     return suffixes or "|".join(re.escape(target) for target in targets)
-
-
-def peft_patterns(
-    patterns: Mapping[str, int], numbers: Mapping[str, int], names: Sequence[str]
-) -> dict[str, int]:
-    """The patterns by which peft gives the *numbers* to exactly their layers, among *names*.
-
-    peft's are regular expressions for the end of a name. These are the *patterns* themselves if possible, otherwise
-    full names.
-    """
-    selected: dict[str, int] = {}
-    if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
-        for name in names:
-            for pattern, number in patterns.items():
-                if re.match(rf"(.*\.)?({pattern})$", name):
-                    selected[name] = number
-                    break
-        if selected == numbers:
-            return dict(patterns)
-    return {f"^{name}": number for name, number in numbers.items()}
 
 
 def suffixes_of(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,52 +29,38 @@ _FUSED_DIMENSIONS = 3
 Named = TypeVar("Named")
 
 
-def is_match(pattern: str, name: str) -> bool:
+def _is_match(pattern: str, name: str) -> bool:
     """Whether a glob matches the full name, or a pattern without wildcards the name or its last components."""
     if any(character in pattern for character in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     return name == pattern or name.endswith(f".{pattern}")
 
 
-def within(parents: Sequence[str], names: Iterable[str]) -> set[str]:
+def _as_list(patterns: Sequence[str] | str) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _within(parents: Sequence[str], names: Iterable[str]) -> set[str]:
     """The names of modules that are in *parents* or inside of one of them."""
     prefixes = tuple(f"{parent}." for parent in parents)
     return {name for name in names if name in parents or name.startswith(prefixes)}
 
 
-def leaf_names(names: Iterable[str]) -> list[str]:
+def _leaf_names(names: Iterable[str]) -> list[str]:
     """The last components of module names, without numbers and duplicates."""
     leaves = dict.fromkeys(name.rpartition(".")[2] for name in names)
     return [leaf for leaf in leaves if not leaf.isdecimal()]
 
 
-def pattern_hint(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
-    """A hint with the names that are similar to the unknown component of *pattern*, and with all names.
-
-    The suggestion for a component that is not the last one of a name is a glob.
-    """
-    leaves = leaf_names(wanted)
-    components: dict[str, None] = {}
-    for name in wanted:
-        components.update(dict.fromkeys(name.split(".")))
-    words = [word for word in re.split(r"[^\w-]+", pattern) if word]
-    unknown = [word for word in words if word not in components]
-    word = unknown[-1] if unknown else pattern.rpartition(".")[2]
-    names = [component for component in components if not component.isdecimal()]
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    if not near:
-        return available(wanted)
-    suggestions = [name if name in leaves else f"*.{name}.*" for name in near]
-    return f"did you mean {' or '.join(suggestions)}? {available(wanted)}"
-
-
-def available(wanted: Iterable[str]) -> str:
-    """A hint with the last components of up to 20 names."""
-    leaves = leaf_names(wanted)
+def _available(wanted: Iterable[str], pattern: str = "") -> str:
+    """A hint with the last components of up to 20 names, and with those that are similar to the last of *pattern*."""
+    leaves = _leaf_names(wanted)
     if not leaves:
         return "the model has no such layer"
     more = f" and {len(leaves) - 20} more" if len(leaves) > 20 else ""
-    return f"there are {', '.join(leaves[:20])}{more}"
+    hint = f"there are {', '.join(leaves[:20])}{more}"
+    near = difflib.get_close_matches(pattern.rpartition(".")[2], leaves, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}? {hint}" if near else hint
 
 
 def find_modules(
@@ -96,44 +81,30 @@ def find_modules(
     adaptable = {name: module for name, module in modules.items() if isinstance(module, _ADAPTABLE)}
     excluded = _matching(lora.exclude_modules, adaptable, modules, "peft.exclude_modules", problems)
     for pattern in lora.exclude_if_present:
-        excluded += [name for name in adaptable if is_match(pattern, name)]
-    patterns = lora.target_modules
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    found: set[str] = set()
-    experts = mistaken_for_experts(model, adaptable)
-    not_linear = not_linear_layers(model, adaptable)
-    lost = lost_by_peft(model, adaptable)
-    if ALL_LINEAR in patterns:
-        found |= _all_linear(model, adaptable) - within(saved, adaptable)
-        # peft would adapt the fused experts instead, and the saved adapter would give other outputs
-        # in peft.
-        reasons = {
-            "peft treats layers with these names as experts, so they get no adapter": experts,
-            "peft does not support adapters on these layers of this model": rejected_by_peft(
-                model, found - experts
-            ),
-            "these layers do not return what a linear layer does, so they get no adapter": not_linear,
-            "peft cannot load adapters of these layers, so they get none": lost,
-        }
-        for reason, names in reasons.items():
-            if omitted := sorted(found & names - set(excluded)):
-                log.warning("%s: %s", reason, ", ".join(leaf_names(omitted)))
-            found -= names
-    named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
-    fused = _of_fused_experts(model)
+        excluded.update(name for name in adaptable if _is_match(pattern, name))
+    patterns = _as_list(lora.target_modules)
+    unsuited = _unsuited(model, adaptable)
     key = "peft.target_modules"
-    found |= set(_matching(named, adaptable, modules, key, problems, fused))
-    found -= {*excluded, *within(head, adaptable)}
-    problems += _unsuited_problems(found, experts, not_linear, lost)
-    if both := sorted(found & within(saved, adaptable)):
+    found: set[str] = set()
+    if ALL_LINEAR in patterns:
+        linear = _all_linear(model, adaptable) - _within(saved, adaptable)
+        for reason, names in unsuited.items():
+            if omitted := sorted(linear & names - excluded):
+                log.warning("%s, so they get none: %s", reason, ", ".join(_leaf_names(omitted)))
+        found = linear.difference(*unsuited.values())
+    named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
+    found |= _matching(named, adaptable, modules, key, problems, _of_fused_experts(model))
+    found -= excluded | _within(head, adaptable)
+    for reason, names in unsuited.items():
+        if wrong := sorted(found & names):
+            hint = "leave them out (peft.exclude_modules), or use all-linear"
+            problems.append(Problem(reason, key, wrong[:5], hint))
+    if both := sorted(found & _within(saved, adaptable)):
         what = "these modules would be both fully trained and adapted"
         hint = "list them in only one of the two settings"
         problems.append(Problem(what, "peft.modules_to_save", both[:5], hint))
     if not found and not problems and not find_parameters(model, lora.target_parameters):
-        what = "no layer is left to adapt"
-        hint = available(adaptable)
-        problems.append(Problem(what, "peft.target_modules", list(patterns), hint))
+        problems.append(Problem("no layer is left to adapt", key, patterns, _available(adaptable)))
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in modules if name in found], saved
@@ -145,30 +116,22 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
     A glob matches the full name, other patterns the name or its last components. ``all-experts`` selects all, also if
     there are none. Raises :class:`RecipeError` with every other pattern that matches none.
     """
-    parameters = _without_mtp(model, dict(model.named_parameters()))
     fused = _of_fused_experts(model)
     found: set[str] = set()
     problems: list[Problem] = []
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    for pattern in patterns:
+    for pattern in _as_list(patterns):
         if pattern == ALL_EXPERTS:
             # Embeddings of positions can have three dimensions, too.
             found.update(name for name in fused if _is_of_experts(name))
             continue
-        matches = [name for name in fused if is_match(pattern, name)]
+        matches = [name for name in fused if _is_match(pattern, name)]
         found.update(matches)
-        if matches:
-            continue
-        what = "no parameter with three dimensions (fused experts) has this name"
-        if others := [name for name in parameters if is_match(pattern, name)]:
-            other, num_dimensions = others[0], parameters[others[0]].dim()
-            what = f"{other} has {num_dimensions} dimensions: only fused experts, with three, are adapted like this"
-        leaves = leaf_names(fused)
-        hint = "the model has no fused experts: use peft.target_modules"
-        if leaves:
-            hint = f"there are {', '.join(leaves)}"
-        problems.append(Problem(what, "peft.target_parameters", pattern, hint))
+        if not matches:
+            what = "no parameter with three dimensions (fused experts) has this name"
+            hint = "the model has no fused experts: use peft.target_modules"
+            if fused:
+                hint = _available(fused, pattern)
+            problems.append(Problem(what, "peft.target_parameters", pattern, hint))
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in fused if name in found]
@@ -199,12 +162,12 @@ def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int
     ):
         numbers: dict[str, int] = {}
         for pattern, number in patterns.items():
-            matches = [name for name in targets if is_match(pattern, name)]
+            matches = [name for name in targets if _is_match(pattern, name)]
             for name in matches:
                 numbers.setdefault(name, number)
             if not matches:
                 what = "no adapted layer has this name"
-                problems.append(Problem(what, key, pattern, available(targets)))
+                problems.append(Problem(what, key, pattern, _available(targets)))
         found.append(numbers)
     if problems:
         raise RecipeError.all_of(problems)
@@ -231,30 +194,28 @@ def _matching(
     key: str,
     problems: list[Problem],
     fused: Iterable[str] = (),
-) -> list[str]:
+) -> set[str]:
     """The names in *wanted* that patterns match. Adds a problem for each pattern without a match.
 
     The hint for one that matches a name in *fused*, the weights of experts, is another key.
     """
     found: set[str] = set()
     for pattern in patterns:
-        matches = [name for name in wanted if is_match(pattern, name)]
+        matches = [name for name in wanted if _is_match(pattern, name)]
         found.update(matches)
-        if not matches:
-            what = "no module has this name"
-            others = [name for name in modules if is_match(pattern, name)]
-            if others:
-                kind = type(modules[others[0]]).__name__
-                what = f"{others[0]} is a {kind}: only single layers can have an adapter"
-            hint = pattern_hint(pattern, wanted)
-            if "," in pattern:
-                names = ", ".join(part.strip() for part in pattern.split(","))
-                hint = f"write several names as a list, [{names}]; {hint}"
-            if weights := leaf_names(name for name in fused if is_match(pattern, name)):
-                what = f"no module has this name: {weights[0]} has the weights of fused experts"
-                hint = f"list it in peft.target_parameters, not here; {available(wanted)}"
-            problems.append(Problem(what, key, pattern, hint))
-    return [name for name in wanted if name in found]
+        if matches:
+            continue
+        what, hint = "no module has this name", _available(wanted, pattern)
+        for name, module in modules.items():
+            if _is_match(pattern, name):
+                kind = type(module).__name__
+                what = f"{name} is a {kind}: only single layers can have an adapter"
+                break
+        if weights := [name for name in fused if _is_match(pattern, name)]:
+            what = f"no module has this name: {weights[0]} has the weights of fused experts"
+            hint = "list it in peft.target_parameters"
+        problems.append(Problem(what, key, pattern, hint))
+    return found
 
 
 def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
@@ -267,86 +228,72 @@ def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
     return found
 
 
-def _unsuited_problems(
-    found: set[str], experts: set[str], not_linear: set[str], lost: set[str]
-) -> list[Problem]:
-    """The problems of the layers *found* that were selected by name and can have no adapter."""
-    leave_out = "leave them out: peft.exclude_modules"
-    causes = [
-        (
-            "peft treats layers with these names as experts, and would adapt the experts instead",
-            experts,
-            "select other layers, or use all-linear",
+def _unsuited(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> dict[str, set[str]]:
+    """{why layers can have no adapter: their names}."""
+    return {
+        # peft would adapt the fused experts instead, and the saved adapter would give other outputs in peft.
+        "peft treats layers with these names as experts": _mistaken_for_experts(model, adaptable),
+        "peft does not support adapters on these layers of this model": _rejected_by_peft(
+            model, adaptable
         ),
-        (
-            "these layers do not return what a linear layer does, so they can have no adapter",
-            not_linear,
-            leave_out,
-        ),
-        ("peft saves adapters of these layers, and cannot load them", lost, leave_out),
-    ]
-    problems = []
-    for what, names, hint in causes:
-        if wrong := sorted(found & names):
-            problems.append(Problem(what, "peft.target_modules", wrong[:5], hint))
-    return problems
+        "these layers do not return what a linear layer does": _not_linear(model, adaptable),
+        "peft cannot load adapters of these layers": _lost_by_peft(model, adaptable),
+    }
 
 
-def mistaken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
-    """The names of layers that peft would replace by the fused experts of the model.
+def _failing(names: Iterable[str], check: Callable[[str], bool]) -> set[str]:
+    """The *names* whose last component does not pass *check*, which can also raise ValueError."""
 
-    peft interprets such names as those of experts in older versions of the model.
+    def passes(leaf: str) -> bool:
+        try:
+            return check(leaf)
+        except ValueError:
+            return False
+
+    names = list(names)
+    failing = {leaf for leaf in _leaf_names(names) if not passes(leaf)}
+    return {name for name in names if name.rpartition(".")[2] in failing}
+
+
+def _mistaken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
+    """The *names* of layers that peft would replace by the fused experts of the model.
+
+    peft interprets such names as those of experts in older versions of the model, and rejects a part of a fused tensor.
     """
     from peft import LoraConfig
-
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a version of peft without support for fused experts
-        return set()
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     def is_unchanged(leaf: str) -> bool:
         config: Any = LoraConfig(target_modules=[leaf])
-        try:
-            convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # peft rejects a part of a fused tensor
-            return False
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
         return leaf in config.target_modules
 
-    experts = {leaf for leaf in leaf_names(adaptable) if not is_unchanged(leaf)}
-    return {name for name in adaptable if name.rpartition(".")[2] in experts}
+    return _failing(names, is_unchanged)
 
 
-def rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
+def _rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
     """The *names* of layers that peft rejects in models of this type, such as those whose kernels read the weight."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    def is_rejected(leaf: str) -> bool:
-        try:
-            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
-        except ValueError:
-            return True
-        return False
+    def is_accepted(leaf: str) -> bool:
+        _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+        return True
 
-    candidates = set(names)
-    rejected = {leaf for leaf in leaf_names(candidates) if is_rejected(leaf)}
-    return {name for name in candidates if name.rpartition(".")[2] in rejected}
+    return _failing(names, is_accepted)
 
 
-def lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
+def _lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
     """The *names* of layers whose adapters peft saves, and ignores when it loads them, with a warning.
 
     peft applies the renamings that transformers has for old weights to adapters, too, and some rename the present name
     of a layer (peft 0.21: shared_experts of Laguna).
     """
     from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers as loaded_state,
+    )
 
-    try:
-        from peft.utils.transformers_weight_conversion import (
-            convert_peft_adapter_state_dict_for_transformers as loaded_state,
-        )
-    except ImportError:  # a version of peft that renames nothing
-        return set()
     keys = {f"base_model.model.{name}.lora_A.weight": name for name in names}
     # Only the names matter. Adapters on the meta device take no memory.
     state = {key: torch.empty(1, 1, device="meta") for key in keys}
@@ -356,7 +303,7 @@ def lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
     return {name for key, name in keys.items() if key not in found}
 
 
-def not_linear_layers(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> set[str]:
+def _not_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> set[str]:
     """The names of layers that the model's code derives from ``nn.Linear``, but that compute something else.
 
     Examples are routers that return scores and indices, and block-diagonal projections. peft adds the output of an

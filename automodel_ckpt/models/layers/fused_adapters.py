@@ -5,9 +5,6 @@ which is much larger than A(x): for the layers of an 8B model, a quarter of the 
 Here, the base's matrix product adds its result to B(A(x)) * scaling in place, and the backward pass adds the gradients
 of the input in the same way. In the other order, reading and writing the output would take as long, but the adapter's
 small product could not hide it.
-
-torch.compile would write both products, and add them in another kernel. Compiled layers call operators that do the same
-as layers that are not compiled.
 """
 
 from __future__ import annotations
@@ -43,14 +40,13 @@ def fuse_adapters(model: nn.Module) -> int:
 @functools.cache
 def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
     def compute(layer: Any, inputs: torch.Tensor) -> torch.Tensor | None:
-        name = _only_adapter(layer)
+        # torch 2.11 compiles some functions of autograd with wrong gradients.
+        name = None if torch.compiler.is_compiling() else _only_adapter(layer)
         if name is None or not _fits(layer, name, inputs):
             return None
         base = layer.base_layer
         down, up = layer.lora_A[name], layer.lora_B[name]
         factors = (base.weight, base.bias, down.weight, up.weight, layer.scaling[name])
-        if torch.compiler.is_compiling():
-            return _compiled_product(inputs, *factors)
         product: torch.Tensor = _Product.apply(inputs, *factors)  # type: ignore[no-untyped-call]
         return product
 
@@ -103,7 +99,11 @@ class _Product(torch.autograd.Function):
         scaling: float,
     ) -> torch.Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
-        product, narrow = _product(rows, weight, bias, down, up, scaling)
+        narrow = rows @ down.t()
+        if bias is None:
+            product = (narrow @ up.t()).addmm_(rows, weight.t(), beta=scaling)
+        else:
+            product = torch.addmm(bias, narrow, up.t(), alpha=scaling).addmm_(rows, weight.t())
         ctx.save_for_backward(rows, weight, down, up, narrow)
         ctx.scaling = scaling
         ctx.shape = inputs.shape
@@ -119,98 +119,9 @@ class _Product(torch.autograd.Function):
         of_narrow = (gradient @ up).mul_(ctx.scaling)
         of_inputs = of_down = of_up = None
         if ctx.needs_input_grad[0]:
-            of_inputs = _of_inputs(gradient, of_narrow, weight, down).view(ctx.shape)
+            of_inputs = (of_narrow @ down).addmm_(gradient, weight).view(ctx.shape)
         if ctx.needs_input_grad[3]:
             of_down = of_narrow.t() @ rows
         if ctx.needs_input_grad[4]:
             of_up = (gradient.t() @ narrow).mul_(ctx.scaling)
         return of_inputs, None, None, of_down, of_up, None
-
-
-def _product(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of *rows* [N, in] as :class:`_Product` defines it, and ``x A'`` [N, r]."""
-    narrow = rows @ down.t()
-    if bias is None:
-        product = (narrow @ up.t()).addmm_(rows, weight.t(), beta=scaling)
-    else:
-        product = torch.addmm(bias, narrow, up.t(), alpha=scaling).addmm_(rows, weight.t())
-    return product, narrow
-
-
-def _of_inputs(
-    gradient: torch.Tensor, of_narrow: torch.Tensor, weight: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the rows [N, in], for that of the product [N, out] and that of ``x A'`` [N, r]."""
-    return (of_narrow @ down).addmm_(gradient, weight)
-
-
-# ---------------------------------------------------------------- torch.compile
-
-# Operators, whose parts it does not see. Not _Product: torch 2.11 compiles some functions of this kind with wrong
-# gradients, those of normalizations and gated layers among them.
-_product_operator = torch.library.custom_op(
-    "automodel_ckpt::adapted_product", _product, mutates_args=()
-)
-_of_inputs_operator = torch.library.custom_op(
-    "automodel_ckpt::adapted_inputs_gradient", _of_inputs, mutates_args=()
-)
-
-
-@_product_operator.register_fake
-def _(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = rows.shape[0]
-    return rows.new_empty(num_rows, up.shape[0]), rows.new_empty(num_rows, down.shape[0])
-
-
-@_of_inputs_operator.register_fake
-def _(
-    gradient: torch.Tensor, of_narrow: torch.Tensor, weight: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    return gradient.new_empty(gradient.shape[0], weight.shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    rows, weight, _, down, up, scaling = inputs
-    ctx.save_for_backward(rows, weight, down, up, output[1])
-    ctx.scaling = scaling
-
-
-def _gradients(
-    ctx: Any, gradient: torch.Tensor, of_output: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    del of_output  # ``x A'``, which no one else gets
-    rows, weight, down, up, narrow = ctx.saved_tensors
-    of_narrow = gradient @ up * ctx.scaling
-    of_inputs = of_down = of_up = None
-    if ctx.needs_input_grad[0]:
-        of_inputs = _of_inputs_operator(gradient, of_narrow, weight, down)
-    if ctx.needs_input_grad[3]:
-        of_down = of_narrow.t() @ rows
-    if ctx.needs_input_grad[4]:
-        of_up = gradient.t() @ narrow * ctx.scaling
-    return of_inputs, None, None, of_down, of_up, None
-
-
-_product_operator.register_autograd(_gradients, setup_context=_keep)
-
-
-def _compiled_product(inputs: torch.Tensor, *factors: Any) -> torch.Tensor:
-    """What :class:`_Product` returns for these arguments."""
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    product: torch.Tensor = _product_operator(rows, *factors)[0]
-    # As there, the number of columns is given.
-    return product.view(*inputs.shape[:-1], product.shape[-1])

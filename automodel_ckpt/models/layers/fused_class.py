@@ -29,15 +29,6 @@ def fused_class(module_class: type[nn.Module], compute: Compute) -> type[nn.Modu
                 return found
         return module_class.forward(module, *args, **kwargs)
 
-    return subclass_with(module_class, forward)
-
-
-def subclass_with(module_class: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of *module_class* with the same name and another *forward* function.
-
-    A module in a pickle has the class *module_class*; a deep copy has the subclass.
-    """
-
     def reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
         return object.__new__, (module_class,), vars(module)
 

@@ -1,9 +1,8 @@
 """Rotary position embeddings in one kernel for queries and one for keys, in place of transformers' ten operators.
 
 transformers' layers of attention call a function of their module, ``apply_rotary_pos_emb(q, k, cos, sin)``, which reads
-and writes queries and keys many times in each direction. Here, the layers of a model call a Triton kernel on a GPU,
-which reads and writes them once and computes in float32. Elsewhere they call transformers' function. Other models in
-the process are not changed.
+and writes queries and keys many times in each direction. Here, they call a Triton kernel on a GPU, which reads and
+writes them once and computes in float32. Elsewhere they call transformers' function.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from automodel_ckpt.models.layers.fused_class import subclass_with
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -30,98 +28,28 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def fuse_rotary_embeddings(model: nn.Module) -> int:
     """Let the layers of attention in *model* rotate queries and keys with fewer kernels; returns their number.
 
-    The modules stay in place, with their names and parameters. A layer is recognized by the name of the function that
-    its forward pass calls, and by what this function computes from random numbers: each element x[i] of a head forms a
-    pair with x[i + R/2], for R elements of the cosines.
+    A layer is recognized by the name of the function that its forward pass calls, and by what this function computes
+    from random numbers: each element x[i] of a head forms a pair with x[i + R/2], for R elements of the cosines. The
+    function is replaced in the module of its file, for all models of the process.
     """
     num_fused = 0
     for module in model.modules():
-        if "forward" in vars(module):
-            continue
-        module_class = _fused_class(type(module))  # type: ignore[arg-type]
-        if module_class is not None:
-            module.__class__ = module_class
-            num_fused += 1
+        forward = inspect.unwrap(type(module).forward)
+        if isinstance(forward, types.FunctionType) and _FUNCTION in forward.__code__.co_names:
+            num_fused += _replace(forward.__globals__)
     return num_fused
 
 
-@functools.cache
-def _fused_class(module_class: type[nn.Module]) -> Any:
-    """A subclass of *module_class* that calls the kernel; None if its forward pass does not call a known function."""
-    forward: Any = module_class.forward
-    caller = inspect.unwrap(forward)
-    if not isinstance(caller, types.FunctionType) or _FUNCTION not in caller.__code__.co_names:
-        return None
-    function = caller.__globals__.get(_FUNCTION)
+def _replace(names: dict[str, Any]) -> bool:
+    """Replace the function in the *names* of a module; False if it computes something else than the kernel."""
+    function = names.get(_FUNCTION)
+    if isinstance(function, _Rotation):
+        return True
     rotation = _recognized(function) if isinstance(function, Hashable) else None
-    fused = None if rotation is None else _with_rotation(forward, rotation)
-    if fused is None:
-        return None
-
-    @functools.wraps(forward)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        # torch.compile finds the names of a function in the module of its file. It fuses these operators itself.
-        if torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        return fused(*args, **kwargs)
-
-    return subclass_with(module_class, chosen)
-
-
-def _with_rotation(forward: Any, rotation: _Rotation) -> types.FunctionType | None:
-    """A copy of *forward*, whose code finds *rotation* under the name of the function; None if there cannot be one.
-
-    A decorated function is copied with those around it, which find it in their closures.
-    """
-    if not isinstance(forward, types.FunctionType):
-        return None
-    names: dict[str, Any] = forward.__globals__
-    cells = forward.__closure__
-    wrapped = getattr(forward, "__wrapped__", None)
-    if wrapped is None:
-        names = _Names(names, rotation)
-    else:
-        inner = _with_rotation(wrapped, rotation)
-        cells = _with_content(cells or (), wrapped, inner)
-        if inner is None or cells is None:
-            return None
-    copied = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, cells
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
-
-
-def _with_content(
-    cells: tuple[types.CellType, ...], old: Any, new: Any
-) -> tuple[types.CellType, ...] | None:
-    """The *cells* of a closure with *new* in place of *old*; None if none of them contains it."""
-    if not any(_contains(cell, old) for cell in cells):
-        return None
-    return tuple(types.CellType(new) if _contains(cell, old) else cell for cell in cells)
-
-
-def _contains(cell: types.CellType, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # it has no content yet
+    if rotation is None:
         return False
-
-
-class _Names(dict[str, Any]):
-    """The *names* of a module as they are at each time, with *rotation* in the place of its function.
-
-    Programs replace functions of a model's module, also after the model was built. Python looks up names in a dict of
-    another class by its methods.
-    """
-
-    def __init__(self, names: Mapping[str, Any], rotation: _Rotation) -> None:
-        super().__init__()
-        self._names, self._rotation = names, rotation
-
-    def __missing__(self, name: str) -> Any:
-        value = self._names[name]
-        return self._rotation if value is self._rotation.function else value
+    names[_FUNCTION] = rotation
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +61,9 @@ class _Rotation:
     """Whether *function* accepts cosines of fewer elements than a head has, and leaves the others as they are."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs in ({}, {"unsqueeze_dim": 1}) and self._fits(*args):
+        # torch.compile fuses these operators itself.
+        is_usual = kwargs in ({}, {"unsqueeze_dim": 1}) and not torch.compiler.is_compiling()
+        if is_usual and self._fits(*args):
             return _Rotate.apply(*args)  # type: ignore[no-untyped-call]
         return self.function(*args, **kwargs)
 

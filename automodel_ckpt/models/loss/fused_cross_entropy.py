@@ -8,6 +8,7 @@ the logits in float32 from the matrix product, and computes loss and gradient of
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,10 +99,56 @@ def linear_cross_entropy(
             z_loss.note(penalty)
             found = found + penalty
         return found
-    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits, z_loss
+    rule = _CrossEntropy(targets, part, transform, hits, z_loss)
+    stores = stores_errors(
+        device_type,
+        hidden.dtype,
+        *hidden.shape,
+        trains_weight=weight.requires_grad and torch.is_grad_enabled(),
     )
-    return loss
+    # All ranks need the same number of chunks, because each chunk is a collective.
+    num_columns = part.most if part is not None else weight.shape[0]
+    size = chunk_rows(device_type, num_columns, stores=stores)
+    return loss_in_chunks(hidden, weight, bias, rule, size, stores=stores)
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    """The summed cross-entropy of chunks, for :func:`loss_in_chunks`."""
+
+    targets: torch.Tensor
+    part: VocabularyPart | None
+    transform: LogitTransform
+    hits: TokenHits | None
+    z_loss: ZLoss | None
+
+    def of_chunk(
+        self,
+        rows: slice,
+        logits: torch.Tensor,
+        dtype: torch.dtype,
+        place: ErrorPlace | None,
+        *,
+        with_errors: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = self.targets[rows]
+        if self.hits is not None:
+            # Before the loss, which overwrites the logits.
+            self.hits.add(logits, targets, self.part)
+        losses, errors = losses_and_errors(
+            logits,
+            targets,
+            self.part,
+            self.transform,
+            dtype,
+            with_errors=with_errors,
+            z_loss=self.z_loss,
+            place=place,
+        )
+        return losses.sum(), errors
+
+    def loss_of(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
 
 
 def in_autocast_dtype(
@@ -115,7 +162,29 @@ def in_autocast_dtype(
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def loss_in_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: Any,
+    size: int,
+    *,
+    stores: bool = False,
+) -> torch.Tensor:
+    """The loss of ``hidden [N, H] @ weight [V, H].T + bias [V]`` by *rule*, in chunks of *size* positions; 0-dim.
+
+    ``rule.of_chunk(rows, logits, dtype, place, with_errors=)`` returns the sums over a chunk, 0-dim or [k], and the
+    gradient [n, V] in *dtype* of its loss with respect to the *logits* [n, V], which are overwritten. It is stored in
+    *place*, if that is given. ``rule.loss_of(sums)`` is the loss of the sums over all chunks. *stores*: whether the
+    gradients of all logits are kept, as :class:`StoredErrors` does.
+    """
+    loss: torch.Tensor = _LossInChunks.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, rule, size, stores, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _LossInChunks(torch.autograd.Function):
     """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
 
     @staticmethod
@@ -124,40 +193,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
+        rule: Any,
+        size: int,
+        stores: bool,
         with_gradients: bool,
-        hits: TokenHits | None,
-        z_loss: ZLoss | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
-        loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
-        device_type = hidden.device.type
-        stores = stores_errors(device_type, hidden.dtype, *hidden.shape, trains_weight=needed[1])
-        # All ranks need the same number of chunks, because each chunk is a collective.
-        num_columns = part.most if part is not None else weight.shape[0]
-        size = chunk_rows(device_type, num_columns, stores=stores)
         kind = StoredErrors if stores else GradientSums
         gradients: GradientSums | StoredErrors = kind(hidden, weight, bias, needed)
-        for rows, place in gradients.chunks(size):
+        total: torch.Tensor | None = None
+        # Without positions, an empty chunk, so that there is a sum.
+        for rows, place in list(gradients.chunks(size)) or [(slice(0, 0), None)]:
             chunk = hidden[rows]
             logits = wide_logits(chunk, weight, bias)
-            if hits is not None:
-                # Before the loss, which overwrites the logits.
-                hits.add(logits, targets[rows], part)
-            losses, errors = losses_and_errors(
-                logits,
-                targets[rows],
-                part,
-                transform,
-                hidden.dtype,
-                with_errors=any(needed),
-                z_loss=z_loss,
-                place=place,
-            )
-            loss += losses.sum()
+            sums, errors = rule.of_chunk(rows, logits, hidden.dtype, place, with_errors=any(needed))
+            total = sums if total is None else total.add_(sums)
             if any(needed) and isinstance(gradients, GradientSums):
                 gradients.add(rows.start, chunk, errors)
             # The memory of this chunk becomes the next one's.
@@ -166,7 +216,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients.multiply(weight)
             ctx.save_for_backward(hidden)
         ctx.gradients = gradients
-        return loss
+        assert total is not None
+        return rule.loss_of(total)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
@@ -174,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
         gradients, ctx.gradients = ctx.gradients, None
         found = gradients.scaled(loss_weight, *ctx.saved_tensors)
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None
 
 
 def wide_logits(
@@ -205,14 +256,7 @@ def losses_and_errors(
     the gradient is undefined. With *part*, this is collective. *z_loss* is added to the cross-entropy. With *place*,
     the gradient is stored there, and the one that is returned is undefined.
     """
-    errors: torch.Tensor
-    if kernel_for(logits.device.type, logits.dtype) != "triton":
-        losses, wide = _by_torch(logits, labels, part, transform, z_loss)
-        # Autograd also casts the gradient of widened logits back to the dtype of the product.
-        errors = wide.to(dtype) if with_errors and place is None else wide
-    elif part is not None:
-        losses, errors = _by_kernels_in_parts(logits, labels, part, transform, dtype, z_loss)
-    else:
+    if part is None and kernel_for(logits.device.type, logits.dtype) == "triton":
         from automodel_ckpt.models.loss import loss_kernels
 
         losses, errors, penalties = loss_kernels.losses_and_errors(
@@ -228,8 +272,12 @@ def losses_and_errors(
         if z_loss is not None:
             z_loss.note(penalties.sum())
         return losses, errors
+    losses, errors = _by_torch(logits, labels, part, transform, z_loss)
     if place is not None:
         place.put(errors)
+    elif with_errors:
+        # Autograd also casts the gradient of widened logits back to the dtype of the product.
+        errors = errors.to(dtype)
     return losses, errors
 
 
@@ -266,7 +314,12 @@ def _by_torch(
     is_ignored = labels == IGNORE_INDEX
     losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
     if z_loss is not None:
-        losses, total = _with_z_loss(z_loss, losses, total, largest[:, 0], labels)
+        # The gradient of both losses has the softmax times the factors.
+        logs = total.log().add_(largest[:, 0])
+        penalties = z_loss.of_logs(logs, labels)
+        z_loss.note(penalties.sum())
+        losses = losses.add_(penalties)
+        total = total / z_loss.factors(logs)
     # An infinite sum makes all probabilities of an ignored row 0.
     exponentials.div_(total.masked_fill(is_ignored, math.inf).unsqueeze(1))
     # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
@@ -274,51 +327,3 @@ def _by_torch(
     if not transform.is_identity:
         exponentials.mul_(slope)
     return losses, exponentials
-
-
-def _with_z_loss(
-    z_loss: ZLoss,
-    losses: torch.Tensor,
-    total: torch.Tensor,
-    largest: torch.Tensor,
-    labels: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the z-loss to *losses* [n], and return the divisor of the exponentials [n] for the gradient of both.
-
-    *total* [n] is the sum of exp(logit - *largest*).
-    """
-    logs = total.log().add_(largest)
-    penalties = z_loss.of_logs(logs, labels)
-    z_loss.note(penalties.sum())
-    return losses.add_(penalties), total / z_loss.factors(logs)
-
-
-def _by_kernels_in_parts(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    part: VocabularyPart,
-    transform: LogitTransform,
-    dtype: torch.dtype,
-    z_loss: ZLoss | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`losses_and_errors` with Triton, for columns of a vocabulary that ranks share. Collective."""
-    from automodel_ckpt.models.loss import loss_kernels
-
-    scale, cap = transform.scale, transform.cap
-    here, total, of_label = loss_kernels.statistics(logits, labels, part.first, scale, cap)
-    largest = here.clone()
-    part.largest(largest)
-    is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
-    label_logits = (of_label - largest).masked_fill_(~is_here, 0)
-    sums = torch.stack([label_logits, total * torch.exp(here - largest)])
-    part.sum(sums)
-    label_logits, total = sums.unbind()
-    is_ignored = labels == IGNORE_INDEX
-    losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
-    if z_loss is not None:
-        losses, total = _with_z_loss(z_loss, losses, total, largest, labels)
-    inverse_total = total.reciprocal_().masked_fill_(is_ignored, 0)
-    errors = loss_kernels.errors(
-        logits, labels, largest, inverse_total, part.first, scale, cap, dtype
-    )
-    return losses, errors

@@ -8,8 +8,6 @@ that was cached is given by its top-k tokens instead of logits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from automodel_ckpt.models.loss.distillation_targets import (
@@ -21,9 +19,9 @@ from automodel_ckpt.models.loss.distillation_targets import (
 from automodel_ckpt.models.loss.fused_cross_entropy import (
     chunk_rows,
     in_autocast_dtype,
-    wide_logits,
+    loss_in_chunks,
 )
-from automodel_ckpt.models.loss.head_gradients import GradientSums
+from automodel_ckpt.models.loss.head_gradients import ErrorPlace
 from automodel_ckpt.models.loss.loss_inputs import Labeled, VocabularyPart
 
 _TENSORS_OF_A_CHUNK = 4
@@ -37,6 +35,7 @@ class Distillation:
         self.targets, self.weights = targets, weights
         self.sums: torch.Tensor | None = None
         """The summed cross-entropy and the summed divergence (with its factor temperature**2), [2]; set by a pass."""
+        self._labeled: Labeled | None = None
 
     def __call__(
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
@@ -46,24 +45,27 @@ class Distillation:
         With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
         """
         hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
-        loss, self.sums = _LinearDistillation.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labeled, self, torch.is_grad_enabled()
-        )
-        return loss  # type: ignore[no-any-return]
+        # All ranks need the same number of chunks, because each chunk is a collective.
+        num_columns = labeled.part.most if labeled.part is not None else weight.shape[0]
+        size = rows_of_chunk(hidden.device.type, num_columns)
+        self._labeled = labeled
+        return loss_in_chunks(hidden, weight, bias, self, size)
 
-    def losses_and_errors(
+    def of_chunk(
         self,
-        start: int,
+        rows: slice,
         logits: torch.Tensor,
-        labeled: Labeled,
+        dtype: torch.dtype,
+        place: ErrorPlace | None,
+        *,
+        with_errors: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the sums [2] of a chunk, and the gradient of its loss with respect to *logits* [n, V].
-
-        *logits* are the output of the layer for the positions from *start*, in at least float32. They are overwritten,
-        and counted as hits before.
-        """
+        """Compute the sums [2] of a chunk, and the gradient of its loss: see ``loss_in_chunks``."""
+        del place, with_errors  # errors are not stored, and a part of the divergence
+        labeled = self._labeled
+        assert labeled is not None
         weights, transform, part = self.weights, labeled.transform, labeled.part
-        labels = labeled.labels[start : start + len(logits)]
+        labels = labeled.labels[rows]
         if labeled.hits is not None:
             labeled.hits.add(logits, labels, part)
         slope: torch.Tensor | float = 1.0
@@ -81,7 +83,7 @@ class Distillation:
         ce_share = 1 - weights.kd_ratio
         errors = log_probs.exp_().mul_(ce_share)
         where.write(errors, where.read(errors) - ce_share)
-        divergence, kd_errors = self.targets.compare(start, student, weights, part)
+        divergence, kd_errors = self.targets.compare(rows.start, student, weights, part)
         factor = weights.kd_ratio * weights.temperature
         # Errors that are not finite would count even with the factor 0.
         if factor:
@@ -89,10 +91,11 @@ class Distillation:
         if not transform.is_identity:
             errors.mul_(slope)
         sums = torch.stack([-of_labels.sum(), divergence.sum() * weights.temperature**2])
-        return sums, errors
+        return sums, errors.to(dtype)
 
     def loss_of(self, sums: torch.Tensor) -> torch.Tensor:
         """The loss, 0-dim, of the *sums* [2]. With only one of the two parts, the other does not count even as NaN."""
+        self.sums, self._labeled = sums, None
         cross_entropy, divergence = sums.unbind()
         ratio = self.weights.kd_ratio
         if ratio in (0, 1):
@@ -112,47 +115,6 @@ def peak_bytes(num_positions: int, num_columns: int, dtype: torch.dtype, device_
     wide = torch.promote_types(dtype, torch.float32)
     bytes_of_tensor = rows * num_columns * wide.itemsize
     return (_TENSORS_OF_A_CHUNK + 1) * bytes_of_tensor
-
-
-class _LinearDistillation(torch.autograd.Function):
-    """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labeled: Labeled,
-        criterion: Distillation,
-        with_gradients: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
-        gradients = ctx.gradients = GradientSums(hidden, weight, bias, needed)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        sums = torch.zeros(2, dtype=wide, device=hidden.device)
-        # All ranks need the same number of chunks, because each chunk is a collective.
-        num_columns = labeled.part.most if labeled.part is not None else weight.shape[0]
-        size = rows_of_chunk(hidden.device.type, num_columns)
-        for start in range(0, len(hidden), size):
-            chunk = hidden[start : start + size]
-            logits = wide_logits(chunk, weight, bias)
-            added, errors = criterion.losses_and_errors(start, logits, labeled)
-            sums += added
-            if any(needed):
-                gradients.add(start, chunk, errors.to(hidden.dtype))
-            # The memory of this chunk becomes the next one's.
-            del logits, errors
-        ctx.mark_non_differentiable(sums)
-        return criterion.loss_of(sums), sums
-
-    @staticmethod
-    def backward(
-        ctx: Any, loss_weight: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
-        gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(loss_weight), None, None, None
 
 
 class CapturedHidden:

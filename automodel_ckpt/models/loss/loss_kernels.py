@@ -192,69 +192,6 @@ def _losses_and_errors(
         )
 
 
-# Otherwise, Triton compiles the kernel again for the first number of rows that 16 divides.
-@triton.jit(do_not_specialize=["num_rows"])
-def _statistics(
-    logits,
-    labels,
-    results,
-    num_rows,
-    num_columns,
-    first,
-    logits_stride,
-    scale,
-    cap,
-    HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store the largest logit, the sum of exponentials and the label's logit of one row in *results* [3, num_rows]."""
-    number = tl.program_id(0).to(tl.int64)
-    row = logits + number * logits_stride
-    largest, total = _largest_and_sum(row, num_columns, scale, cap, HAS_CAP, BLOCK)
-    label = tl.load(labels + number) - first
-    of_label = _label_logit(row, label, num_columns, scale, cap, HAS_CAP)
-    tl.store(results + number, largest)
-    tl.store(results + num_rows + number, total)
-    tl.store(results + 2 * num_rows + number, of_label)
-
-
-@triton.jit
-def _errors(
-    logits,
-    errors,
-    labels,
-    largest,
-    inverse_total,
-    num_columns,
-    first,
-    logits_stride,
-    errors_stride,
-    scale,
-    cap,
-    HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Overwrite one row of logits with their gradient, with the largest logit and the sum of all ranks."""
-    number = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + number) - first
-    _write_errors(
-        logits + number * logits_stride,
-        errors + number * errors_stride,
-        label,
-        tl.load(largest + number),
-        tl.load(inverse_total + number),
-        num_columns,
-        scale,
-        cap,
-        0,
-        0,
-        HAS_CAP,
-        BLOCK,
-        0,
-        False,
-    )
-
-
 def narrowed_view(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of *dtype* and of the shape [n, V] of *logits*, in the memory of *logits*, each row at the start of its.
 
@@ -312,67 +249,6 @@ def losses_and_errors(
         num_warps=_WARPS,
     )
     return losses, errors, penalties
-
-
-def statistics(
-    logits: torch.Tensor, labels: torch.Tensor, first: int, scale: float, cap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute for each row of float32 *logits* [n, V], columns *first* and following of a vocabulary, in float32 [n]:
-    the largest logit, the sum of exp(logit - largest), and the logit of its label (0 if the label is no column)."""
-    results = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _statistics[(len(logits),)](
-            logits,
-            labels,
-            results,
-            len(logits),
-            logits.shape[1],
-            first,
-            logits.stride(0),
-            scale,
-            1.0 if cap is None else cap,
-            HAS_CAP=cap is not None,
-            BLOCK=_block(logits.shape[1]),
-            num_warps=_WARPS,
-        )
-    largest, total, of_label = results.unbind()
-    return largest, total, of_label
-
-
-def errors(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    largest: torch.Tensor,
-    inverse_total: torch.Tensor,
-    first: int,
-    scale: float,
-    cap: float | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Overwrite *logits* [n, V] with their gradient in *dtype*, and return it.
-
-    *largest* [n] and *inverse_total* [n] are those of the whole vocabulary, of which *logits* are columns *first* and
-    following.
-    """
-    gradient = narrowed_view(logits, dtype)
-    if len(logits):
-        _errors[(len(logits),)](
-            logits,
-            gradient,
-            labels,
-            largest,
-            inverse_total,
-            logits.shape[1],
-            first,
-            logits.stride(0),
-            gradient.stride(0),
-            scale,
-            1.0 if cap is None else cap,
-            HAS_CAP=cap is not None,
-            BLOCK=_block(logits.shape[1]),
-            num_warps=_WARPS,
-        )
-    return gradient
 
 
 @triton.jit

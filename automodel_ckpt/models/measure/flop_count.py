@@ -4,9 +4,8 @@ Counted is what the mathematics of a step needs, as in the model FLOPs utilizati
 appendix B): a product of [n, k] and [k, m] is 2 n k m. Activations that are computed again in the backward pass do not
 count. Attention is counted per document, over all pairs of its positions although half of them are masked. A query of
 a layer with a sliding window has at most as many keys as the window. In a mixture, the experts that a token is routed
-to count. Layers of multi-token prediction count once per depth, and the output layer once more per depth, for all
-labels: that a depth has a few labels less is not considered. Of a model with images or audio, the language model
-counts, with the tokens of their features, and the towers do not. Encoder-decoders are not counted.
+to count. Of a model with images or audio, the language model counts, with the tokens of their features, and the towers
+do not. Encoder-decoders and models with layers for multi-token prediction are not counted.
 
 The backward pass of a product has two further products: the gradient of the weight, where it is trained, and that of
 the input, where anything before it is trained. With frozen weights and adapters, a weight therefore counts 4 instead of
@@ -20,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,93 +79,78 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
     """Count the operations of an unsharded transformers *model* from its modules; no tensor is read.
 
     *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, for one whose
-    configuration does not have the number of heads or one number of active experts, and for an encoder-decoder.
+    configuration does not have the number of heads or one number of active experts, for an encoder-decoder, and for
+    multi-token prediction.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
         return None
-    walk = _Walk(model, layers)
-    walk.count_modules()
-    walk.count_attention()
-    if walk.is_unknown:
+    inner, text = model_without_adapters(model), config.get_text_config()
+    experts = {_Experts.of(layer) for layer in layer_configs(text)}
+    if mtp_of(inner) is not None or len(experts) > 1:
         return None
-    return FlopCount(walk.per_token, walk.per_label, walk.per_pair)
+    get_head: Any = getattr(inner, "get_output_embeddings", lambda: None)
+    walk = _Walk(get_head(), layers, experts.pop())
+    walk.add_modules(model)
+    per_pair = _per_pair(text, walk)
+    if per_pair is None or walk.is_unknown:
+        return None
+    return FlopCount(walk.per_token, walk.per_label, per_pair)
+
+
+class _Experts(NamedTuple):
+    """The number of experts of a layer, and of those that a token is routed to; None: unknown, or there are none."""
+
+    num_all: int | None
+    num_active: int | None
+
+    @classmethod
+    def of(cls, layer: Any) -> _Experts:
+        """Those that the configuration of a layer states."""
+        return cls(_first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K))
 
 
 class _Walk:
-    """Adds up the operations of the modules of a language model."""
+    """Adds up the operations of the modules of a language model, in the order of a forward pass."""
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, output_layer: nn.Module | None, layers: Sequence[nn.Module], experts: _Experts
+    ) -> None:
         self.per_token = self.per_label = 0
-        self.per_pair: Counter[int | None] = Counter()
         self.is_unknown = False
-        self._model, inner = model, model_without_adapters(model)
-        self._text_config = model.config.get_text_config()
-        self._layers = layers
-        self._layer_of = {module: layer for layer in layers for module in layer.modules()}
-        self._has_gradient: dict[nn.Module, bool] = {}
+        self.has_gradient: dict[nn.Module, bool] = {}
         """Whether the inputs of a layer, or of a module outside of the layers, have gradients."""
-        self._num_experts = _first_number(self._text_config, _NUM_EXPERTS)
-        self._top_k = _first_number(self._text_config, _TOP_K)
-        for layer in layer_configs(self._text_config):
-            experts = _first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K)
-            self.is_unknown |= experts != (self._num_experts, self._top_k)
-        get_head: Any = getattr(inner, "get_output_embeddings", None)
-        output_layer = get_head() if get_head is not None else None
-        self._head = set(output_layer.modules()) if output_layer is not None else set()
-        self._mtp = mtp_of(inner)
-        self._num_calls: dict[nn.Module, int] = {}
-        """How often a forward pass calls a module, of those that are called several times."""
-        if self._mtp is not None:
-            # The output layer computes the logits of each depth, too.
-            self._num_calls = dict.fromkeys(self._head, 1 + self._mtp.num_depths)
-            num_calls = self._mtp.num_depths // len(self._mtp.depths)
-            self._num_calls |= dict.fromkeys(self._mtp.depths.modules(), num_calls)
+        self._head = set() if output_layer is None else set(output_layer.modules())
+        self.layer_of = {module: layer for layer in layers for module in layer.modules()}
+        self._experts = experts
+        self._is_trained = False
 
-    def count_modules(self) -> None:
-        """Add the operations of the modules, which are in the order of a forward pass."""
-        text = []
-        is_trained = False
-        for name, module in self._model.named_modules():
+    def add_modules(self, model: nn.Module) -> None:
+        """Add the modules of the language model. The features of its towers are the input of the first layer."""
+        of_text = []
+        for name, module in model.named_modules():
             if part_of(name) in ("vision_tower", "projector", "audio_tower"):
-                # Its features are the input of the first layer.
-                is_trained = is_trained or _has_trained_weight(module)
+                self._is_trained = self._is_trained or _has_trained_weight(module)
             # peft keeps the frozen original next to the copy that it trains.
             elif ".original_module" not in f".{name}":
-                text.append((name, module))
-        for name, module in text:
-            layer = self._layer_of.get(module)
-            place = module if layer is None else layer
-            if place not in self._has_gradient:
-                trains = layer is not None and any(p.requires_grad for p in layer.parameters())
-                self._has_gradient[place] = is_trained or trains
-                is_trained = is_trained or trains or _has_trained_weight(module)
-            size = self._size(name, module)
-            passes = 1 + self._has_gradient[place] + (size > 0 and _has_trained_weight(module))
-            operations = 2 * size * passes * self._num_calls.get(module, 1)
-            if module in self._head:
-                self.per_label += operations
-            else:
-                self.per_token += operations
-        of_text = {module for _, module in text}
-        self._layers = [layer for layer in self._layers if layer in of_text]
+                of_text.append((name, module))
+        for name, module in of_text:
+            self._add(name, module)
 
-    def count_attention(self) -> None:
-        """Add the attention of the layers: its two products of each head, and twice as many in a backward pass."""
-        of_mtp: list[str] = []
-        for depth in self._mtp.depths if self._mtp is not None else ():
-            mtp_config: Any = depth.decoder.config  # type: ignore[union-attr]
-            of_mtp += _layer_kinds(mtp_config, mtp_config.num_hidden_layers)
-        num_own = len(self._layers) - len(of_mtp)
-        kinds = [*_layer_kinds(self._text_config, num_own)[:num_own], *of_mtp]
-        for number, (layer, kind) in enumerate(zip(self._layers, kinds, strict=False)):
-            config = config_of_layer(self._text_config, number)
-            per_pair = _operations_per_pair(config)
-            if per_pair is None:
-                self.is_unknown = True
-            elif "attention" in kind and "linear" not in kind:
-                calls = self._num_calls.get(layer, 1) * (3 if self._has_gradient[layer] else 1)
-                self.per_pair[_window_of(config, kind)] += per_pair * calls
+    def _add(self, name: str, module: nn.Module) -> None:
+        layer = self.layer_of.get(module)
+        place = module if layer is None else layer
+        is_trained = _has_trained_weight(module)
+        if place not in self.has_gradient:
+            trains = layer is not None and any(p.requires_grad for p in layer.parameters())
+            self.has_gradient[place] = self._is_trained or trains
+            self._is_trained = self._is_trained or trains or is_trained
+        size = self._size(name, module)
+        operations = 2 * size * (1 + self.has_gradient[place] + (size > 0 and is_trained))
+        if module in self._head:
+            self.per_label += operations
+        else:
+            self.per_token += operations
 
     def _size(self, name: str, module: nn.Module) -> int:
         """The number of multiplications that *module* itself makes per token, without its submodules."""
@@ -175,20 +159,45 @@ class _Walk:
             return self._active(size) if _ONE_EXPERT.search(f"{name}.") else size
         if isinstance(module, (Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             return module.weight.numel()
-        own = list(module.parameters(recurse=False))
-        if self._num_experts is None:
+        if self._experts.num_all is None:
             return 0
         is_router = type(module).__name__.endswith(("Router", "Gate"))
-        of_experts = [each for each in own if each.shape[:1] == (self._num_experts,)]
-        size = sum(self._active(each.numel()) for each in of_experts if each.dim() == 3)
-        return size + is_router * sum(each.numel() for each in of_experts if each.dim() == 2)
+        size = 0
+        for parameter in module.parameters(recurse=False):
+            if parameter.shape[:1] == (self._experts.num_all,):
+                if parameter.dim() == 3:
+                    size += self._active(parameter.numel())
+                elif parameter.dim() == 2 and is_router:
+                    size += parameter.numel()
+        return size
 
     def _active(self, size: int) -> int:
         """The share of *size* multiplications of all experts that belongs to the experts of a token."""
-        if not self._top_k or not self._num_experts:
+        num_all, num_active = self._experts
+        if not num_all or not num_active:
             self.is_unknown = True
             return 0
-        return size * self._top_k // self._num_experts
+        return size * num_active // num_all
+
+
+def _per_pair(text: Any, walk: _Walk) -> Counter[int | None] | None:
+    """The operations of attention for :class:`FlopCount`: two products of each head, and twice as many in a backward
+    pass. None if the configuration *text* does not have the number of heads."""
+    per_pair: Counter[int | None] = Counter()
+    layers = [
+        layer for layer in dict.fromkeys(walk.layer_of.values()) if layer in walk.has_gradient
+    ]
+    kinds = _layer_kinds(text, len(layers))
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
+        config = config_of_layer(text, number)
+        operations = _operations_per_pair(config)
+        if operations is None:
+            return None
+        if "attention" in kind and "linear" not in kind:
+            per_pair[_window_of(config, kind)] += operations * (
+                3 if walk.has_gradient[layer] else 1
+            )
+    return per_pair
 
 
 def _has_trained_weight(module: nn.Module) -> bool:
@@ -239,9 +248,9 @@ def _window_of(text: Any, kind: str) -> int | None:
 
 
 def _first_number(config: Any, names: Iterable[str]) -> int | None:
-    """The first of the values *names* that is a positive number; of the first layer, where layers differ."""
+    """The first of the values *names* of a configuration that is a positive number."""
     for name in names:
-        value = getattr(config_of_layer(config, 0), name, None)
+        value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value
     return None

@@ -13,8 +13,12 @@ from automodel_ckpt.models.loss import fused_distillation
 from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.loss.head_gradients import stores_errors
 from automodel_ckpt.models.loss.head_memory import HeadSizes
-from automodel_ckpt.models.loss.loss_head import LossHead, class_of
-from automodel_ckpt.models.loss.loss_head_probe import adds_bias_to_logits, output_layer
+from automodel_ckpt.models.loss.loss_head import (
+    LossHead,
+    adds_bias_to_logits,
+    class_of,
+    output_layer,
+)
 from automodel_ckpt.models.loss.mtp import mtp_of
 from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.parallel.precision import compute_dtype

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.config.callables.plugins import build
-from automodel_ckpt.models.loss.loss_head_probe import output_layer
+from automodel_ckpt.models.loss.loss_head import output_layer
 from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.parallel.expert_parallel import experts_of
 from automodel_ckpt.parallel.tensor_plan import plan_for

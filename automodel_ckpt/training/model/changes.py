@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 from automodel_ckpt.config.keys.model import ModelConfig, PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.repository import base_directory
@@ -34,7 +35,6 @@ from automodel_ckpt.training.model.sections import (
     ModelRequest,
     activation_mode,
     compiles_kernels,
-    fuses_adapters,
     fuses_layers,
     text_tokenizer,
 )
@@ -194,7 +194,10 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
     """Let layers of *model* and its adapters compute with fewer kernels, as ``model.fused_layers`` asks."""
     device_type = request.layout.device.type
     with_layers = fuses_layers(request.config, device_type)
-    with_adapters = fuses_adapters(request.config, device_type)
+    section = request.config.model
+    # Selective recomputation keeps the results of matrix products, which fused adapters change in place.
+    is_selective = isinstance(section, ModelConfig) and activation_mode(section) == "selective"
+    with_adapters = with_layers and not is_selective
     if request.is_dry_run:
         # Of compiled layers, the backward pass needs about the same tensors as of fused ones.
         with_layers = with_layers or compiles_kernels(request.config, device_type)
@@ -224,14 +227,16 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
 
 def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -> None:
     layers = decoder_layers(model)
-    divided: list[nn.Module] = []
-    if request.layout.sizes.ep > 1:
-        from automodel_ckpt.parallel.expert_parallel import experts_of
-
-        divided = list(experts_of(model).values())
+    if request.layout.sizes.ep > 1 and mode == "selective":
+        raise RecipeError(
+            "experts that ranks divide are gathered while activations are recorded",
+            where="model.activation_checkpointing",
+            value=f"selective, with distributed.ep_size {request.layout.sizes.ep}",
+            hint="set it to full",
+        )
     from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 
-    checkpoint_activations(model, mode, layers, divided)
+    checkpoint_activations(model, mode, layers)
     log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
 
 

@@ -22,9 +22,8 @@ from automodel_ckpt.models.inspect.forward import (
     model_without_adapters,
     side_effect_free,
 )
-from automodel_ckpt.models.loss.loss_head import LossHead
-from automodel_ckpt.models.loss.loss_head_probe import install_loss_head, output_layer
-from automodel_ckpt.models.routers import (
+from automodel_ckpt.models.loss.loss_head import LossHead, install_loss_head, output_layer
+from automodel_ckpt.models.model_checks import (
     RouterSettings,
     check_router_loss,
     check_stages_with_routers,

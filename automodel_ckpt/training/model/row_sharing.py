@@ -15,12 +15,8 @@ from torch import nn
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.by_document import (
-    attend_by_document,
-    attend_by_mask,
-    installed_kernels,
-)
-from automodel_ckpt.models.attention.document_kernels import KERNELS, preferred_kernels
+from automodel_ckpt.models.attention.by_document import attend_by_document, attend_by_mask
+from automodel_ckpt.models.attention.documents import document_kernel
 from automodel_ckpt.models.attention.packing_probe import Answer, keeps_samples_apart
 from automodel_ckpt.models.inspect.forward import attention_of
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -136,18 +132,16 @@ def choose_document_kernel(
     section = config.model
     if not isinstance(section, ModelConfig) or section.attn_implementation is not None:
         return ""
-    device = layout.device
-    kernels = installed_kernels(device.type)
-    preferred = preferred_kernels(device.type, kernels, is_compiled=config.compile.enabled)
-    # All ranks try the same kernels in the same order: a probe is a collective of those that share the model.
-    for name in KERNELS:
-        if not on_all_ranks(layout.gloo_group, name in preferred):
-            continue
-        able = attend_by_document(
-            probe_model, options, request.row_multiple, device, kernel_name=name, compute=compute
-        )
-        if on_all_ranks(layout.gloo_group, able):
-            return kernels[name].label
-        # Another rank could not: undo the change on this rank.
-        attend_by_mask(probe_model)
+    kernel = document_kernel(layout.device.type, is_compiled=config.compile.enabled)
+    # A probe is a collective of the ranks that share the model.
+    if not on_all_ranks(layout.gloo_group, kernel is not None):
+        return ""
+    assert kernel is not None
+    able = attend_by_document(
+        probe_model, options, request.row_multiple, layout.device, kernel=kernel, compute=compute
+    )
+    if on_all_ranks(layout.gloo_group, able):
+        return kernel.label
+    # Another rank could not: undo the change on this rank.
+    attend_by_mask(probe_model)
     return ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -56,32 +56,15 @@ def activation_mode(section: ModelConfig | Target) -> str:
 
 
 def fuses_layers(config: RecipeConfig, device_type: str) -> bool:
-    """Whether layers compute with fewer kernels than transformers' modules.
+    """Whether layers compute with fewer kernels than the modules of transformers and peft.
 
     By default on a GPU, unless layers are compiled: torch.compile fuses more operators.
     """
-    given = _fused_layers(config)
+    section = config.model
+    given = section.fused_layers if isinstance(section, ModelConfig) else False
     if given == "auto":
         return device_type == "cuda" and not config.compile.enabled
     return bool(given)
-
-
-def fuses_adapters(config: RecipeConfig, device_type: str) -> bool:
-    """Whether layers with adapters compute with fewer kernels than peft's modules.
-
-    By default on a GPU, also where layers are compiled: torch.compile does not add to the result of a matrix product.
-    Not with selective recomputation, which keeps the results of matrix products that fused adapters change in place.
-    """
-    given = _fused_layers(config)
-    section = config.model
-    if isinstance(section, ModelConfig) and activation_mode(section) == "selective":
-        return False
-    return device_type == "cuda" if given == "auto" else bool(given)
-
-
-def _fused_layers(config: RecipeConfig) -> Literal["auto"] | bool:
-    section = config.model
-    return section.fused_layers if isinstance(section, ModelConfig) else False
 
 
 def compiles_kernels(config: RecipeConfig, device_type: str) -> bool:

@@ -15,10 +15,13 @@ from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, stored_
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
-from automodel_ckpt.models.inspect.tied_weights import check_separate_memory
 from automodel_ckpt.models.loss.loss_head import LossHead
-from automodel_ckpt.models.model_checks import check_attention, check_trained_types
-from automodel_ckpt.models.routers import router_settings
+from automodel_ckpt.models.model_checks import (
+    check_attention,
+    check_separate_memory,
+    check_trained_types,
+    router_settings,
+)
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers

@@ -62,8 +62,6 @@ PRIVATE_NAMES: dict[str, str] = {
     "_push_all_rebuilt_params": "torch.distributed.Reducer",
     "_post_forward": "torch.nn.parallel.DistributedDataParallel",
     "_rebuild_buckets": "torch.distributed.Reducer",
-    # Modules that selective activation checkpointing does not record.
-    "_disable_current_modes": "torch.utils._python_dispatch",
     # Process groups, stores, pipelines and compilation.
     "_C": "torch",
     "_get_default_store": "torch.distributed.distributed_c10d",

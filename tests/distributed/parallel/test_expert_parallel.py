@@ -57,7 +57,7 @@ def model_section(family: str) -> str:
         pytest.param(
             "qwen3_moe",
             4,
-            ("--distributed.ep_size=2", "--model.activation_checkpointing=selective"),
+            ("--distributed.ep_size=2", "--model.activation_checkpointing=true"),
             marks=pytest.mark.further,
         ),
         pytest.param(

@@ -60,8 +60,6 @@ CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW, **OF_8_BITS}
 KERNELS = {
     loss_kernels: (
         loss_kernels._losses_and_errors,
-        loss_kernels._statistics,
-        loss_kernels._errors,
         loss_kernels._scale,
     ),
     gate_kernels: (gate_kernels._product, gate_kernels._gradients),

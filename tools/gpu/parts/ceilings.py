@@ -152,9 +152,7 @@ def attention(device: str, length: int) -> Figures:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from automodel_ckpt.models.attention.by_document import installed_kernels
-    from automodel_ckpt.models.attention.document_kernels import Request
-    from automodel_ckpt.models.attention.documents import Documents
+    from automodel_ckpt.models.attention.documents import Documents, document_kernel
 
     dtype = torch.bfloat16
     q, k, v = (
@@ -172,14 +170,12 @@ def attention(device: str, length: int) -> Figures:
     rows = torch.arange(length, device=device)
     mask = (documents[:, None] == documents) & (rows[:, None] >= rows)
     yield "documents, mask", both_ways(lambda: scaled_dot_product_attention(q, k, v, mask))
-    request = Request(device, dtype, 128, 128, 32, 32)
     runs = ((min(_DOCUMENT, length // 2), length // min(_DOCUMENT, length // 2)),)
     of_row = Documents(runs, None, torch.device(device))
-    for label, kernel in installed_kernels(device).items():
-        if not kernel.unsupported(request):
-            of_kernel: Any = kernel.prepare(of_row)
-            attend = partial(kernel.attend, q, k, v, of_kernel, request)
-            yield f"documents, {label}", both_ways(attend)
+    kernel = document_kernel(device)
+    if kernel is not None:
+        attend = partial(kernel.attend, q, k, v, kernel.prepare(of_row), {})
+        yield f"documents, {kernel.label}", both_ways(attend)
 
 
 def optimizer_step(device: str, numel: int) -> Figures:

@@ -1,4 +1,4 @@
-"""Reading transformers' functions for masks: the name of the cache, and patterns that are wider than causal ones."""
+"""Reading transformers' functions for masks: patterns that are wider than causal ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ from transformers.masking_utils import (
 )
 
 from automodel_ckpt.models.attention.documents import widens
-from automodel_ckpt.models.attention.mask_functions import create_without_cache
-
-
-def test_the_cache_has_the_name_that_the_function_knows() -> None:
-    def before(config: str, past_key_values: Any) -> list[Any]:
-        return ["before", config, past_key_values]
-
-    def since_5_24(config: str, cache: Any) -> list[Any]:
-        return ["since", config, cache]
-
-    assert create_without_cache(before, config="c") == ["before", "c", None]
-    assert create_without_cache(since_5_24, config="c") == ["since", "c", None]
 
 
 def test_a_pattern_that_widens_the_mask_is_found_wherever_documents_are_joined() -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from automodel_ckpt.models.routers import RouterSettings, router_settings, unused_coefficient
+from automodel_ckpt.models.model_checks import RouterSettings, router_settings, unused_coefficient
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.tied_weights import check_separate_memory
+from automodel_ckpt.models.model_checks import check_separate_memory
 
 
 def with_views(*views: torch.Tensor, trains: bool = True) -> nn.Module:

@@ -13,11 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from automodel_ckpt.models.layers.freezing import freeze
-from automodel_ckpt.models.loss.mtp import add_mtp, mtp_of
-from automodel_ckpt.models.loss.mtp_families import plan_mtp
 from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops, document_lengths
 from automodel_ckpt.parallel.model_layers import decoder_layers
-from tests.support.models import mtp
 from tests.support.models.experts import SIZES
 from tests.support.models.vision import FAMILIES
 
@@ -88,20 +85,6 @@ def test_frozen_weights_under_adapters_count_four_operations_and_the_adapters_si
     gradients_of_keys_and_values = 2 * 2 * HIDDEN * 2 * LENGTH**2
     not_computed = 2 * queries_keys_values * tokens + gradients_of_keys_and_values
     assert found.of(batch(), tokens) - computed(model, batch()) == not_computed
-
-
-def test_layers_for_further_tokens_count_once_per_depth_and_so_does_the_output_layer() -> None:
-    settings = mtp.FAMILIES["qwen3_5_text"] | {"layer_types": ["full_attention"] * 2}
-    config = transformers.Qwen3_5TextConfig(**settings)
-    plan = plan_mtp(config, num_depths=2, repeat_layer=True, factor=0.1, is_new=True)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    add_mtp(model, plan)
-    found = counted(model)
-    layers = mtp_of(model)
-    assert layers is not None
-    layers.install(model, model.get_output_embeddings())
-    with layers.computing():
-        assert computed(model, batch()) == found.of(batch(), 2 * LENGTH)
 
 
 def test_layers_below_the_first_trained_one_have_no_backward_pass() -> None:

@@ -20,8 +20,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import (
     linear_cross_entropy,
 )
 from automodel_ckpt.models.loss.head_memory import HeadSizes
-from automodel_ckpt.models.loss.loss_head import LossHead
-from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
+from automodel_ckpt.models.loss.loss_head import LossHead, install_loss_head
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, TokenHits
 from automodel_ckpt.models.loss.z_loss import ZLoss
 from tests.unit.models.building import test_packing_probe

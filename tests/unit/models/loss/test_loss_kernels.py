@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.models.loss import fused_cross_entropy
@@ -16,9 +15,8 @@ from automodel_ckpt.models.loss.fused_cross_entropy import (
     losses_and_errors,
 )
 from automodel_ckpt.models.loss.head_gradients import ErrorBlocks, ErrorPlace
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform, VocabularyPart
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform
 from automodel_ckpt.models.loss.z_loss import ZLoss
-from tests.support import ranks
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -182,42 +180,3 @@ def test_the_loss_of_chunks_has_the_gradients_of_float64(
     for ours, theirs in zip(leaves, others, strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="two ranks of gloo have no GPU each")
-@pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(3.0, 30.0)], ids=["plain", "both"])
-def test_ranks_with_a_part_of_the_vocabulary_each_compute_the_loss_of_all(
-    transform: LogitTransform,
-) -> None:
-    logits, labels = chunk(53)
-
-    def on_two_ranks() -> None:
-        expected_losses, expected = reference(logits, labels, transform)
-        first, last = ((0, 27), (27, 53))[dist.get_rank()]
-        group = dist.group.WORLD
-        assert group is not None
-        part = VocabularyPart(group, first, 27)
-        own = logits[:, first:last].contiguous()
-        losses, errors = losses_and_errors(
-            own, labels, part, transform, torch.float32, with_errors=True
-        )
-        again = logits[:, first:last].contiguous()
-        z_loss = ZLoss(1e-3, again.device)
-        with_z_loss, _ = losses_and_errors(
-            again, labels, part, transform, torch.float32, with_errors=True, z_loss=z_loss
-        )
-        squares = torch.logsumexp(transform(logits.double()), 1).square() * (labels != -100)
-        expected_with = expected_losses + 1e-3 * squares
-        torch.testing.assert_close(with_z_loss.double(), expected_with, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(errors.double(), expected[:, first:last], rtol=1e-5, atol=1e-6)
-        stored = logits[:, first:last].contiguous()
-        blocks = ErrorBlocks(torch.empty(stored.numel()), *stored.shape, width=16)
-        place = ErrorPlace(blocks, 0)
-        losses_and_errors(
-            stored, labels, part, transform, torch.float32, with_errors=True, place=place
-        )
-        found = torch.cat([blocks.block(first) for first in blocks.firsts], 1)
-        torch.testing.assert_close(found, errors, rtol=0, atol=0)
-
-    ranks.run(on_two_ranks, 2)
