@@ -179,12 +179,11 @@ def _device_rows(plan: Plan) -> Rows:
         yield "device", f"{title}: fits, {size_text(unused)} are free"
         return
     yield "device", f"{title}: NOT ENOUGH, {size_text(advice.missing_bytes)} too little"
-    proposal = advice.proposal
-    if proposal is None:
+    if advice.memory is None:
         yield "fits", "no smaller local batch, recomputed activations, 64 ranks or offloading"
         return
-    memory = f"about {size_text(proposal.memory.total)} per rank"
-    yield "fits", f"{' '.join(proposal.overrides)} ({memory})"
+    memory = f"about {size_text(advice.memory.total)} per rank"
+    yield "fits", f"{' '.join(advice.overrides)} ({memory})"
 
 
 def _memory_text(memory: Memory) -> str:
