@@ -107,8 +107,7 @@ def _build_without_weights(recipe: Any, sizes: Sizes, device: ForecastDevice) ->
     # Nothing is allocated on the device, but it decides about data types.
     recipe.layout = RankLayout(0, sizes, 0, torch.device(device.type), None)  # type: ignore[arg-type]
     recipe.config = resolve_precision(recipe.config, sizes, device.type)
-    recipe.check_metric_keys()
-    recipe.check_benchmarks()
+    recipe.check_measurements()
     check_uploads(recipe.config)
     recipe.check_sections()
     recipe.config = pin_base(recipe.config, recorded=commits_of_run(recipe.config))
