@@ -22,15 +22,14 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.loss.contrastive import contrastive_losses, ranks_of
-from automodel_ckpt.models.attention.attention_direction import attend_both_ways
 from automodel_ckpt.models.loss.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.kinds.embedding_checks import (
     UNSUPPORTED,
     check_architecture,
     check_attention,
-    check_attention_setting,
-    prompts_in_data,
+    misplaced_in_data,
+    see_both_ways,
     sentence_transformers_files,
     with_backbone,
 )
@@ -46,6 +45,7 @@ from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
+_ATTENTION = "embedding.attention"
 _RANKED_TOGETHER = 512
 """The number of queries of this rank that are ranked together among all documents of a validation set."""
 
@@ -209,7 +209,9 @@ class EmbeddingFinetune(LLMFinetune):
         return self.config.embedding or EmbeddingConfig()
 
     def config_problems(self) -> list[Problem]:
-        return [*super().config_problems(), *prompts_in_data(self.config)]
+        names, what = ("query_prompt", "document_prompt"), "prompts are part of the model"
+        misplaced = misplaced_in_data(self.config, names, what, "embedding.")
+        return [*super().config_problems(), *misplaced]
 
     def build_dataset(self, section: Target) -> Any:
         return build(
@@ -243,16 +245,14 @@ class EmbeddingFinetune(LLMFinetune):
         config = super().build_model_config()
         check_architecture(config)
         if self.section.attention == "bidirectional":
-            check_attention_setting(self.config, config)
-            assert config is not None
-            self._probes_attention = attend_both_ways(config)
+            self._probes_attention = see_both_ways(self.config, config, _ATTENTION)
         return config
 
     def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
         self.config = with_backbone(self.config, self.model_config)
         trainable = super().build_trainable(*arguments, **keywords)
         if self._probes_attention and not self.is_dry_run:
-            check_attention(trainable, self.config, self.layout)
+            check_attention(trainable, self.config, self.layout, _ATTENTION)
         return trainable
 
     def build_objective(self) -> Objective:

@@ -14,31 +14,28 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.base.hub_access import explained
-from automodel_ckpt.base.other_weights import LFS_HINT
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.error_texts import first_line, naming_files
-from automodel_ckpt.models.inspect.repository import (
-    asks_for_code,
-    code_not_trusted,
-    damaged_config,
-    from_library_first,
-    lfs_pointer,
-)
+from automodel_ckpt.models.inspect.error_texts import naming_files
+from automodel_ckpt.models.inspect.repository import from_library_first
 from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
 from automodel_ckpt.training.parts.preprocessors import (
-    absent_tokenizer,
     check_vocabulary_file,
     find_preprocessor,
+    reading,
 )
 from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
+
+_TOKENIZER_HINT = (
+    "name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for a model that asks "
+    "for it a login (hf auth login); for data that is tokenized already: tokenizer: null"
+)
 
 
 class LLMFinetune(Recipe):
@@ -50,7 +47,6 @@ class LLMFinetune(Recipe):
 
     def build(self) -> None:
         """Create the tokenizer, the data, the model, and what updates it."""
-        self.check_config()
         self.tokenizer = self.preprocessor = self.build_tokenizer()
         self.build_training()
 
@@ -79,27 +75,9 @@ class LLMFinetune(Recipe):
         if name is None:
             return None
         repository = preprocessor_options(self.config, name, where)
-        try:
-            read: Any = AutoTokenizer.from_pretrained
+        read: Any = AutoTokenizer.from_pretrained
+        with reading("tokenizer", name, where, repository, _TOKENIZER_HINT):
             found = from_library_first(read, os.path.expanduser(name), repository)
-        except Exception as error:  # for some files, the tokenizers library raises Exception itself
-            if asks_for_code(error):
-                raise code_not_trusted("tokenizer", name, where, repository) from error
-            revision = repository.revision
-            known = explained(error, name, where) or damaged_config(name, where, revision)
-            if known := known or absent_tokenizer(name, where):
-                raise known from error
-            pointer = lfs_pointer(name, "tokenizer*", "*.json")
-            if pointer is not None:
-                what = "a file of the tokenizer is damaged"
-                raise RecipeError(what, where=where, value=pointer, hint=LFS_HINT) from error
-            raise RecipeError(
-                "the tokenizer cannot be read",
-                where=where,
-                value=f"{name} ({first_line(error)})",
-                hint="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
-                "a model that asks for it a login (hf auth login); for data that is tokenized already: tokenizer: null",
-            ) from error
         with naming_files(
             "transformers cannot use this tokenizer", f"tokenizer_config.json of {name}"
         ):

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.preference import NUMBERS, PreferenceCollator, require_pairs
 from automodel_ckpt.errors import Problem
@@ -169,21 +168,17 @@ class PreferenceFinetune(LLMFinetune):
     unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
     reference: Reference
 
-    def reference_name(self) -> str | None:
-        """The directory or Hub name of the reference model; None: the model that training starts from."""
-        name: str | None = self.section.reference
-        return name
-
-    def reference_revision(self) -> str | None:
-        """The branch, tag or commit of :meth:`reference_name`; None: the main branch, or a local directory."""
-        revision: str | None = self.section.reference_revision
-        return revision
-
     def config_problems(self) -> list[Problem]:
-        return [
-            *super().config_problems(),
-            *reference_problems(self.config, self.reference_name()),
-        ]
+        problems, config = super().config_problems(), self.config
+        name, where = self.section.reference, f"{self.config.recipe}.reference"
+        if name is not None and isinstance(config.model, Target):
+            what = "the reference of a model by _target_ is the model that training starts from"
+            problems.append(Problem(what, where, name, "remove the key"))
+        if name is None and config.peft is not None and config.peft.bias != "none":
+            what = "the reference is the base of the adapters, and this option trains biases of the base"
+            hint = f"remove peft.bias, or name the reference model in {where}"
+            problems.append(Problem(what, "peft.bias", config.peft.bias, hint))
+        return problems
 
     def build(self) -> None:
         """Create what the fine-tuning of a language model needs, and the reference model."""
@@ -192,7 +187,7 @@ class PreferenceFinetune(LLMFinetune):
 
     def build_reference(self) -> Reference:
         """Build the reference model. With adapters, the reference is their base, unless another one is named."""
-        name, config = self.reference_name(), self.config
+        name, config = self.section.reference, self.config
         if name is None and config.peft is not None:
             if config.init_from:
                 log.warning(_OTHER_REFERENCE, config.recipe)
@@ -201,16 +196,13 @@ class PreferenceFinetune(LLMFinetune):
             section = config.model
             # A model by _target_ has no other name.
             assert isinstance(section, ModelConfig)
-            revision = self.reference_revision()
+            revision = self.section.reference_revision
             key = f"{config.recipe}.reference"
             check_revision(name, revision, f"{key}_revision", key)
             other = replace(section, from_pretrained=name, from_config=None, revision=revision)
             config = replace(config, model=other, peft=None)
-            names = {
-                "model": key,
-                "model.from_pretrained": key,
-                "model.revision": f"{key}_revision",
-            }
+            names = {"model": key, "model.from_pretrained": key}
+            names["model.revision"] = f"{key}_revision"
             with naming_keys(lambda where: names.get(where, where)):
                 return Reference(self.build_trainable(config, is_trained=False))
         reference = Reference(self.build_trainable(is_trained=False))
@@ -233,30 +225,6 @@ class PreferenceFinetune(LLMFinetune):
         assert isinstance(objective, PreferenceObjective)
         objective.reference = self.reference
         return objective
-
-
-def reference_problems(config: RecipeConfig, reference: str | None) -> list[Problem]:
-    """List why the *reference* (a name, or None for the start of training) cannot be built."""
-    problems = []
-    if reference is not None and isinstance(config.model, Target):
-        problems.append(
-            Problem(
-                "the reference of a model by _target_ is the model that training starts from",
-                f"{config.recipe}.reference",
-                reference,
-                "remove the key",
-            )
-        )
-    if reference is None and config.peft is not None and config.peft.bias != "none":
-        problems.append(
-            Problem(
-                "the reference is the base of the adapters, and this option trains biases of the base",
-                "peft.bias",
-                config.peft.bias,
-                f"remove peft.bias, or name the reference model in {config.recipe}.reference",
-            )
-        )
-    return problems
 
 
 class PairObjective(PreferenceObjective):

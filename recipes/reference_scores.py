@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from automodel_ckpt.data.preference import (
     Scores,
 )
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh import RankLayout
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -29,41 +29,45 @@ _HINT = "set dpo.precompute: false"
 
 
 def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
-    """Give each of *datasets* its scores under the reference of *recipe*. A collective."""
-    for dataset in datasets:
-        dataset.scores = _computed(recipe, dataset)
+    """Give each of *datasets* its scores under the reference of *recipe*. A collective.
 
-
-def _raising_on_all_ranks(recipe: Any) -> AbstractContextManager[None]:
-    """Return a context manager that raises on all ranks what its block raises on one rank."""
-    doing = "computing the reference's log-probabilities"
-    return raise_on_all_ranks(recipe.layout.gloo_group, doing, "dpo.precompute", RecipeError, _HINT)
-
-
-def _computed(recipe: Any, dataset: ScoredPairs) -> Scores:
-    """Compute the scores of all pairs; each data parallel rank computes those of its part. A collective."""
+    Each data parallel rank computes those of its part.
+    """
     layout, batch_size = recipe.layout, recipe.config.step_scheduler.local_batch_size
-    started = time.monotonic()
     objective = recipe.build_objective()
-    loader = GlobalBatchLoader(
-        dataset.dataset,
-        global_batch_size=batch_size * layout.dp_size,
-        local_batch_size=batch_size,
-        collate_fn=recipe.build_collate_fn(),
-        dp_rank=layout.dp_rank,
-        dp_size=layout.dp_size,
-        shuffle=False,
-    )
+    for dataset in datasets:
+        started = time.monotonic()
+        loader = GlobalBatchLoader(
+            dataset.dataset,
+            global_batch_size=batch_size * layout.dp_size,
+            local_batch_size=batch_size,
+            collate_fn=recipe.build_collate_fn(),
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            shuffle=False,
+        )
+        dataset.scores = _computed(layout, loader, objective, len(dataset))
+        log.info(
+            "computed the reference's log-probabilities of %s in %.1f s",
+            counted(len(dataset), "pair"),
+            time.monotonic() - started,
+        )
+
+
+def _computed(
+    layout: RankLayout, loader: GlobalBatchLoader, objective: Any, num_pairs: int
+) -> Scores:
     # The largest value of all ranks: below any that a rank computes.
-    scores = torch.full((len(dataset), 2), -torch.inf)
+    scores = torch.full((num_pairs, 2), -torch.inf)
     batches = iter(loader)
+    doing = "computing the reference's log-probabilities"
     while True:
         # The forward passes below may be collective, so all ranks have to begin them, or none.
-        with _raising_on_all_ranks(recipe):
+        with raise_on_all_ranks(layout.gloo_group, doing, "dpo.precompute", RecipeError, _HINT):
             batch = next(batches, None)
         if batch is None:
             break
-        parts = rank_part(batch.sample_ids, layout.dp_rank, layout.dp_size, batch_size)
+        parts = rank_part(batch.sample_ids, layout.dp_rank, layout.dp_size, loader.local_batch_size)
         for micro_batch, numbers in zip(batch.micro_batches, parts, strict=True):
             log_probs = objective.reference_log_probs(objective.pair_rows(micro_batch))
             if numbers:
@@ -72,22 +76,13 @@ def _computed(recipe: Any, dataset: ScoredPairs) -> Scores:
     if layout.world_size > 1:
         dist.all_reduce(scores, dist.ReduceOp.MAX, group=layout.gloo_group)
     found: Scores = scores.numpy()
-    _check_finite(found)
-    log.info(
-        "computed the reference's log-probabilities of %s in %.1f s",
-        counted(len(dataset), "pair"),
-        time.monotonic() - started,
-    )
-    return found
-
-
-def _check_finite(scores: Scores) -> None:
-    infinite = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+    infinite = np.flatnonzero(~np.isfinite(found).all(axis=1))
     if len(infinite):
         first = int(infinite[0])
         raise RecipeError(
             "a log-probability of the reference is not finite",
             where=f"pair {first} of the data set",
-            value=dict(zip((CHOSEN, REJECTED), scores[first].tolist(), strict=True)),
+            value=dict(zip((CHOSEN, REJECTED), found[first].tolist(), strict=True)),
             hint="use another reference, another distributed.mixed_precision, or remove the pair",
         )
+    return found

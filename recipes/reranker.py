@@ -19,21 +19,20 @@ from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.loss.listwise import listwise_losses
-from automodel_ckpt.models.attention.attention_direction import attend_both_ways
 from automodel_ckpt.models.inspect.forward import text_inputs
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.kinds.embedding_checks import (
     check_attention,
-    check_attention_setting,
+    misplaced_in_data,
+    see_both_ways,
 )
-from automodel_ckpt.training.model.sections import data_sections, row_multiple
+from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import WITH_HEAD, Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ATTENTION = "reranker.attention"
-_TEMPLATE = "pair_template"
 
 
 class Listwise(Objective):
@@ -88,14 +87,9 @@ class Reranker(LLMFinetune):
         return self.config.reranker or RerankerConfig()
 
     def config_problems(self) -> list[Problem]:
-        problems = super().config_problems()
-        for key, each in data_sections(self.config).items():
-            if each is not None and _TEMPLATE in each.kwargs:
-                what = "the template is part of the recipe, and all of its data have the same"
-                value = str(each.kwargs[_TEMPLATE])
-                hint = "set reranker.template instead"
-                problems.append(Problem(what, f"{key}.{_TEMPLATE}", value, hint))
-        return problems
+        what = "the template is part of the recipe, and all of its data have the same"
+        misplaced = misplaced_in_data(self.config, ["pair_template"], what, "reranker.")
+        return [*super().config_problems(), *misplaced]
 
     def build_model_config(self) -> PreTrainedConfig | None:
         """Read the configuration of the model, and give it one label, the padding token, and the attention."""
@@ -103,8 +97,7 @@ class Reranker(LLMFinetune):
         assert config is not None  # a model by _target_ is not supported
         set_one_score(config, self.tokenizer)
         if self.section.attention == "bidirectional":
-            check_attention_setting(self.config, config, _ATTENTION)
-            self._probes_attention = attend_both_ways(config)
+            self._probes_attention = see_both_ways(self.config, config, _ATTENTION)
         return config
 
     def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:

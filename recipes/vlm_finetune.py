@@ -25,11 +25,12 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
-from automodel_ckpt.training.parts.preprocessors import check_vocabulary_file, find_preprocessor
-from automodel_ckpt.training.parts.processors import (
+from automodel_ckpt.training.parts.preprocessors import (
     AUTO_PROCESSOR,
     ProcessorSource,
     check_processor,
+    check_vocabulary_file,
+    find_preprocessor,
     processor_of_target,
     read_from,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,12 @@ from automodel_ckpt.parallel.parallelize import gradient_sync
 from automodel_ckpt.parallel.running_statistics import RunningStatistics
 from automodel_ckpt.parallel.unused_gradients import UnusedGradients, check_call_order
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.values.readback import ForwardTimer
-from automodel_ckpt.training.values.records import AUX_LOSS, LossSum
+from automodel_ckpt.training.values.records import AUX_LOSS, LossSum, Number
 from automodel_ckpt.training.values.run_log import STEP_FIELDS
 
 if TYPE_CHECKING:
     from automodel_ckpt.loss.router_loss import RouterLoss
+    from automodel_ckpt.training.watch.stragglers import ForwardTimer
 
 
 def checked(result: object, objective: object) -> LossSum:
@@ -54,38 +54,29 @@ def checked(result: object, objective: object) -> LossSum:
 class GradientAccumulation:
     """Computes the gradient of the summed loss of a global batch, with one reduction over the ranks."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        layout: RankLayout,
-        rng: StatefulRNG,
-        *,
-        keeps_on_device: bool = False,
-        timer: ForwardTimer | None = None,
-    ) -> None:
-        """With *keeps_on_device*, metrics stay tensors: the host does not wait for their values. *timer* measures a
-        forward pass of each step."""
-        self._timer = timer
-        self._objective = objective
-        self._model = objective.trainable.model
-        self._stage = objective.trainable.stage
-        self._router_loss = objective.trainable.router_loss
-        self._mtp = objective.trainable.mtp
+    def __init__(self, loop: Any) -> None:
+        """*loop* is the training loop, which has the parts of the run."""
+        layout: RankLayout = loop.layout
+        self._objective: Objective = loop.objective
+        trainable = self._objective.trainable
+        self._model, self._stage = trainable.model, trainable.stage
+        self._router_loss, self._mtp = trainable.router_loss, trainable.mtp
+        self._timer: ForwardTimer | None = loop.forward_timer
         self._layout = layout
-        self._rng = rng
-        self._keeps_on_device = keeps_on_device
-        self._unused = UnusedGradients(
-            self._model, layout.gloo_group, in_stages=self._stage is not None
-        )
-        if self._stage is None:
-            check_call_order(self._model, layout.gloo_group)
+        self._rng: StatefulRNG = loop.rng
+        # Then metrics stay tensors: the host does not wait for their values.
+        self._keeps_on_device: bool = loop.runs_ahead
+        in_stages = self._stage is not None
+        self._unused = UnusedGradients(self._model, layout.gloo_group, in_stages=in_stages)
         self._statistics: RunningStatistics | None = None
-        if self._stage is None and layout.world_size > 1:
-            self._statistics = RunningStatistics(self._model)
-        self._overwrites_outputs = objective.trainable.overwrites_outputs
+        if not in_stages:
+            check_call_order(self._model, layout.gloo_group)
+            if layout.world_size > 1:
+                self._statistics = RunningStatistics(self._model)
+        self._overwrites_outputs = trainable.overwrites_outputs
         self._copied: dict[int, torch.Tensor] = {}
         self._is_checked = False
-        self.metrics: dict[str, float | torch.Tensor] = {}
+        self.metrics: dict[str, Number] = {}
         """This rank's sums of the objective's metrics over the newest global batch; all ranks have the same names."""
 
     def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
@@ -109,7 +100,8 @@ class GradientAccumulation:
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
             with gradient_sync(self._model, enabled=is_last):
-                with self._measuring(micro_batch):
+                timer = self._timer
+                with nullcontext() if timer is None else timer.measuring(micro_batch):
                     result = checked(self._objective.loss(micro_batch), self._objective)
                 if not self._is_checked:
                     # Before the backward pass, in which fsdp2 would report several types of gradients.
@@ -130,9 +122,6 @@ class GradientAccumulation:
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])
-
-    def _measuring(self, micro_batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-        return nullcontext() if self._timer is None else self._timer.measuring(micro_batch)
 
     def _copy_gradients(self) -> None:
         """Move gradients out of the memory of CUDA graphs, which the next micro-batch would overwrite.
@@ -162,13 +151,12 @@ class GradientAccumulation:
                     )
                 self.metrics[name] = self.metrics.get(name, 0.0) + self._number(value)
 
-    def _number(self, value: torch.Tensor | float) -> float | torch.Tensor:
-        if self._keeps_on_device and isinstance(value, torch.Tensor):
-            # The precision of a Python number.
-            return value.detach().double().reshape(())
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
-        return float(value)
+    def _number(self, value: Number) -> Number:
+        if not isinstance(value, torch.Tensor):
+            return float(value)
+        value = value.detach()
+        # The precision of a Python number.
+        return value.double().reshape(()) if self._keeps_on_device else float(value)
 
     def _backward(self, result: LossSum, weight: float) -> None:
         """Add the gradient of a micro-batch's summed loss times *weight*, and those of the losses beside it.

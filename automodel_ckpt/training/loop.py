@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -19,21 +19,17 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.errors import DeviceMemoryError, RecipeError
+from automodel_ckpt.errors import DeviceMemoryError
 from automodel_ckpt.optim.build import skip_step_if, skips_by_flag
 from automodel_ckpt.optim.lr import current_rate
 from automodel_ckpt.parallel.gradient_norm import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
+from automodel_ckpt.training import run_end
 from automodel_ckpt.training.counters.cadence import Due, planned_end
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.gradients import GradientAccumulation
-from automodel_ckpt.training.measure.measurements import (
-    Batches,
-    Measured,
-    Measurements,
-    ValidationSets,
-)
+from automodel_ckpt.training.measure.measurements import Batches, Measurements, ValidationSets
 from automodel_ckpt.training.measure.validation_metrics import (
     TRAIN_LOSS,
     measures_of,
@@ -41,28 +37,22 @@ from automodel_ckpt.training.measure.validation_metrics import (
     steps_per_epoch,
 )
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.run_end import RunEnd
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.values.readback import (
-    LaunchedStep,
-    Mark,
-    Number,
-    Readback,
-    build_forward_timer,
-    runs_ahead,
-)
-from automodel_ckpt.training.values.records import Control, StepPosition, StepResult, Validation
+from automodel_ckpt.training.start.start_rank import check_part
+from automodel_ckpt.training.values.records import Control, Number, StepResult, Validation
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.step_numbers import (
     Divergence,
+    Mark,
     StepNumbers,
     warn_of_skipped_update,
 )
-from automodel_ckpt.training.watch.batch_errors import BatchErrors, Situation, check_all_trained
+from automodel_ckpt.training.watch.batch_errors import BatchErrors, check_all_trained
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.measure.weight_average import WeightAverage
     from automodel_ckpt.training.watch.hang_watch import HangWatch
+    from automodel_ckpt.training.watch.stragglers import ForwardTimer
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -75,13 +65,11 @@ class TrainingLoop:
     the recipe's ``loop_class``. Every method is called on all ranks.
     """
 
-    _hang_watch: HangWatch | None = None
     rejects_unused_parameters: ClassVar[bool] = False
     """Whether trained parameters without a gradient in the first step are an error in any case, not only with ddp."""
 
     def __init__(self, recipe: Any) -> None:
-        """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe` whose parts have been built."""
-        # What the recipe built.
+        """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe`; its parts have been built."""
         self.config: RecipeConfig = recipe.config
         self.layout: RankLayout = recipe.layout
         self.stop_request: StopRequest = recipe.stop_request
@@ -100,82 +88,46 @@ class TrainingLoop:
         self.saves: Saves = recipe.saves
         self.run_log: RunLog = recipe.run_log
         self.weight_average: WeightAverage | None = recipe.weight_average
-        # The step.
-        self._prepare_steps(self.config, self.layout)
-        # The numbers of a step, which are known later.
-        self.errors = BatchErrors(Situation(self.config, self.layout, self.model, self.optimizer))
-        self.divergence = Divergence(self.step_scheduler, self.saves, self.run_log)
-        self._numbers = StepNumbers(self)
-        # What is measured beside the training loss, and the end of the run.
-        sets: dict[str | None, Batches] = {}
-        if self.validation_batches is not None:
-            sets[None] = self.validation_batches
-        sets.update(self.validation_sets)
-        self.validations = ValidationSets(sets, self)
-        self.measurements = Measurements(recipe, self.measures)
-        self.run_end = RunEnd(recipe)
-
-    def _prepare_steps(self, config: RecipeConfig, layout: RankLayout) -> None:
-        self.measures = measures_of(type(self.objective), config.loss_fn)
-        self.profiler = build_profiler(config, layout)
+        self.measures = measures_of(type(self.objective), self.config.loss_fn)
+        self.profiler = build_profiler(self.config, self.layout)
         self.runs_ahead = self.queues_work()
-        self._forward_timer = build_forward_timer(self.model, layout, config)
-        self.gradients = GradientAccumulation(
-            self.objective,
-            layout,
-            self.rng,
-            keeps_on_device=self.runs_ahead,
-            timer=self._forward_timer,
-        )
+        self.hang_watch: HangWatch | None = None
+        self.forward_timer: ForwardTimer | None = None
+        if self.watches_ranks:
+            from automodel_ckpt.training.watch.stragglers import build_forward_timer
+
+            self.forward_timer = build_forward_timer(self.model, self.layout, self.config)
+        self.gradients = GradientAccumulation(self)
         self._has_checked_gradients = False
         self._replicated_gradients = None
-        if layout.sizes.tp > 1:
+        if self.layout.sizes.tp > 1:
             from automodel_ckpt.training.watch.replicated_gradients import ReplicatedGradients
 
-            self._replicated_gradients = ReplicatedGradients(self.model, config)
+            self._replicated_gradients = ReplicatedGradients(self.model, self.config)
+        self.errors = BatchErrors(self.config, self.layout, self.model, self.optimizer)
+        self.divergence = Divergence(self)
+        self._numbers = StepNumbers(self)
+        self.validations = ValidationSets(self)
+        self.measurements = Measurements(recipe, self)
 
     @property
     def last_step(self) -> StepResult | None:
-        """The newest step of this process whose numbers are known; None before there is one.
+        """The newest step of this process with known numbers; None before there is one.
 
-        With several ranks or on a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the
+        With several ranks or on a GPU, it is the step before the newest one: :meth:`finish_pending` waits for the
         newest.
         """
         return self._numbers.newest
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
-        return runs_ahead(self.layout.device.type)
+        return self.layout.device.type != "cpu"
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Watch for steps that hang and for slow ranks (section ``hangs``). Entering the context is a collective.
-
-        Nothing is watched with one rank or without a run directory.
-        """
-        section = self.config.hangs
-        if section is None or self.checkpointer is None or self.layout.world_size == 1:
-            yield
-            return
-        from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
-        from automodel_ckpt.training.watch.hang_watch import HangWatch
-        from automodel_ckpt.training.watch.stragglers import StragglerWatch
-
-        timeline = self.run_log.timeline
-        self._hang_watch = HangWatch(
-            section,
-            self.layout,
-            timeline,
-            self.checkpointer.directory,
-            timeout_seconds=60 * self.config.distributed.timeout_minutes,
-            arrival_seconds=ARRIVAL_SECONDS if self.checkpointer.nodes is not None else 0.0,
-            stop_request=self.stop_request,
-        )
-        with self._hang_watch as watch:
-            self._numbers.straggler_watch = StragglerWatch(
-                section, self.layout, timeline, watch.hosts, self.run_log.log_event
-            )
-            yield
+    @property
+    def watches_ranks(self) -> bool:
+        """Whether steps that hang and slow ranks are looked for (section ``hangs``)."""
+        has_directory = self.checkpointer is not None
+        return has_directory and self.config.hangs is not None and self.layout.world_size > 1
 
     # ---------------------------------------------------------------- epochs
 
@@ -183,18 +135,21 @@ class TrainingLoop:
         """Train from the present step to the end of the run. Raises :class:`Stopped` after a stop request."""
         scheduler = self.step_scheduler
         # Also for a finished run: a stop may have prevented the validation of its last step.
-        self.make_up_validation()
+        self.measurements.make_up()
         if scheduler.is_finished():
-            self.already_complete()
+            run_end.already_complete(self)
             return
         if self.layout.rank == 0:
-            self.stop_request.on_request = self.run_end.acknowledge_stop
+            self.stop_request.on_request = run_end.acknowledging(self)
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
         self.run_log.timeline.enter(timeline.STEPS)
         with ExitStack() as stack:
             if self.profiler is not None:
                 stack.enter_context(self.profiler)
-            stack.enter_context(self._watching())
+            if self.watches_ranks:
+                from automodel_ckpt.training.watch.hang_watch import watching
+
+                self.hang_watch, self._numbers.straggler_watch = stack.enter_context(watching(self))
             while not scheduler.is_finished():
                 with self.run_log.timeline.phase(timeline.OTHER):
                     self.divergence.skip_batches(self.dataloader)
@@ -203,16 +158,22 @@ class TrainingLoop:
         self.stop_request.on_request = None
         if self.last_step is None and self.saves.resumed is not None:
             # The checkpoint was in the last epoch, of which no full batch is left.
-            self.already_complete()
+            run_end.already_complete(self)
         else:
             self.end()
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the run is over."""
+        scheduler = self.step_scheduler
         for batch in self.run_log.timeline.waiting_for(self.batches(self.dataloader)):
-            if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
+            last_epoch = scheduler.cadence.num_epochs
+            if batch is not None and last_epoch is not None and batch.epoch >= last_epoch:
+                # A stream of samples had fewer steps in its last epoch than planned.
                 self.finish_pending()
-                self._end_early()
+                scheduler.end_early()
+                if scheduler.unsaved:
+                    has_validation = scheduler.cadence.has_validation
+                    self.validate_and_save(validate=has_validation, save=True, last=True)
                 return
             control = self._agree_before_step(batch)
             if control is None:
@@ -221,7 +182,14 @@ class TrainingLoop:
             if control.stop or batch is None:
                 self._go_back_after_spike()
                 self.stop()
-            if self._step_and_save(batch, control):
+            due = self._take_step(batch, control)
+            if self.hang_watch is not None:
+                self.hang_watch.note_step(scheduler.step)
+            if self._numbers.straggler_watch is not None:
+                self._numbers.straggler_watch.note_step()
+            if self._do_what_is_due(due) or self._save_in_memory_if_due():
+                return
+            if self._go_back_after_spike() or self.divergence.skip_is_due():
                 return
 
     def _agree_before_step(self, batch: GlobalBatch | None) -> Control | None:
@@ -230,7 +198,7 @@ class TrainingLoop:
         Returns None if no step on *batch* follows: the run is over, or has gone back before a spike.
         """
         control = self.agree_on(batch)
-        due = self._due_by_clock(control)
+        due = self.step_scheduler.apply_new_clock(control)
         if self._go_back_after_spike():
             # A stop that was requested is agreed on again.
             return None
@@ -247,20 +215,6 @@ class TrainingLoop:
             self.saves.wait()
         return control
 
-    def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
-        """Make a step, and do what is due after it.
-
-        Returns whether no step follows in this pass over the batches: the run is over, or continues with other batches.
-        """
-        due = self._take_step(batch, control)
-        if self._hang_watch is not None:
-            self._hang_watch.note_step(self.step_scheduler.step)
-        if self._numbers.straggler_watch is not None:
-            self._numbers.straggler_watch.note_step()
-        if self._do_what_is_due(due) or self._save_in_memory_if_due():
-            return True
-        return self._go_back_after_spike() or self.divergence.skip_is_due()
-
     def _save_in_memory_if_due(self) -> bool:
         """Save the present step with ``checkpoint.memory`` if that is due.
 
@@ -275,19 +229,13 @@ class TrainingLoop:
         if due is not None and self._do_what_is_due(due):
             return True
         # A step that is not finite could replace the last good checkpoint.
-        if not self.divergence.found_spike and self._numbers.newest_is_finite:
-            memory.save(self.step_scheduler.step, self._save_in_memory)
+        is_good = self.last_step is not None and self.last_step.is_finite
+        if self.divergence.spike is None and is_good:
+            memory.save(
+                self.step_scheduler.step,
+                lambda checkpointer: self.saves.save_in_memory(checkpointer, self.losses(None)),
+            )
         return False
-
-    def _save_in_memory(self, checkpointer: Checkpointer) -> None:
-        """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
-        self.saves.save_in_memory(checkpointer, self.losses(None))
-
-    def _due_by_clock(self, control: Control) -> Due | None:
-        """What is due after the newest step, now that its clock is known; None if it was known before."""
-        if self.step_scheduler.clock_is_known:
-            return None
-        return self.step_scheduler.apply_clock(control.clock, stop=control.stop)
 
     def _do_what_is_due(self, due: Due) -> bool:
         """Validate, save or stop after a step. Raises :class:`Stopped` for a stop request.
@@ -307,7 +255,7 @@ class TrainingLoop:
 
     def _go_back_after_spike(self) -> bool:
         """Go back to an earlier checkpoint if a reported step was a spike; return whether it did. A collective."""
-        if not self.divergence.found_spike:
+        if self.divergence.spike is None:
             return False
         # The host may run ahead of the device by a step, which has to be reported before its state is replaced.
         self.finish_pending()
@@ -318,17 +266,13 @@ class TrainingLoop:
 
     def _take_step(self, batch: GlobalBatch, control: Control) -> Due:
         """Make a step, and wait for it if something is due after it. An error names what in the batch explains it."""
-        doing = (
-            f"in the forward pass, backward pass or update of step {self.step_scheduler.step + 1}"
-        )
-        profiler = self.profiler
+        step, profiler = self.step_scheduler.step + 1, self.profiler
+        doing = f"in the forward pass, backward pass or update of step {step}"
         try:
             with self.errors.explained(doing, batch):
-                step = self.step_scheduler.step + 1
                 with nullcontext() if profiler is None else profiler.step(step):
                     due = self.step(batch, control)
-                if not isinstance(due, Due):
-                    raise self._wrong_result(due, "step", "what is due after the step")
+                check_part(self, "step", due, Due)
                 if due.anything:
                     self.finish_pending()
         except DeviceMemoryError:
@@ -338,13 +282,6 @@ class TrainingLoop:
                     self.finish_pending()
             raise
         return due
-
-    def _end_early(self) -> None:
-        """End a run whose stream of samples had fewer steps in its last epoch than planned."""
-        self.step_scheduler.end_early()
-        if self.step_scheduler.unsaved:
-            has_validation = self.validation_batches is not None or bool(self.validation_sets)
-            self.validate_and_save(validate=has_validation, save=True, last=True)
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
         """Yield the batches of *source*, then None if this rank receives a stop request while it waits for one."""
@@ -372,7 +309,7 @@ class TrainingLoop:
             with_flops = self.run_log.logs_mfu
             size = self.objective.size_here(batch.micro_batches, with_flops=with_flops)
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
-        self.step_scheduler.enter_step()
+        self.step_scheduler.is_in_step = True
         return self._numbers.exchange(size, stop=batch is None)
 
     # ---------------------------------------------------------------- step
@@ -380,61 +317,41 @@ class TrainingLoop:
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         """Train on one global batch and count it; returns what is due after it.
 
-        With several ranks, what is due by the clock or because of a signal is known only before the next step.
+        If something is due by the counters, the ranks exchange their flags now: the next exchange is after what is due,
+        which may be a long export. One rank always does, since its exchange costs nothing. With several ranks, what is
+        due by the clock or because of a signal is otherwise known only before the next step.
         """
+        scheduler = self.step_scheduler
         start = Mark(self.layout.device)
-        self.step_scheduler.start_step()
+        scheduler.start_step()
         # Read before the schedule moves on: the log has the rate that this step used.
         lr = current_rate(self.optimizer)
         trained = self.train_step(batch, control)
-        if not isinstance(trained, tuple) or len(trained) != 2:
-            raise self._wrong_result(trained, "train_step", "the summed loss and the gradient norm")
+        check_part(self, "train_step", trained, tuple)
         loss_sum, grad_norm = trained
         # Without labels, the step changed no weight.
         if self.weight_average is not None and control.count:
-            self.weight_average.update(self.step_scheduler.step + 1, grad_norm)
+            self.weight_average.update(scheduler.step + 1, grad_norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        launched = self._read_back_later(batch, control, lr, start, loss_sum, grad_norm)
-        return self.finish_step(batch, launched)
-
-    def _read_back_later(
-        self,
-        batch: GlobalBatch,
-        control: Control,
-        lr: float,
-        start: Mark,
-        loss_sum: Number,
-        grad_norm: Number,
-    ) -> LaunchedStep:
-        """Start to copy the numbers of a step to the host, now that all its work is queued."""
-        router_loss = self.trainable.router_loss
-        timer = self._forward_timer
-        numbers = {
-            "loss": loss_sum,
-            "aux_loss": router_loss.value_here if router_loss is not None else 0.0,
-            "grad_norm": grad_norm,
-        }
-        # Sums are by position, and ranks may have added the names in different orders.
-        metrics = sorted(self.gradients.metrics) if control.count else []
-        for name in metrics:
-            numbers[f"metric {name}"] = self.gradients.metrics[name]
-        return LaunchedStep(
-            position=StepPosition(self.step_scheduler.step + 1, batch.epoch),
-            batch=batch,
-            control=control,
-            lr=lr,
-            start=start,
-            numbers=Readback(numbers, self.layout.device),
-            metrics=metrics,
-            may_be_skipped=isinstance(grad_norm, torch.Tensor),
-            forward=timer.take() if timer is not None else None,
+        self._numbers.launch(batch, control, lr, start, (loss_sum, grad_norm))
+        # The loader's position counts finished steps only, not what its workers have prefetched.
+        self.dataloader.mark_consumed(batch)
+        due = scheduler.finish_step(
+            epoch=batch.epoch,
+            epochs_done=self.dataloader.epoch,
+            num_samples=len(batch.sample_ids),
+            num_tokens=control.num_tokens,
         )
+        if due.anything or self.layout.world_size == 1:
+            agreed = self._numbers.exchange(None, stop=False)
+            due = scheduler.apply_clock(agreed.clock, stop=agreed.stop)
+        return due
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
         """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.
 
-        The gradient is that of the mean over the count of the global batch, by default its label tokens. A batch
+        The gradient belongs to the mean over the count of the global batch, by default its label tokens. A batch
         without labels, or with a gradient that is not finite, changes no weight. If the host runs ahead of the device,
         the results may be tensors, and an optimizer that reads a flag on the device leaves out the update by it.
         """
@@ -451,7 +368,15 @@ class TrainingLoop:
         # DDP and FSDP2 average gradients over the ranks; times this factor they are sums.
         scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.gradients.accumulate(batch, scale)
-        self._check_unused_parameters()
+        if not self._has_checked_gradients and self.trainable.stage is None:
+            # Gradients exist only between the backward pass and zero_grad().
+            self._has_checked_gradients = True
+            check_all_trained(
+                self.model,
+                has_adapters=self.config.peft is not None,
+                is_error=self.rejects_unused_parameters,
+                is_resumed=self.saves.resumed is not None,
+            )
         if self._replicated_gradients is not None:
             self._replicated_gradients.check(self.layout.gloo_group)
         grad_norm = self.clip_gradients()
@@ -468,68 +393,22 @@ class TrainingLoop:
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 
-    def _check_unused_parameters(self) -> None:
-        """In the first step, report trained parameters without a gradient."""
-        if self._has_checked_gradients or self.trainable.stage is not None:
-            return
-        # Gradients exist only between the backward pass and zero_grad().
-        self._has_checked_gradients = True
-        check_all_trained(
-            self.model,
-            has_adapters=self.config.peft is not None,
-            is_error=self.rejects_unused_parameters,
-            is_resumed=self.saves.resumed is not None,
-        )
-
     def clip_gradients(self) -> Number:
         """Scale all gradients together to ``clip_grad_norm``; returns their 2-norm before that. A collective.
 
         An optimizer with ``divide_in_step`` scales them as it reads them. The norm is a tensor on the device if the
         host runs ahead and the optimizer can leave out an update by a flag; otherwise a number.
         """
-        clip: Callable[..., Number] = clip_gradients
-        if self.runs_ahead and skips_by_flag(self.optimizer):
-            clip = clip_gradients_on_device
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        on_device = self.runs_ahead and skips_by_flag(self.optimizer)
         stage = self.trainable.stage
-        counted_elsewhere = stage.counted_elsewhere if stage is not None else frozenset[int]()
-        return clip(
-            parameters,
+        norm: Number = (clip_gradients_on_device if on_device else clip_gradients)(
+            [p for group in self.optimizer.param_groups for p in group["params"]],
             self.config.clip_grad_norm,
             in_step=getattr(self.optimizer, "divide_in_step", None),
             in_stages=self.layout.in_stages,
-            counted_elsewhere=counted_elsewhere,
+            counted_elsewhere=stage.counted_elsewhere if stage is not None else frozenset(),
         )
-
-    def _wrong_result(self, result: object, method: str, needed: str) -> RecipeError:
-        """The error to raise if a *method* that a subclass overrides returned *result* instead of what is *needed*."""
-        return RecipeError(
-            f"{method}() of the loop must return {needed}",
-            where=f"{type(self).__name__}.{method}",
-            value=type(result).__name__,
-            hint=f"return the result of super().{method}(batch, control)",
-        )
-
-    def finish_step(self, batch: GlobalBatch, launched: LaunchedStep) -> Due:
-        """Count a step, and return what is due after it.
-
-        If something is due by the counters, the ranks exchange their flags now: the next exchange is after what is due,
-        which may be a long export. One rank always does, since its exchange costs nothing.
-        """
-        scheduler = self.step_scheduler
-        self._numbers.pending.append(launched)
-        # The loader's position counts finished steps only, not what its workers have prefetched.
-        self.dataloader.mark_consumed(batch)
-        due = scheduler.finish_step(
-            epoch=batch.epoch,
-            epochs_done=self.dataloader.epoch,
-            num_samples=len(batch.sample_ids),
-            num_tokens=launched.control.num_tokens,
-        )
-        if due.anything or self.layout.world_size == 1:
-            control = self._numbers.exchange(None, stop=False)
-            due = scheduler.apply_clock(control.clock, stop=control.stop)
-        return due
+        return norm
 
     def finish_pending(self) -> Due | None:
         """Wait until all steps are done, and log them. A collective if there is a step to wait for.
@@ -540,11 +419,10 @@ class TrainingLoop:
         found = None
         while self._numbers.pending:
             control = self._numbers.exchange(None, stop=False, wait=True)
-            due = self._due_by_clock(control)
-            found = due or found
+            found = self.step_scheduler.apply_new_clock(control) or found
         return found
 
-    # ---------------------------------------------------------------- validation
+    # ---------------------------------------------------------------- validation, and the end
 
     def validate(self) -> Validation | None:
         """Compute the mean loss over each validation set; None if a stop was requested meanwhile."""
@@ -556,46 +434,20 @@ class TrainingLoop:
         *last*: the run ends with this step. Raises :class:`Stopped` if a stop was requested during the validation.
         """
         started = time.monotonic()
-        measured = self._measure(validate=validate)
-        losses = self._losses_with(measured)
-        is_best = measured.anything and self.saves.note_if_best(losses)
-        if measured.anything:
+        losses, is_measured = self.measurements.take(validate=validate)
+        is_best = is_measured and self.saves.note_if_best(losses)
+        if is_measured:
             self.step_scheduler.note_metrics(losses)
         if self.step_scheduler.has_stopped_improving:
             save = last = True
         if (save or is_best) and self.step_scheduler.unsaved:
-            self.saves.save(losses, validated=measured.anything, started=started, last=last)
-
-    def _measure(self, *, validate: bool) -> Measured:
-        """Validate, and run the benchmarks if they are due. Raises :class:`Stopped` if a stop was requested."""
-        measured = self.measurements.take(self.validate if validate else None, self.last_step)
-        if measured is None:
-            self.stop()
-        return measured
-
-    def _losses_with(self, measured: Measured) -> dict[str, Any]:
-        """The content of ``losses.json``, with the metrics of benchmarks."""
-        benchmarks = self.measurements.benchmark_values(measured.benchmarks)
-        return {**self.losses(measured.validation), **benchmarks}
-
-    def make_up_validation(self) -> None:
-        """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.
-
-        Afterwards the best value so far, and its checkpoint, are those of a run that was not stopped.
-        """
-        scheduler = self.step_scheduler
-        if not (scheduler.validation_is_missing or scheduler.benchmarks_are_missing):
-            return
-        log.info("validating step %d, which a signal had prevented", scheduler.step)
-        losses = self._losses_with(self._measure(validate=scheduler.validation_is_missing))
-        self.saves.note_late_validation(losses)
-        scheduler.note_metrics(losses)
+            self.saves.save(losses, validated=is_measured, started=started, last=last)
 
     def losses(self, validation: Validation | None) -> dict[str, Any]:
         """The content of ``losses.json`` at the present step; null for what was not measured at this step."""
-        metrics: dict[str, float | None] = {}
-        for name in metric_names(self.measures, self.validation_sets):
-            metrics[name] = None
+        metrics: dict[str, float | None] = dict.fromkeys(
+            metric_names(self.measures, self.validation_sets)
+        )
         if validation is not None:
             metrics.update(validation.metrics)
         return {
@@ -605,16 +457,10 @@ class TrainingLoop:
             **metrics,
         }
 
-    # ---------------------------------------------------------------- the end
-
     def stop(self) -> NoReturn:
         """Save the last completed step unless it is saved. Raises :class:`Stopped`."""
-        self.run_end.stop(self.losses(None))
+        run_end.stop(self)
 
     def end(self) -> None:
         """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
-        self.run_end.complete(self.last_step)
-
-    def already_complete(self) -> None:
-        """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
-        self.run_end.already_complete(self.losses(None))
+        run_end.complete(self)

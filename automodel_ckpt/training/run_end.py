@@ -1,93 +1,82 @@
-"""The end of a run: after a stop request, after its last step, or because nothing was left to do."""
+"""The end of a run: after a stop request, after its last step, or because nothing was left to do.
+
+Each function saves what a run that ends has not saved yet, and reports how it ended and how to continue. *loop* is the
+training loop, which has the parts of the run.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.errors import Stopped
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.values.records import StepResult
-from automodel_ckpt.training.values.run_log import RunLog
 
 log = logging.getLogger("automodel_ckpt")
 
 
-class RunEnd:
-    """Saves what a run that ends has not saved yet, and reports how it ended and how to continue."""
+def acknowledging(loop: Any) -> Callable[[int], None]:
+    """Return a function that logs a received signal and what follows; a thread calls it while the step continues."""
 
-    def __init__(self, recipe: Any) -> None:
-        self._layout: RankLayout = recipe.layout
-        self._scheduler: StepScheduler = recipe.step_scheduler
-        self._stop_request: StopRequest = recipe.stop_request
-        self._checkpointer: Checkpointer | None = recipe.checkpointer
-        self._saves: Any = recipe.saves
-        self._run_log: RunLog = recipe.run_log
-
-    def acknowledge_stop(self, number: int) -> None:
-        """Log that a signal was received, and what follows; a thread calls it while the step continues.
-
-        *number* is the number of the signal, 0 if another rank received it.
-        """
-        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
-        saves = "saving"
-        if self._checkpointer is None:
-            saves = "nothing is saved, checkpoint.enabled is false"
-        code = self._stop_request.exit_code
+    def acknowledge(number: int) -> None:
+        saves = "saving" if loop.checkpointer else "nothing is saved, checkpoint.enabled is false"
+        code = loop.stop_request.exit_code
         then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
-        step = self._scheduler.stops_after
-        self._run_log.progress.write_above(
-            f"{_name(number)}: stopping after step {step} at the latest: {then}; {again} to stop now without saving"
+        step = loop.step_scheduler.stops_after
+        loop.run_log.progress.write_above(
+            f"{signal_name(number)}: stopping after step {step} at the latest: {then}; {again(number)} to stop now "
+            "without saving"
         )
 
-    def stop(self, losses: Mapping[str, Any]) -> NoReturn:
-        """Save the last completed step unless it is saved. Raises :class:`Stopped`. A collective.
-
-        *losses* is the content of ``losses.json``.
-        """
-        step = self._scheduler.step
-        self._saves.stop(losses)
-        self._saves.upload_before_stop(self._stop_request)
-        saved = self._checkpointer is not None and step > 0
-        outcome = "; nothing was saved"
-        hint = "the same command starts over"
-        if saved:
-            outcome = ", which is saved"
-            hint = "the same command continues from there"
-        last_save = self._saves.last_save
-        raise Stopped(
-            f"stopped by {_name(self._stop_request.requested)} after step {step}{outcome}",
-            where=str(self._checkpointer.directory) if self._checkpointer else "",
-            value=last_save.path.name if last_save else "",
-            hint=hint,
-        )
-
-    def complete(self, last_step: StepResult | None) -> None:
-        """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
-        # A failed save in the background must end the run before it is logged as done.
-        self._saves.wait()
-        loss = f"training loss {last_step.loss:.4f}" if last_step else "no step was made"
-        log.info("done: step %d, %s", self._scheduler.step, loss)
-        log.info("%s", self._scheduler.reason_of_end())
-        self._saves.end(self._stop_request)
-
-    def already_complete(self, losses: Mapping[str, Any]) -> None:
-        """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
-        scheduler = self._scheduler
-        log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
-        if scheduler.unsaved:
-            # Its checkpoint was in memory only, and the recipe now ends before the next one on disk.
-            self._saves.save(losses, validated=False, started=time.monotonic(), last=True)
-            self._saves.wait()
-        self._saves.export_finished(self._stop_request)
+    return acknowledge
 
 
-def _name(number: int | None) -> str:
+def stop(loop: Any) -> NoReturn:
+    """Save the last completed step unless it is saved. Raises :class:`Stopped`. A collective."""
+    step, request = loop.step_scheduler.step, loop.stop_request
+    loop.saves.stop(loop.losses(None))
+    loop.saves.upload_before_stop(request)
+    outcome, hint = "; nothing was saved", "the same command starts over"
+    if loop.checkpointer is not None and step > 0:
+        outcome, hint = ", which is saved", "the same command continues from there"
+    last_save = loop.saves.last_save
+    raise Stopped(
+        f"stopped by {signal_name(request.requested)} after step {step}{outcome}",
+        where=str(loop.checkpointer.directory) if loop.checkpointer else "",
+        value=last_save.path.name if last_save else "",
+        hint=hint,
+    )
+
+
+def complete(loop: Any) -> None:
+    """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
+    # A failed save in the background must end the run before it is logged as done.
+    loop.saves.wait()
+    last_step = loop.last_step
+    loss = f"training loss {last_step.loss:.4f}" if last_step else "no step was made"
+    log.info("done: step %d, %s", loop.step_scheduler.step, loss)
+    log.info("%s", loop.step_scheduler.reason_of_end())
+    loop.saves.end(loop.stop_request)
+
+
+def already_complete(loop: Any) -> None:
+    """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
+    scheduler = loop.step_scheduler
+    log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
+    if scheduler.unsaved:
+        # Its checkpoint was in memory only, and the recipe now ends before the next one on disk.
+        loop.saves.save(loop.losses(None), validated=False, started=time.monotonic(), last=True)
+        loop.saves.wait()
+    loop.saves.export_finished(loop.stop_request)
+
+
+def signal_name(number: int | None) -> str:
     """How messages name the signal *number*; 0 or None if another rank received it."""
     return signal.Signals(number).name if number else "a signal to another rank"
+
+
+def again(number: int) -> str:
+    """How messages say that the signal *number* can be repeated."""
+    return "press Ctrl-C again" if number == signal.SIGINT else "send it again"

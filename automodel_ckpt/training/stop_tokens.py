@@ -13,6 +13,7 @@ import numpy as np
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, read_files
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.encoder import encode_one
@@ -26,6 +27,19 @@ log = logging.getLogger("automodel_ckpt")
 
 _NUM_EXAMINED = 64
 """How many samples of a data set show where an answer ends."""
+
+
+def set_generation(recipe: Any) -> list[int]:
+    """Let text that *recipe*'s model generates have the chat template of the data, and end where its answers do.
+
+    Returns the tokens that end it beside those of the base.
+    """
+    section, preprocessor = recipe.config.dataset, getattr(recipe, "preprocessor", None)
+    use_chat_template(section, preprocessor)
+    loader = getattr(recipe, "dataloader", None)
+    if loader is None:
+        return []
+    return add_stop_tokens(section, loader.dataset, preprocessor, unwrap(recipe.model))
 
 
 def use_chat_template(section: Any, preprocessor: Any) -> None:

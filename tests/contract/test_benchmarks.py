@@ -199,7 +199,7 @@ def test_mistakes_are_errors_before_weights_are_read(tmp_path: Path) -> None:
         (["--step_scheduler.early_stopping={}"], "nothing measures this metric"),
     ):
         with pytest.raises(RecipeError, match=expected):
-            build(recipe, *words).check_metric_keys()
+            build(recipe, *words).check_measurements()
 
 
 def test_the_library_must_be_installed_and_task_files_be_trusted(

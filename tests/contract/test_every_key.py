@@ -48,6 +48,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import hints_of, unused_without_checkpoints
 from automodel_ckpt.config.tree.convert import find, members, section_type
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.hub.background import Pushes
@@ -73,9 +74,11 @@ from automodel_ckpt.training.model.sections import read_model_config, row_multip
 from automodel_ckpt.training.model.sharding import shard
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.sample_preview import built_data
 from automodel_ckpt.training.saves.checkpointing import check_export
 from automodel_ckpt.training.values.records import Control, StepResult
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
+from automodel_ckpt.training.values.step_numbers import LaunchedStep, Mark, Readback
 from tests.support import ranks
 from tests.support.models import tiny
 from tests.unit.checkpoint.jobs.test_background import AdapterFiles
@@ -163,12 +166,17 @@ def flat(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in batch.items()}
 
 
+def with_data(it: Subject) -> Any:
+    """The recipe with its data."""
+    return built_data(LLMFinetune, {"config": it.config, "config_yaml": it.loaded.to_yaml()})
+
+
 def validation_sets(it: Subject) -> list[str]:
-    return list(it.recipe.build_validation_sets())
+    return list(with_data(it).validation_sets)
 
 
 def validation(it: Subject) -> bool:
-    return it.recipe.build_validation() is not None
+    return with_data(it).validation_batches is not None
 
 
 def packs(it: Subject) -> int:
@@ -326,7 +334,7 @@ def rates(it: Subject) -> list[float]:
 
 def distillation(it: Subject) -> Any:
     """The parts of the loss of a distillation, and its teacher."""
-    Distill(it.config, config_yaml=it.loaded.to_yaml()).check_config()
+    Distill(it.config, config_yaml=it.loaded.to_yaml()).check_sections()
     assert it.config.distill is not None
     return weights_of(it.config.distill), teacher_model(it.config)
 
@@ -359,9 +367,7 @@ def timeline(it: Subject) -> list[Any]:
         due = scheduler.apply_clock(scheduler.read_clock(), stop=False)
         if due.validate:
             scheduler.note_metrics({"val_loss": 1 / scheduler.step, "val_accuracy": 0.5})
-        better = (
-            due.validate and scheduler.step % 3 == 0 and scheduler.note_best(1 / scheduler.step)
-        )
+        better = due.validate and scheduler.step % 3 == 0 and it.config.step_scheduler.ckpt_on_best
         if due.save or better:
             now[0] += 1
             scheduler.note_save(1.0)
@@ -417,10 +423,13 @@ def step_line(it: Subject) -> list[str]:
     run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
     try:
         run_log.open(it.directory, lambda: None)
-        scheduler = StepScheduler(cadence_of(it.config))
         run_log.measure_device(torch.float32)
         control = Control(1, 1, 1, False, flops=1e9)
-        run_log.log_step(scheduler, [1, 2], control, StepResult(1.0, 1.0, 1.0), 1.0)
+        device = torch.device("cpu")
+        numbers = Readback({}, device)
+        batch = GlobalBatch(0, 0, 0, [1, 2], [], last_of_epoch=True)
+        step = LaunchedStep(1, batch, control, 1.0, Mark(device), numbers, [], False)
+        run_log.log_step(step, StepResult(1.0, 1.0, 1.0))
         run_log.flush()
     finally:
         run_log.close_files(lease_is_lost=False)

@@ -14,8 +14,7 @@ from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.saving.host_memory import PageLock
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.values.readback import Number
-from automodel_ckpt.training.values.records import Control
+from automodel_ckpt.training.values.records import Control, Number
 from tests.support.gpu import only_gpu
 from tests.support.runs.training import Recipe, steps_of, train, with_loop, write_recipe
 

@@ -179,12 +179,11 @@ def _device_rows(plan: Plan) -> Rows:
         yield "device", f"{title}: fits, {size_text(unused)} are free"
         return
     yield "device", f"{title}: NOT ENOUGH, {size_text(advice.missing_bytes)} too little"
-    proposal = advice.proposal
-    if proposal is None:
+    if advice.memory is None:
         yield "fits", "no smaller local batch, recomputed activations, 64 ranks or offloading"
         return
-    memory = f"about {size_text(proposal.memory.total)} per rank"
-    yield "fits", f"{' '.join(proposal.overrides)} ({memory})"
+    memory = f"about {size_text(advice.memory.total)} per rank"
+    yield "fits", f"{' '.join(advice.overrides)} ({memory})"
 
 
 def _memory_text(memory: Memory) -> str:
@@ -354,21 +353,22 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     the start would.
     """
     from automodel_ckpt.checkpoint import discover
-    from automodel_ckpt.training.parts.init_from import inspect_start, paths_of
+    from automodel_ckpt.training.parts.init_from import inspect_start, sections_of
 
     section = loaded.config.init_from
     if not section:
         return
+    paths = ", ".join(one.path for one, _ in sections_of(section))
     if recipe is None:
-        yield "init_from", f"{paths_of(section)}, which the recipe itself reads"
+        yield "init_from", f"{paths}, which the recipe itself reads"
         return
     modules = recipe.modules_to_fill(discover(recipe))
-    found = inspect_start(section, modules, resizable=recipe.trainable.resized)
-    if found is None:
+    start = inspect_start(section, modules, resizable=recipe.trainable.resized)
+    if start is None:
         missing = "not on this machine; it is downloaded and checked at the start"
-        yield "init_from", f"{paths_of(section)}: {missing}"
+        yield "init_from", f"{paths}: {missing}"
         return
-    start, match = found
+    match = start.verdict
     num_matches = len(match.matches)
     num_tensors = num_matches + len(match.new)
     matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"

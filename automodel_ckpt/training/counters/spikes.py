@@ -36,7 +36,7 @@ class SpikeDetector:
         states no scale, so there is no limit.
         """
         self.rule = rule
-        self.num_to_skip_after_spike = rule.skip or rule.rollback
+        self._num_to_skip = rule.skip or rule.rollback
         self.num_rollbacks = 0
         self.num_skipped = 0
         """How many batches were left out before the present step."""
@@ -67,23 +67,23 @@ class SpikeDetector:
             self._grad_norms.append(grad_norm)
         return None
 
-    def leave_out(self, step: int, num_batches: int) -> None:
-        """Leave out the next *num_batches* after *step* that are not left out yet."""
-        number = self._number_after(step)
-        for _ in range(num_batches):
+    def leave_out(self, step: int, before: Iterable[int] = ()) -> int:
+        """Leave out the next batches after *step*, as many as the rule asks for; returns their number.
+
+        Those that are left out already are not among them: so are the batches *before*, which a checkpoint that was
+        loaded does not contain yet.
+        """
+        self._left_out = sorted({*self._left_out, *before})
+        number = step + 1
+        for each in self._left_out:
+            # The batches of earlier steps are the ones that are not left out.
+            number += each <= number
+        for _ in range(self._num_to_skip):
             while number in self._left_out:
                 number += 1
             self._left_out.append(number)
         self._left_out.sort()
-
-    def _number_after(self, step: int) -> int:
-        """The number of the batch that follows the one of *step*."""
-        number = step
-        for each in self._left_out:
-            if each > number:
-                break
-            number += 1
-        return number + 1
+        return self._num_to_skip
 
     def num_to_skip(self, step: int) -> int:
         """How many batches are left out next, if the newest step is *step*."""
@@ -94,12 +94,8 @@ class SpikeDetector:
         return count
 
     def left_out(self) -> tuple[int, ...]:
-        """The numbers of the batches that are left out, for :meth:`keep_left_out`."""
+        """The numbers of the batches that are left out, for :meth:`leave_out`."""
         return tuple(self._left_out)
-
-    def keep_left_out(self, numbers: Iterable[int]) -> None:
-        """Leave out *numbers*, too, which a checkpoint that was loaded does not contain yet."""
-        self._left_out = sorted({*self._left_out, *numbers})
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -118,7 +114,7 @@ class SpikeDetector:
         self._left_out = sorted(state.get("left_out", ()))
         # Checkpoints written before 2026-11-25 contain the step after which batches are to be left out.
         if state.get("skip_after") is not None:
-            self.leave_out(state["skip_after"], self.num_to_skip_after_spike)
+            self.leave_out(state["skip_after"])
         self._losses = deque(state["losses"], self.rule.window)
         self._grad_norms = deque(state["grad_norms"], self.rule.window)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import EarlyStopping
     from automodel_ckpt.training.counters.save_interval import AutoInterval
     from automodel_ckpt.training.counters.spikes import SpikeDetector
+    from automodel_ckpt.training.values.records import Control
 
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
@@ -75,9 +76,11 @@ class StepScheduler:
         self.consumed_tokens = 0
         self.elapsed_seconds = 0.0
         self.best: float | None = None
+        """The best metric so far."""
         self.ended_early = False
         self.ran_out_of_time = False
         self.validation_is_due = False
+        """Whether the current step is to be validated; after a resume, because a signal had prevented it."""
         self.benchmarks_are_due = False
         self.save_was_due = False
         self.nonfinite_steps = 0
@@ -90,9 +93,10 @@ class StepScheduler:
         self._attempted_step = 0
         self._attempt_time = self._session_start
         self._step_start: float | None = None
-        self._is_in_step = False
+        self.is_in_step = False
+        """Whether the ranks have begun to agree on a step: a signal may be too late to prevent it."""
         self._epoch_ended = False
-        self.clock_is_known = True
+        self._clock_is_known = True
         """Whether the clock of rank 0 after the newest step is known: false from finish_step() to apply_clock()."""
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
@@ -147,22 +151,14 @@ class StepScheduler:
         """Whether steps were completed since the last save of this session or the checkpoint that was resumed from."""
         return self.step != self._saved_step
 
-    def measured_seconds(self) -> float:
-        """Wall-clock seconds of this session, plus those of earlier sessions up to the checkpoint resumed from."""
-        return self._elapsed_before + self._clock() - self._session_start
-
     def start_step(self) -> None:
         """Start to measure the duration of a step. Optional; it makes :meth:`time_is_up` more precise."""
         self._step_start = self._clock()
 
-    def enter_step(self) -> None:
-        """Record that the ranks begin to agree on a step: a signal may now be too late to prevent it."""
-        self._is_in_step = True
-
     @property
     def stops_after(self) -> int:
         """The last step of the run if a signal arrives now: the step in progress, or the last completed one."""
-        return self.step + 1 if self._is_in_step else self.step
+        return self.step + 1 if self.is_in_step else self.step
 
     def finish_step(
         self, *, epoch: int, epochs_done: int, num_samples: int, num_tokens: int
@@ -172,8 +168,8 @@ class StepScheduler:
         *epochs_done* is the number of complete epochs. :meth:`apply_clock` adds what is due by the clock.
         """
         self._epoch_ended = epochs_done > self.epochs_done
-        self._is_in_step = False
-        self.clock_is_known = False
+        self.is_in_step = False
+        self._clock_is_known = False
         self.step += 1
         self.epoch = epoch
         self.epochs_done = epochs_done
@@ -188,20 +184,31 @@ class StepScheduler:
 
     def read_clock(self) -> ClockReading:
         """This rank's clock after the newest step."""
-        return ClockReading(self.measured_seconds(), self.save_is_wanted(), self.time_is_up())
+        now = self._clock()
+        return ClockReading(
+            self._elapsed_before + now - self._session_start,
+            self._save_is_wanted(now),
+            self._time_is_up(now),
+        )
+
+    def apply_new_clock(self, control: Control) -> Due | None:
+        """Return what is due after the newest step by what all ranks agreed on; None if its clock was known before."""
+        if self._clock_is_known:
+            return None
+        return self.apply_clock(control.clock, stop=control.stop)
 
     def apply_clock(self, clock: ClockReading, *, stop: bool) -> Due:
         """Return what is due after the newest step, by counters and by the *clock* of rank 0.
 
         *stop* is whether a signal requested a stop.
         """
-        self.clock_is_known = True
+        self._clock_is_known = True
         self.elapsed_seconds = clock.elapsed_seconds
         self.ended_early = self.ran_out_of_time = clock.time_is_up
         due = self._due(clock, stop=stop)
         if due.anything:
             # Also if the ranks had begun to agree on the next step: they agree again after what is due.
-            self._is_in_step = False
+            self.is_in_step = False
         return due
 
     def _due(self, clock: ClockReading, *, stop: bool) -> Due:
@@ -217,10 +224,6 @@ class StepScheduler:
         self.validation_is_due, self.save_was_due = due.validate, due.save
         self.benchmarks_are_due = due.benchmarks
         return due
-
-    def is_beyond_last_epoch(self, epoch: int) -> bool:
-        """Whether *epoch* is after the last epoch of the run."""
-        return self.cadence.num_epochs is not None and epoch >= self.cadence.num_epochs
 
     def end_early(self) -> None:
         """Make the current step the last one, because the data ended earlier than expected."""
@@ -242,51 +245,21 @@ class StepScheduler:
             return f"{limit} ended the run at step {self.step}{of_steps}; the same command continues it"
         return f"no full batch is left of num_epochs {num_epochs}: the run ended at step {self.step}{of_steps}"
 
-    @property
-    def validation_is_missing(self) -> bool:
-        """Whether a signal prevented the validation that was due after the current step, perhaps before a resume."""
-        return self.validation_is_due and self.cadence.has_validation
-
-    @property
-    def benchmarks_are_missing(self) -> bool:
-        """Whether benchmarks are due after the current step; after a resume, because a signal had prevented them."""
-        return self.benchmarks_are_due and self.cadence.has_benchmarks
-
     def benchmark_is_due(self, every_steps: int | None) -> bool:
         """Whether a benchmark with this interval is due after the current step, or because the run ends."""
         return self.is_finished() or divides(every_steps, self.step)
 
-    def repeat_validation(self) -> None:
-        """Make the validation of the current step due again: a stop follows that saves the step without it."""
-        self.validation_is_due = self.cadence.has_validation
-
-    def note_benchmarks(self) -> None:
-        """Record that the benchmarks of the current step have run."""
-        self.benchmarks_are_due = False
-
-    def note_validated(self) -> None:
-        """Record that the current step is validated."""
-        self.validation_is_due = False
-
-    def note_best(self, value: float) -> bool:
-        """Record the best metric so far. Returns whether it requires a save (``ckpt_on_best``)."""
-        self.best = value
-        return self.cadence.ckpt_on_best
-
     def note_save(self, seconds: float) -> None:
         """Record that the current step is saved, which took *seconds* including its validation."""
         self._saved_step = self.step
-        self._note_attempt()
+        self.note_attempt()
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
 
-    def note_failed_save(self) -> None:
-        """Record that a save failed: the next one is due as long after it as after a successful save.
+    def note_attempt(self) -> None:
+        """Record that a save was tried: if it failed, the next one is due as long after it as after a successful one.
 
         Otherwise, with a full disk, the run would validate and try to save after every step.
         """
-        self._note_attempt()
-
-    def _note_attempt(self) -> None:
         self._attempted_step = self.step
         self._attempt_time = self._clock()
 
@@ -306,32 +279,22 @@ class StepScheduler:
         # No step has this number, so the current one counts as unsaved.
         self._saved_step = -1
 
-    def save_is_wanted(self) -> bool:
+    def _save_is_wanted(self, now: float) -> bool:
         """Whether a save is due by time, or by the interval that the run has chosen, after the newest step.
 
         By this rank's clock, ``ckpt_every_minutes`` after the last save. Failed saves count like successful ones.
         """
         minutes = self.cadence.ckpt_every_minutes
-        if minutes is not None and self._clock() - self._attempt_time >= 60 * minutes:
+        if minutes is not None and now - self._attempt_time >= 60 * minutes:
             return True
         return self._auto is not None and self.step - self._attempted_step >= self._auto.steps
 
-    def time_is_up(self) -> bool:
+    def _time_is_up(self, now: float) -> bool:
         """Whether ``max_time`` may not suffice for one more step and two saves, by this rank's clock."""
         limit = self.cadence.max_time_seconds
-        if limit is None:
-            return False
         # Two saves: the step that ends now may have to be saved, and the next one, too.
         ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
-        return self._clock() - self._session_start + ahead >= limit
-
-    def follow_data(self, *, epochs_done: int, num_samples: int) -> None:
-        """Set the finished epochs and the consumed samples to those of a position in the data.
-
-        Another program that started the run may count both in another way.
-        """
-        self.epochs_done = epochs_done
-        self.consumed_samples = num_samples
+        return limit is not None and now - self._session_start + ahead >= limit
 
     def state_dict(self) -> dict[str, Any]:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
@@ -373,10 +336,12 @@ class StepScheduler:
         self.elapsed_seconds = state["elapsed_seconds"]
         self.best = state["best"]
         # Checkpoints written before 2026-11-21 contain neither.
-        self.validation_is_due = state.get("validation_is_due", False)
-        self.save_was_due = state.get("save_was_due", self.validation_is_due)
+        was_due = bool(state.get("validation_is_due", False))
+        self.validation_is_due = was_due and self.cadence.has_validation
+        self.save_was_due = state.get("save_was_due", was_due)
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
-        self.benchmarks_are_due = bool(state.get("benchmarks_are_due", False))
+        was_due = bool(state.get("benchmarks_are_due", False))
+        self.benchmarks_are_due = was_due and self.cadence.has_benchmarks
         if self.early_stopping is not None and "early_stopping" in state:
             self.early_stopping.load_state_dict(state["early_stopping"])
         if self.spikes is not None and "spikes" in state:

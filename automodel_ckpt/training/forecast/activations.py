@@ -1,4 +1,4 @@
-"""The memory of activations: those of a traced step, the loss, and images, for all micro-batches in progress."""
+"""The memory of activations: of a traced step, the loss, and images, for all micro-batches in progress."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from automodel_ckpt.models.loss.loss_head import (
     output_layer,
 )
 from automodel_ckpt.models.loss.mtp import mtp_of
-from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy
-from automodel_ckpt.parallel.precision import compute_dtype
-from automodel_ckpt.training.forecast.image_memory import image_bytes
+from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training.forecast.micro_batch import micro_batch_shape
-from automodel_ckpt.training.forecast.model_traces import trace_of, traced_dtype
-from automodel_ckpt.training.forecast.rank_parts import rank_parts
+from automodel_ckpt.training.forecast.model_traces import Traces, image_bytes, trace_of
+from automodel_ckpt.training.forecast.rank_parts import RankParts
 from automodel_ckpt.training.forecast.step_trace import HeadMemory, StepTrace
-from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
+from automodel_ckpt.training.model.sections import num_micro_batches
 
 # Measured: the heap keeps holes between long-lived tensors.
 _HEAP = 2.2
@@ -52,89 +50,69 @@ class Activations:
     those of one of them that is complete when there are gradients of earlier micro-batches; 0 if none is.
     """
 
-    forward: int
-    loss: int
-    output: int
-    saved: int
-    backward: tuple[tuple[float, int], ...]
-    step: int
+    forward: int = 0
+    loss: int = 0
+    output: int = 0
+    saved: int = 0
+    backward: tuple[tuple[float, int], ...] = ()
+    step: int = 0
     others: int = 0
     last_other: int = 0
 
 
-def estimate_activations(recipe: Any, pipeline_rank: int = 0) -> Activations | None:
-    """Estimate the activations of a rank of a dry run's *recipe*; None if they are unknown.
-
-    *pipeline_rank* is the position of the rank among those of a pipeline: only the last one computes the loss.
-    """
-    layout = recipe.layout
+def estimate_activations(rank: RankParts, traces: Traces, pipeline_rank: int) -> Activations | None:
+    """Estimate the activations of a *rank* with one of the stages of a pipeline. Returns None if they are unknown."""
+    recipe, sizes = rank.recipe, rank.sizes
     batch = micro_batch_shape(recipe)
     if batch is None:
         return None
     # Along the sequence, tensor parallel ranks keep their part of the hidden states between layers, but all tokens of
     # what their matrices read. It counts as without such parts.
-    tokens_per_row = -(-batch.tokens_per_row // layout.sizes.cp)
-    trace = trace_of(recipe, replace(batch, tokens_per_row=tokens_per_row))
-    if trace is None:
+    tokens_per_row = -(-batch.tokens_per_row // sizes.cp)
+    trace = trace_of(rank, replace(batch, tokens_per_row=tokens_per_row), traces)
+    of_images = image_bytes(rank, batch.images) if batch.images else 0
+    if trace is None or of_images is None:
         return None
-    of_images: int | None = 0
-    if batch.images:
-        dtype, is_autocast = traced_dtype(recipe)
-        of_images = image_bytes(recipe.model, batch.images, dtype, is_autocast=is_autocast)
-    if of_images is None:
-        return None
-    num_stages = layout.sizes.pp
-    trace = trace.part(num_stages)
+    trace = trace.part(sizes.pp)
     head = HeadMemory(0)
-    if pipeline_rank == num_stages - 1:
+    # Only the last stage computes the loss.
+    if pipeline_rank == sizes.pp - 1:
         # A model with targets has no parts of rows.
-        head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
+        head = _head_memory(rank, batch.rows * (batch.targets_per_row or tokens_per_row))
     # Between their forward and backward passes, the other micro-batches of a pipeline keep what was saved.
-    num_others = num_in_progress(recipe.config, layout.sizes, pipeline_rank) - 1
+    num_others = num_in_progress(recipe.config, sizes, pipeline_rank) - 1
     of_other, last_other = trace.after_forward, 0
     if recipe.config.distributed.pp_schedule == "gpipe" and num_others:
         # Other schedules begin the backward pass of a loss before they compute the next one. This one computes all
         # losses before there are gradients.
         of_other = last_other = of_other + head.waiting_bytes
-    of_others = int(num_others * of_other)
+    fixed = num_others * of_other + of_images
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones.
-    factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
-
-    def of_all(peak: int) -> int:
-        return int((peak + of_others + of_images) * factor)
-
+    factor = _BLOCKS if rank.on_gpu else _HEAP
+    backward = []
+    for done, peak in trace.course:
+        at_peak = int((peak + head.gradient_bytes + fixed) * factor)
+        backward.append((done / max(trace.gradients, 1), at_peak))
     return Activations(
-        forward=of_all(trace.forward),
-        loss=of_all(trace.after_forward + head.peak_bytes),
-        saved=of_all(trace.after_forward),
-        output=of_all(trace.after_forward + head.sum_bytes),
-        backward=tuple(
-            (done / max(trace.gradients, 1), of_all(peak + head.gradient_bytes))
-            for done, peak in trace.course
-        ),
-        step=of_all(_peak(recipe, trace, head)),
-        others=int(of_others * factor),
+        forward=int((trace.forward + fixed) * factor),
+        loss=int((trace.after_forward + head.peak_bytes + fixed) * factor),
+        saved=int((trace.after_forward + fixed) * factor),
+        output=int((trace.after_forward + head.sum_bytes + fixed) * factor),
+        backward=tuple(backward),
+        step=int((_peak(rank, trace, head) + fixed) * factor),
+        others=int(num_others * of_other * factor),
         last_other=int(last_other * factor),
     )
 
 
-def _peak(recipe: Any, trace: StepTrace, head: HeadMemory) -> int:
+def _peak(rank: RankParts, trace: StepTrace, head: HeadMemory) -> int:
     """The largest number of bytes of a micro-batch at one time, without gradients."""
-    sizes = recipe.layout.sizes
-    is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    if sizes.tp * sizes.pp > 1 or is_sharded or has_buckets(recipe):
+    later = trace.later_peak(head)
+    if rank.sizes.tp * rank.sizes.pp > 1 or rank.is_sharded or rank.has_buckets:
         # Shards of gradients, and buckets, which exist during the whole step, count elsewhere.
-        return trace.later_peak(head)
+        return later
     first = trace.peak(head) - trace.gradients - head.gradient_bytes
-    if num_micro_batches(recipe.config, sizes.dp) == 1:
-        return first
-    return max(first, trace.later_peak(head))
-
-
-def has_buckets(recipe: Any) -> bool:
-    """Whether ranks sum up gradients in buckets, as DistributedDataParallel does."""
-    strategy = choose_strategy(recipe.config.distributed.strategy, recipe.layout.sizes)
-    return strategy == "ddp"
+    return max(first, later) if rank.accumulates else first
 
 
 def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
@@ -147,28 +125,27 @@ def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) 
     return num_batches
 
 
-def _head_memory(recipe: Any, num_positions: int) -> HeadMemory:
+def _head_memory(rank: RankParts, num_positions: int) -> HeadMemory:
     """The memory of the output layer and the loss for *num_positions* tokens with labels.
 
     Each depth of multi-token prediction has as many, and a separate loss.
     """
+    recipe = rank.recipe
     head: Any = output_layer(recipe.model)
     if getattr(head, "out_features", None) is None:
         return HeadMemory(0)
-    parts = rank_parts(recipe)
-    num_columns = parts.shape(head.weight)[0]
-    dtype = compute_dtype(recipe.config.distributed) or head.weight.dtype
+    num_columns = rank.shape(head.weight)[0]
+    dtype = rank.dtype or head.weight.dtype
     is_trained = head.weight.requires_grad
-    gradient = 0
-    if is_trained and not is_fully_sharded(recipe.config, recipe.layout):
-        # With shards, it is among the gathered tensors.
-        gradient = parts.computed_bytes([head.weight])
+    # With shards, its gradient is among the gathered tensors.
+    has_gradient = is_trained and not rank.is_sharded
+    gradient = rank.computed_bytes([head.weight]) if has_gradient else 0
     model = model_without_adapters(recipe.model)
     layers = mtp_of(model)
     num_losses = 1 if layers is None else 1 + layers.num_depths
     num_logits = num_losses * num_positions * num_columns
     device_type = recipe.layout.device.type
-    is_small = device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
+    is_small = not rank.on_gpu and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
     # With adapters on it, or quantized, the loss is computed from full logits.
     is_plain = class_of(head) in (nn.Linear, LossHead)
     if is_small or not is_plain or adds_bias_to_logits(model):

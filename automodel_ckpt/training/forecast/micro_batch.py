@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,17 +13,8 @@ from automodel_ckpt.data.media.image_packing import PACK_IDS
 
 log = logging.getLogger("automodel_ckpt")
 
-_OF_TEXT = frozenset(
-    {
-        "input_ids",
-        "labels",
-        "attention_mask",
-        "position_ids",
-        "token_type_ids",
-        "mm_token_type_ids",
-        PACK_IDS,
-    }
-)
+_OF_TEXT = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
+_OF_TEXT |= {"mm_token_type_ids", PACK_IDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,58 +31,42 @@ class MicroBatchShape:
 
 
 def micro_batch_shape(recipe: Any) -> MicroBatchShape | None:
-    """The shape of a full micro-batch; None if it is unknown.
+    """The shape of a full micro-batch. Returns None if it is unknown.
 
     Its samples are as long as the recipe allows. Their number of rows is that of the first micro-batch: a pair of
     answers has two. So is their length if they have images, or if the recipe does not determine it.
     """
-    full = _full_micro_batch(recipe)
+    packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
+    arguments = recipe.config.dataset.kwargs
+    longest = packed.size if packed is not None else arguments.get("seq_length")
+    has_targets = getattr(recipe.model_config, "is_encoder_decoder", False)
+    target_length = (arguments.get("target_length") or longest) if has_targets else None
     has_images = hasattr(recipe, "processor")
-    if full is not None and recipe.config.packed_sequence is not None and not has_images:
-        return full
-    batch = _first_micro_batch(recipe)
+    is_known = longest is not None and packed is not None and not has_images
+    batch = None if is_known else _first_micro_batch(recipe)
     if batch is None:
-        return full
-    rows, length = batch["input_ids"].shape
-    targets = batch["labels"].shape[1] if _has_targets(recipe) else None
-    if full is not None and PACK_IDS in batch:
-        # The batch has a row per sample; the model gets packs.
-        rows, length = full.rows, full.tokens_per_row
-    if full is not None and not has_images:
-        return replace(full, rows=max(rows, full.rows))
+        return None if longest is None else MicroBatchShape(rows, int(longest), target_length)
+    if longest is not None and not has_images:
+        rows = max(rows, len(batch["input_ids"]))
+        return MicroBatchShape(rows, int(longest), target_length)
+    length = batch["input_ids"].shape[1]
+    if longest is None or PACK_IDS not in batch:
+        # A batch of packs has a row per sample; the model gets packs.
+        rows, longest = len(batch["input_ids"]), length
     images = {name: value for name, value in batch.items() if name not in _OF_TEXT}
-    return MicroBatchShape(rows, length, targets, images)
+    targets = batch["labels"].shape[1] if has_targets else None
+    return MicroBatchShape(rows, int(longest), targets, images)
 
 
 def _first_micro_batch(recipe: Any) -> Mapping[str, torch.Tensor] | None:
     """The first samples of the training data, collated; None for streams, and samples that cannot be collated here."""
     loader = recipe.dataloader
-    size = recipe.config.step_scheduler.local_batch_size
     try:
+        size = recipe.config.step_scheduler.local_batch_size
         samples = [loader.dataset[number] for number in range(size)]
         batch: Mapping[str, torch.Tensor] = loader.collate_fn(samples)
-        rows, length = batch["input_ids"].shape
+        log.debug("the first micro-batch has rows %s", list(batch["input_ids"].shape))
     except Exception as error:
         log.debug("the first samples make no micro-batch: %r", error)
         return None
-    log.debug("the first micro-batch has %d rows of %d tokens", rows, length)
     return batch
-
-
-def _full_micro_batch(recipe: Any) -> MicroBatchShape | None:
-    """A full micro-batch without images; None if the recipe does not determine the length of samples."""
-    packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
-    arguments = recipe.config.dataset.kwargs
-    length = packed.size if packed is not None else arguments.get("seq_length")
-    if length is None:
-        return None
-    targets = None
-    if _has_targets(recipe):
-        limit = arguments.get("target_length")
-        targets = int(length if limit is None else limit)
-    return MicroBatchShape(rows, int(length), targets)
-
-
-def _has_targets(recipe: Any) -> bool:
-    """Whether the model has a decoder whose rows have another length than those of its encoder."""
-    return bool(getattr(recipe.model_config, "is_encoder_decoder", False))

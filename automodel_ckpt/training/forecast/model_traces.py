@@ -3,92 +3,73 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
-from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
-from automodel_ckpt.training.forecast.rank_parts import (
-    quantized_itemsizes,
-    quantized_layers,
-    rank_parts,
+from automodel_ckpt.training.forecast.rank_parts import RankParts, quantized_layers
+from automodel_ckpt.training.forecast.step_trace import (
+    LiveBytes,
+    StepTrace,
+    autocast_to,
+    fake_parameters,
+    traced_step,
 )
-from automodel_ckpt.training.forecast.step_trace import StepTrace, traced_step
-from automodel_ckpt.training.model.sections import activation_mode, is_fully_sharded
+from automodel_ckpt.training.model.sections import activation_mode
 
 log = logging.getLogger("automodel_ckpt")
 
-_NUM_TRACED = 2
-_traces: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], StepTrace | None]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The traces of a model by (rows, tokens per row, what else changes a trace); None: it cannot be traced."""
+Traces = dict[tuple[Any, ...], StepTrace | None]
+"""The traces of a model by what changes a trace; None for those that cannot be traced."""
 
 
-def trace_of(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
-    """The trace of a step with the rows of *batch*, without images; None for a model whose forward pass needs values.
-
-    Two numbers of rows are traced for a length, and others computed from these.
-    """
-    rows, lengths = batch.rows, (batch.tokens_per_row, batch.targets_per_row)
-    known = _traces.setdefault(recipe.model, {})
-    is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    tp = recipe.layout.sizes.tp
-    kind = (lengths, activation_mode(recipe.config.model), is_sharded, tp)
-    if (rows, *kind) in known:
-        return known[rows, *kind]
-    others = {key[0]: trace for key, trace in known.items() if key[1:] == kind}
-    if len(others) < _NUM_TRACED:
-        known[rows, *kind] = found = _traced(recipe, batch)
-        return found
-    first, second = others
-    start, end = others[first], others[second]
-    if start is None or end is None:
-        return None
-    return start.between(end, (rows - first) / (second - first))
+def trace_of(rank: RankParts, batch: MicroBatchShape, traces: Traces) -> StepTrace | None:
+    """The trace of a step with the rows of *batch*, without images. Returns None if the forward pass needs values."""
+    sizes = (batch.rows, batch.tokens_per_row, batch.targets_per_row)
+    key = (*sizes, activation_mode(rank.recipe.config.model), rank.is_sharded, rank.sizes.tp)
+    if key not in traces:
+        traces[key] = _traced(rank, batch)
+    return traces[key]
 
 
-def forget_traces(recipe: Any) -> None:
-    """Let the next number of rows be traced, instead of being computed from others, which is some percent off."""
-    _traces.pop(recipe.model, None)
-
-
-def _traced(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
+def _traced(rank: RankParts, batch: MicroBatchShape) -> StepTrace | None:
+    recipe = rank.recipe
     backbone = _traced_part(recipe.model)
     tokens = {"input_ids": torch.zeros(batch.rows, batch.tokens_per_row, dtype=torch.long)}
     if batch.targets_per_row is not None:
         targets = torch.zeros(batch.rows, batch.targets_per_row, dtype=torch.long)
         tokens["decoder_input_ids"] = targets
-    dtype, is_autocast = traced_dtype(recipe)
-    dtypes = {} if is_autocast else _computed_dtypes(recipe.model, dtype)
-    quantized = quantized_layers(recipe)
-    for key, itemsize in quantized_itemsizes(recipe).items():
+    is_autocast = _is_autocast(rank)
+    dtypes = {} if is_autocast else _computed_dtypes(recipe.model, rank.dtype)
+    for key, itemsize in rank.itemsizes.items():
         dtypes[key] = torch.float32 if itemsize == 4 else torch.bfloat16
-    parts = rank_parts(recipe).shapes
-    ways = [(False, parts), (True, parts)]
-    if parts:
-        # The code of some models states the number of heads.
-        ways += [(False, {}), (True, {})]
-    for keeps_attention, shapes in ways:
+    # The output of an embedding is complete on each rank.
+    lookups = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
+    complete = {id(module.weight) for module in lookups}
+    parts = {key: shape for key, shape in rank.shapes.items() if key not in complete}
+    # The code of some models states the number of heads, which a rank has fewer of.
+    shapes: list[Mapping[int, torch.Size]] = [parts, {}] if rank.shapes else [{}]
+    quantized = quantized_layers(recipe)
+    for keeps_attention, of_rank in [(keeps, each) for each in shapes for keeps in (False, True)]:
         try:
             with _without_output_layer(backbone), _quantized(backbone, quantized, is_autocast):
                 return traced_step(
                     backbone,
                     tokens,
                     recipe.trainable.forward_options,
-                    dtype=dtype,
+                    dtype=rank.dtype,
                     is_autocast=is_autocast,
                     keeps_attention=keeps_attention,
-                    is_on_gpu=recipe.layout.device.type == "cuda",
-                    shapes=_without_lookups(backbone, shapes),
+                    is_on_gpu=rank.on_gpu,
+                    shapes=of_rank,
                     dtypes=dtypes,
                 )
         except Exception as error:
@@ -96,10 +77,49 @@ def _traced(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
     return None
 
 
-def traced_dtype(recipe: Any) -> tuple[torch.dtype | None, bool]:
-    """The dtype that a step computes in, None for that of the parameters, and whether it is that of autocast."""
-    dtype = compute_dtype(recipe.config.distributed)
-    return dtype, dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
+def _is_autocast(rank: RankParts) -> bool:
+    """Whether parameters keep their dtype, and operations cast them."""
+    return rank.dtype is not None and not rank.is_sharded
+
+
+def image_bytes(rank: RankParts, images: Mapping[str, torch.Tensor]) -> int | None:
+    """Bytes that remain after a multimodal model has computed the features of *images*. Returns None if unknown.
+
+    *images* are arguments of ``get_image_features``, of which only shapes and dtypes are used.
+    """
+    inner = model_without_adapters(rank.recipe.model)
+    is_autocast = _is_autocast(rank)
+    cast_to = None if is_autocast else rank.dtype
+    live = LiveBytes()
+    try:
+        features = _ImageFeatures(getattr(inner, "base_model", inner))
+        with FakeTensorMode():
+            own = fake_parameters(features, cast_to, {}, {})
+            inputs: dict[str, torch.Tensor] = {}
+            for name, tensor in images.items():
+                kind = (cast_to if tensor.is_floating_point() else None) or tensor.dtype
+                inputs[name] = torch.empty(tensor.shape, dtype=kind)
+            for tensor in own.values():
+                live.exclude(tensor)
+            with live, autocast_to(rank.dtype, is_autocast):
+                output = torch.func.functional_call(features, own, kwargs=inputs)
+            found = live.current
+            del output
+        return found
+    except Exception as error:
+        log.debug("the features of images cannot be traced: %r", error)
+        return None
+
+
+class _ImageFeatures(nn.Module):
+    """The part of a multimodal model that computes the features of images for its text layers."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, **images: torch.Tensor) -> Any:
+        return self.backbone.get_image_features(**images)  # type: ignore[operator]
 
 
 def _computed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
@@ -107,23 +127,8 @@ def _computed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, t
     if dtype is None:
         return {}
     kept, cast = float32_names(model, dtype), constants_in(model, dtype)
-    found: dict[int, torch.dtype] = {}
-    for name, parameter in model.named_parameters():
-        if name in kept:
-            found[id(parameter)] = parameter.dtype
-    for name, buffer in model.named_buffers():
-        if name in cast:
-            found[id(buffer)] = dtype
-    return found
-
-
-def _without_lookups(
-    backbone: nn.Module, shapes: Mapping[int, torch.Size]
-) -> dict[int, torch.Size]:
-    """*shapes* without those of embeddings, whose output is complete on each rank."""
-    lookups = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
-    complete = {id(module.weight) for module in lookups}
-    return {key: shape for key, shape in shapes.items() if key not in complete}
+    found = {id(each): each.dtype for name, each in model.named_parameters() if name in kept}
+    return found | {id(each): dtype for name, each in model.named_buffers() if name in cast}
 
 
 def _traced_part(model: Any) -> nn.Module:

@@ -19,8 +19,10 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.training.counters.cadence import planned_end
 from automodel_ckpt.training.forecast.advice import Advice, advice_for
-from automodel_ckpt.training.forecast.memory import Memory, estimate_memory, num_shards
+from automodel_ckpt.training.forecast.memory import Memory, estimate_memory
 from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape, micro_batch_shape
+from automodel_ckpt.training.forecast.model_traces import Traces
+from automodel_ckpt.training.forecast.rank_parts import RankParts
 from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
 from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
@@ -75,30 +77,26 @@ def plan(recipe: Any, sizes: Sizes, device: ForecastDevice | None = None) -> Pla
     device = device or device_here(recipe)
     given = recipe.config
     _build_without_weights(recipe, sizes, device)
-    num_parameters, num_trained = 0, 0
-    for parameter in recipe.model.parameters():
-        num_parameters += parameter.numel()
-        if parameter.requires_grad:
-            num_trained += parameter.numel()
-    memory = estimate_memory(recipe)
-    micro_batch = micro_batch_shape(recipe)
+    parameters = list(recipe.model.parameters())
+    traces: Traces = {}
+    memory = estimate_memory(recipe, traces)
     is_saved = recipe.config.checkpoint.enabled
     assets = recipe.build_assets() if is_saved else {}
     has_config = bool(assets) and recipe.config.peft is None
     steps_of_epoch = steps_per_epoch(recipe.dataloader)
     return Plan(
         model=type(recipe.model).__name__,
-        num_parameters=num_parameters,
-        num_trained=num_trained,
+        num_parameters=sum(each.numel() for each in parameters),
+        num_trained=sum(each.numel() for each in parameters if each.requires_grad),
         steps=recipe.step_scheduler.planned_steps,
         steps_per_epoch=steps_of_epoch,
         memory=memory,
-        micro_batch=micro_batch,
+        micro_batch=micro_batch_shape(recipe),
         checkpoint_bytes=_checkpoint_bytes(recipe, assets) if is_saved else None,
         config_json=assets["model"].files[CONFIG] if has_config else None,
         end=planned_end(recipe.step_scheduler.cadence, steps_of_epoch),
         device=device,
-        advice=advice_for(recipe, given, device.nbytes, memory),
+        advice=advice_for(recipe, given, device.nbytes, memory, traces),
     )
 
 
@@ -109,8 +107,7 @@ def _build_without_weights(recipe: Any, sizes: Sizes, device: ForecastDevice) ->
     # Nothing is allocated on the device, but it decides about data types.
     recipe.layout = RankLayout(0, sizes, 0, torch.device(device.type), None)  # type: ignore[arg-type]
     recipe.config = resolve_precision(recipe.config, sizes, device.type)
-    recipe.check_metric_keys()
-    recipe.check_benchmarks()
+    recipe.check_measurements()
     check_uploads(recipe.config)
     recipe.check_sections()
     recipe.config = pin_base(recipe.config, recorded=commits_of_run(recipe.config))
@@ -120,16 +117,14 @@ def _build_without_weights(recipe: Any, sizes: Sizes, device: ForecastDevice) ->
 
 def _checkpoint_bytes(recipe: Any, assets: Mapping[str, Assets]) -> int:
     """Expected bytes of one checkpoint of this run."""
-    sizes = recipe.layout.sizes
+    rank = RankParts(recipe)
     # setup() does this in a run. discover() below has to find it.
-    recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
+    recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, rank.sizes.grid)
     check_export(recipe.config, assets)
-    items = classify(discover(recipe))
-    save_optimizer = recipe.config.checkpoint.save_optimizer
     return forecast_bytes(
-        items,
-        world_size=sizes.world,
-        save_optimizer=save_optimizer,
+        classify(discover(recipe)),
+        world_size=rank.sizes.world,
+        save_optimizer=recipe.config.checkpoint.save_optimizer,
         side_bytes=sum(each.nbytes for each in assets.values()),
-        num_shards=num_shards(recipe),
+        num_shards=rank.sizes.tp * rank.num_shards,
     )

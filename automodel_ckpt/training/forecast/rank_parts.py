@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,11 +13,15 @@ from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.models.loss.loss_head import output_layer
 from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.parallel.expert_parallel import experts_of
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.tensor_plan import plan_for
-from automodel_ckpt.training.model.sections import is_fully_sharded
+from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
+
+Parameters = Iterable[torch.Tensor]
 
 
-def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+def nbytes(tensors: Parameters) -> int:
     """Return the size of all *tensors* together, in bytes."""
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -27,56 +30,53 @@ _BYTES_IN_4_BITS = 0.5 + 1 / 64
 """Of an element: its bits, and its share of a scale of 8 bits for 64 elements."""
 
 
-@dataclass(frozen=True)
 class RankParts:
-    """The parts of the parameters of a model that is complete, on the meta device.
+    """The parts of a dry run's *recipe* on a rank of its layout: the model is complete, on the meta device.
 
-    *shapes* are those of the parameters, by id, that tensor parallelism divides. A rank computes with the parts, and
-    fsdp2 divides them into *num_shards*. *experts* are the parameters, by id, of which a rank gathers one of *ep*
-    parts.
+    A rank computes with the parts that tensor parallelism leaves, and fsdp2 divides these into *num_shards*.
     """
 
-    num_shards: int
-    shapes: Mapping[int, torch.Size] = field(default_factory=dict)
-    experts: frozenset[int] = frozenset()
-    ep: int = 1
-    itemsizes: Mapping[int, float] = field(default_factory=dict)
-    """Bytes of an element that is stored, by the ids of parameters whose dtype is another one in a run."""
+    def __init__(self, recipe: Any) -> None:
+        self.recipe, self.sizes, section = recipe, recipe.layout.sizes, recipe.config.distributed
+        sizes = self.sizes
+        self.is_sharded = is_fully_sharded(recipe.config, recipe.layout)
+        self.num_shards = sizes.dp_shard * sizes.cp if self.is_sharded else 1
+        self.on_gpu = recipe.layout.device.type == "cuda"
+        self.dtype = compute_dtype(section)
+        self.accumulates = num_micro_batches(recipe.config, sizes.dp) > 1
+        self.defers = self.is_sharded and self.accumulates and section.defer_gradient_sync
+        """Whether micro-batches before the last one of a step keep gradients and parameters of fsdp2 unsharded."""
+        self.has_buckets = choose_strategy(section.strategy, sizes) == "ddp"
+        """Whether ranks sum up gradients in buckets, as DistributedDataParallel does."""
+        self.shapes = _tensor_parallel_shapes(recipe) if sizes.tp > 1 else {}
+        """The shapes of the parameters, by id, that tensor parallelism divides."""
+        self.itemsizes = quantized_itemsizes(recipe)
+        """Bytes of a stored element, by the ids of parameters whose dtype is another one in a run."""
+        self._experts: set[int] = set()
+        if sizes.ep > 1:
+            for module in experts_of(recipe.model).values():
+                self._experts.update(id(parameter) for parameter in module.parameters())
 
     def shape(self, parameter: torch.Tensor) -> torch.Size:
         """The shape of *parameter* that a rank computes with."""
         return self.shapes.get(id(parameter), parameter.shape)
 
-    def computed_bytes(
-        self, parameters: Iterable[torch.Tensor], dtype: torch.dtype | None = None
-    ) -> int:
-        """Bytes of *parameters* that a rank computes with, in *dtype*; None: in their own dtypes."""
+    def computed_bytes(self, parameters: Parameters, dtype: torch.dtype | None = None) -> int:
+        """Bytes of *parameters* that a rank computes with, in *dtype*, by default in their own dtypes."""
         total = 0
         for parameter in parameters:
             nbytes = self.shape(parameter).numel() * (dtype or parameter.dtype).itemsize
-            total += nbytes // self.ep if id(parameter) in self.experts else nbytes
+            # A rank gathers one of ep parts of the experts.
+            total += nbytes // self.sizes.ep if id(parameter) in self._experts else nbytes
         return total
 
-    def stored_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
+    def stored_bytes(self, parameters: Parameters) -> int:
         """Bytes of *parameters* that a rank stores."""
         total = 0.0
         for parameter in parameters:
             itemsize = self.itemsizes.get(id(parameter), parameter.dtype.itemsize)
             total += self.shape(parameter).numel() * itemsize
         return int(total) // self.num_shards
-
-
-def rank_parts(recipe: Any) -> RankParts:
-    """The parts of the parameters of *recipe*'s model on a rank of its layout."""
-    sizes = recipe.layout.sizes
-    is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    num_shards = sizes.dp_shard * sizes.cp if is_sharded else 1
-    shapes = _tensor_parallel_shapes(recipe) if sizes.tp > 1 else {}
-    experts: set[int] = set()
-    if sizes.ep > 1:
-        for module in experts_of(recipe.model).values():
-            experts.update(id(parameter) for parameter in module.parameters())
-    return RankParts(num_shards, shapes, frozenset(experts), sizes.ep, quantized_itemsizes(recipe))
 
 
 def quantized_layers(recipe: Any) -> list[nn.Linear]:
@@ -119,26 +119,17 @@ def _tensor_parallel_shapes(recipe: Any) -> dict[int, torch.Size]:
     given = build(section.tp_plan, model=model) if section.tp_plan is not None else None
     shapes: dict[int, torch.Size] = {}
     for name, style in plan_for(model, given, size).items():
-        module = model.get_submodule(name)
-        dim = _divided_dim(module, style)
-        if dim is None:
+        is_rowwise = isinstance(style, RowwiseParallel)
+        if not is_rowwise and not isinstance(style, ColwiseParallel):
             continue
+        module = model.get_submodule(name)
+        # The weight of an embedding has the rows and columns of a transposed layer.
+        dim = int(is_rowwise != isinstance(module, nn.Embedding))
         for parameter in module.parameters(recurse=False):
-            if parameter.dim() == 1 and isinstance(style, RowwiseParallel):
-                # A bias is added to the sum over the ranks.
-                continue
-            shape = list(parameter.shape)
-            at = min(dim, parameter.dim() - 1)
-            shape[at] = -(-shape[at] // size)
-            shapes[id(parameter)] = torch.Size(shape)
+            # A bias of a rowwise layer is added to the sum over the ranks.
+            if parameter.dim() > 1 or not is_rowwise:
+                shape = list(parameter.shape)
+                at = min(dim, parameter.dim() - 1)
+                shape[at] = -(-shape[at] // size)
+                shapes[id(parameter)] = torch.Size(shape)
     return shapes
-
-
-def _divided_dim(module: nn.Module, style: Any) -> int | None:
-    """The dimension of the weight of *module* that *style* divides; None: none."""
-    is_lookup = isinstance(module, nn.Embedding)
-    if isinstance(style, ColwiseParallel):
-        return 1 if is_lookup else 0
-    if isinstance(style, RowwiseParallel):
-        return 0 if is_lookup else 1
-    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,68 +47,38 @@ class HeadMemory:
     waiting_bytes: int = 0
 
 
-Course = tuple[tuple[int, int], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """Bytes of tensors in a forward and a backward pass of a model without its output layer, besides parameters.
 
-    *after_forward* exist between the two passes, with the gradient of the hidden states. *gradients* are those of all
-    parameters. In *backward*, gradients count as they are computed; in *course*, each is freed when it is complete,
-    because it is added to one that exists, or because only its shard is kept. *course* has (bytes of the gradients that
-    were complete before, peak) of each part of the backward pass, in which one gradient is computed.
+    *after_forward* exist between the two passes, with the gradient of the hidden states. *course* has (bytes of the
+    gradients that were complete before, peak) of each part of the backward pass, in which one gradient is computed. A
+    complete gradient is freed, because it is added to one that exists, or because only its shard is kept.
     """
 
     forward: int
     after_forward: int
-    backward: int
-    gradients: int
-    course: Course
+    course: tuple[tuple[int, int], ...]
 
     @property
-    def later_backward(self) -> int:
-        """The peak of the backward pass without gradients that are complete."""
-        return max(peak for _, peak in self.course)
-
-    def between(self, other: StepTrace, share: float) -> StepTrace:
-        """The trace at *share* of the way from this one (0) to *other* (1), also beyond it.
-
-        All values but those of weights are proportional to the number of rows.
-        """
-
-        def at(start: int, end: int) -> int:
-            return round(start + share * (end - start))
-
-        course = [(self.gradients, at(self.later_backward, other.later_backward))]
-        if [done for done, _ in self.course] == [done for done, _ in other.course]:
-            pairs = zip(self.course, other.course, strict=True)
-            course = [(done, at(start, end)) for (done, start), (_, end) in pairs]
-        return StepTrace(
-            at(self.forward, other.forward),
-            at(self.after_forward, other.after_forward),
-            at(self.backward, other.backward),
-            self.gradients,
-            tuple(course),
-        )
+    def gradients(self) -> int:
+        """The gradients of all parameters."""
+        return self.course[-1][0]
 
     def part(self, num_stages: int) -> StepTrace:
         """The trace of one of *num_stages* equal parts of the model's layers."""
+        course = [(done // num_stages, peak // num_stages) for done, peak in self.course]
         return StepTrace(
-            self.forward // num_stages,
-            self.after_forward // num_stages,
-            self.backward // num_stages,
-            self.gradients // num_stages,
-            tuple((done // num_stages, peak // num_stages) for done, peak in self.course),
+            self.forward // num_stages, self.after_forward // num_stages, tuple(course)
         )
 
     def peak(self, head: HeadMemory) -> int:
         """The peak of one micro-batch, with the gradients that it computes."""
-        return self._peak(head, self.backward)
+        return self._peak(head, max(done + peak for done, peak in self.course))
 
     def later_peak(self, head: HeadMemory) -> int:
         """The peak of a micro-batch beside gradients that exist, or of one whose gradients are sharded elsewhere."""
-        return self._peak(head, self.later_backward)
+        return self._peak(head, max(peak for _, peak in self.course))
 
     def _peak(self, head: HeadMemory, backward: int) -> int:
         loss = self.after_forward + head.peak_bytes
@@ -240,11 +210,11 @@ def traced_step(
         backbone: The model without its output layer; its parameters may be on the meta device. It is not changed.
         inputs: The arguments of its forward pass; only shapes and dtypes are used.
         options: Further arguments of its forward pass.
-        dtype: The dtype that the passes compute in; None: that of the parameters.
-        is_autocast: Whether *dtype* is that of autocast; otherwise parameters are cast to it before.
+        dtype: The dtype that the passes compute in, by default the dtype of the parameters.
+        is_autocast: Whether autocast uses *dtype*; otherwise parameters are cast to it before.
         keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
-        is_on_gpu: Whether the step is that of a GPU.
+        is_on_gpu: Whether the step is one of a GPU.
         shapes: The shapes of the parameters, by id, that a rank has a part of.
         dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
 
@@ -255,75 +225,63 @@ def traced_step(
     was_disabled, torch_log.disabled = torch_log.disabled, True
     # On the meta device, transformers would look for packed samples in the values of the positions.
     attention = nullcontext() if keeps_attention else _traced_attention(backbone, is_on_gpu)
+    cast_to = None if is_autocast else dtype
     try:
         with attention, FakeTensorMode(allow_non_fake_inputs=True):
-            own = fake_parameters(
-                backbone, None if is_autocast else dtype, shapes or {}, dtypes or {}
-            )
-            autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
-            return _traced(backbone, own, inputs, options, autocast)
+            own = fake_parameters(backbone, cast_to, shapes or {}, dtypes or {})
+            fakes = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype)
+                for name, tensor in inputs.items()
+            }
+            live = LiveBytes()
+            for tensor in (*own.values(), *fakes.values()):
+                live.exclude(tensor)
+            # Not functional_call: activation checkpointing calls layers again in the backward pass.
+            with live, _reparametrize_module(backbone, own, tie_weights=True):
+                with autocast_to(dtype, is_autocast):
+                    output = backbone(**fakes, **options)
+                forward = live.peak
+                # Of a model without its output layer: one tensor, or a list of several.
+                if not isinstance(output, list):
+                    output = [output if isinstance(output, torch.Tensor) else output[0]]
+                after_forward, course = _backward(live, own, output)
     finally:
         torch_log.disabled = was_disabled
+    return StepTrace(forward, after_forward, course)
 
 
-def _traced(
-    backbone: nn.Module,
-    own: Tensors,
-    inputs: Tensors,
-    options: Mapping[str, Any],
-    autocast: AbstractContextManager[Any],
-) -> StepTrace:
-    """Run *backbone* with the parameters and buffers *own*, inside of torch's FakeTensorMode."""
-    live = LiveBytes()
-    gradients = _Gradients(live)
-    fake_inputs = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()
-    }
-    for tensor in (*own.values(), *fake_inputs.values()):
-        live.exclude(tensor)
-        if tensor.requires_grad:
-            tensor.register_post_accumulate_grad_hook(gradients.take)  # type: ignore[no-untyped-call]
-    # Not functional_call: activation checkpointing calls layers again in the backward pass.
-    with live, _reparametrize_module(backbone, dict(own), tie_weights=True):
-        with autocast:
-            output = backbone(**fake_inputs, **options)
-        forward = live.peak
-        # Of a model without its output layer: one tensor, or a list of several.
-        first = output if isinstance(output, torch.Tensor) else output[0]
-        hidden = output if isinstance(output, list) else [first]
-        del first
-        del output
-        initial = [torch.empty_like(each) for each in hidden]
-        after_forward = live.current
+def autocast_to(dtype: torch.dtype | None, enabled: bool) -> AbstractContextManager[Any]:
+    """Autocast to *dtype* as a step uses it."""
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=enabled)
+
+
+def _backward(
+    live: LiveBytes, own: Tensors, hidden: Sequence[torch.Tensor]
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Run the backward pass from *hidden*, and free the gradient of each of the parameters *own* when it is complete.
+
+    Returns the bytes before it, and the course of the pass.
+    """
+    course: list[tuple[int, int]] = []
+    num_bytes = 0
+
+    def take(parameter: torch.Tensor) -> None:
+        nonlocal num_bytes
+        course.append((num_bytes, live.peak))
         live.reset_peak()
-        if hidden[0].requires_grad:
-            torch.autograd.backward(hidden, initial)
-        gradients.note_peak()
-    course = tuple(gradients.course)
-    return StepTrace(forward, after_forward, gradients.peak, gradients.nbytes, course)
-
-
-class _Gradients:
-    """Frees the gradient of each parameter when it is complete, and finds the peak that *live* would have with them."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        self.nbytes = 0
-        self.peak = 0
-        self.course: list[tuple[int, int]] = []
-        self._live = live
-
-    def take(self, parameter: torch.Tensor) -> None:
-        """Count and free the gradient of *parameter*."""
-        self.note_peak()
         assert parameter.grad is not None
-        self.nbytes += parameter.grad.numel() * parameter.grad.element_size()
+        num_bytes += parameter.grad.numel() * parameter.grad.element_size()
         parameter.grad = None
 
-    def note_peak(self) -> None:
-        """Add what was freed before to the peak since the latest call."""
-        self.peak = max(self.peak, self._live.peak + self.nbytes)
-        self.course.append((self.nbytes, self._live.peak))
-        self._live.reset_peak()
+    for tensor in own.values():
+        if tensor.requires_grad:
+            tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    initial = [torch.empty_like(each) for each in hidden]
+    after_forward = live.current
+    live.reset_peak()
+    if hidden[0].requires_grad:
+        torch.autograd.backward(list(hidden), initial)
+    return after_forward, (*course, (num_bytes, live.peak))
 
 
 def fake_parameters(

@@ -18,7 +18,7 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.attention.attention_direction import causal_layers
+from automodel_ckpt.models.attention.attention_direction import attend_both_ways, causal_layers
 from automodel_ckpt.models.config_checks import sees_later_tokens
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.forward import model_without_adapters
@@ -44,21 +44,19 @@ UNSUPPORTED = (
     Unsupported("distributed.cp_size", _DIVIDED, "remove cp_size; tp_size and fsdp2 are supported"),
 )
 """The keys that the recipe does not support."""
-_ATTENTION = "embedding.attention"
 _POOLER = "pooler.*"
-_PROMPTS = ("query_prompt", "document_prompt")
 
 
-def prompts_in_data(config: RecipeConfig) -> list[Problem]:
-    """Describe the prompts in sections of data, which exports would not have."""
+def misplaced_in_data(
+    config: RecipeConfig, names: Sequence[str], what: str, place: str
+) -> list[Problem]:
+    """Describe the arguments *names* in sections of data, for *what* reason. The key *place* NAME is the right one."""
     problems = []
     for key, each in data_sections(config).items():
-        for name in _PROMPTS:
+        for name in names:
             if each is not None and name in each.kwargs:
-                what = "prompts are part of the model, and all of its data have the same"
-                hint = f"set embedding.{name} instead"
-                value = str(each.kwargs[name])
-                problems.append(Problem(what, f"{key}.{name}", value, hint))
+                hint = f"set {place}{name.removeprefix('pair_')} instead"
+                problems.append(Problem(what, f"{key}.{name}", str(each.kwargs[name]), hint))
     return problems
 
 
@@ -73,10 +71,11 @@ def check_architecture(model_config: PreTrainedConfig | None) -> None:
         )
 
 
-def check_attention_setting(
-    config: RecipeConfig, model_config: PreTrainedConfig | None, where: str = _ATTENTION
-) -> None:
-    """Raise :class:`RecipeError` if the key *where* with ``bidirectional`` could not be part of what is exported."""
+def see_both_ways(config: RecipeConfig, model_config: PreTrainedConfig | None, where: str) -> bool:
+    """Let the tokens of a decoder see later ones, because the key *where* is ``bidirectional``.
+
+    Returns whether the model may not support it. Raises :class:`RecipeError` if it could not be exported.
+    """
     if model_config is None:
         raise RecipeError(
             "the attention of a model by _target_ cannot be changed",
@@ -92,10 +91,11 @@ def check_attention_setting(
             hint='remove the section peft; or train the adapters on a copy of the base with "is_causal": false in '
             "its config.json, without this key",
         )
+    return attend_both_ways(model_config)
 
 
 def check_attention(
-    trainable: Trainable, config: RecipeConfig, layout: RankLayout, where: str = _ATTENTION
+    trainable: Trainable, config: RecipeConfig, layout: RankLayout, where: str
 ) -> None:
     """Raise :class:`RecipeError` if the model does not follow the setting with which tokens see later ones.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -71,26 +72,30 @@ def check_images(
 
     Only the processor is compared for a student by ``_target_``, which has no configuration.
     """
-    differing: list[str] = []
+    compared: list[tuple[str, Any, Any, Sequence[str]]] = []
     if student is not None:
-        differing += _differing("config", student, teacher.config, (*_TOKENS, *_NUM_TOKENS))
-        tower, other = _vision_config(student), _vision_config(teacher.config)
-        is_limit = getattr(tower, "model_type", None) in _ANY_SIZE
-        names = [name for name in _VISION if name != "image_size" or not is_limit]
-        differing += _differing("vision_config", tower, other, names)
-    own = _processor_of(teacher)
-    if own is None:
+        towers = [getattr(each, "vision_config", None) for each in (student, teacher.config)]
+        is_limit = getattr(towers[0], "model_type", None) in _ANY_SIZE
+        compared = [
+            ("config", student, teacher.config, (*_TOKENS, *_NUM_TOKENS)),
+            ("vision_config", *towers, _VISION[is_limit:]),
+        ]
+    try:
+        own = read_processor(os.path.expanduser(teacher.name), teacher.repository)
+    except Exception as error:  # damaged files make transformers raise anything
+        log.debug("the teacher's processor cannot be read: %r", error)
         log.warning(
             "%s: %s has no processor, so how it expects pixels to be scaled is not compared",
             KEY,
             teacher.name,
         )
     else:
-        of_teacher = getattr(own, "image_processor", None)
-        of_student = getattr(processor, "image_processor", None)
-        differing += _differing("image_processor", of_student, of_teacher, _PIXELS)
-        audio_parts = audio_processor_of(processor), audio_processor_of(own)
-        differing += _differing("feature_extractor", *audio_parts, _AUDIO)
+        images, audio = (
+            [part_of(each) for each in (processor, own)]
+            for part_of in (lambda each: getattr(each, "image_processor", None), audio_processor_of)
+        )
+        compared += [("image_processor", *images, _PIXELS), ("feature_extractor", *audio, _AUDIO)]
+    differing = [text for row in compared for text in _differing(*row)]
     if differing:
         raise RecipeError(
             "the teacher expects other images than the student's processor makes",
@@ -104,24 +109,7 @@ def check_images(
 def _differing(part: str, student: Any, teacher: Any, names: Sequence[str]) -> Iterator[str]:
     """Describe the settings *names* that both objects have with different values."""
     for name in names:
-        values = [_plain(getattr(each, name, None)) for each in (student, teacher)]
-        if None not in values and values[0] != values[1]:
-            yield f"{part}.{name} is {values[1]}, the student has {values[0]}"
-
-
-def _plain(value: Any) -> Any:
-    """The value with lists in place of tuples, which JSON does not have."""
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _vision_config(config: PreTrainedConfig) -> Any:
-    return getattr(config, "vision_config", None)
-
-
-def _processor_of(teacher: PretrainedTeacher) -> Any:
-    """The processor in the teacher's directory; None if it has none."""
-    try:
-        return read_processor(os.path.expanduser(teacher.name), teacher.repository)
-    except Exception as error:  # damaged files make transformers raise anything
-        log.debug("the teacher's processor cannot be read: %r", error)
-        return None
+        # JSON has lists in place of tuples.
+        ours, its = (json.dumps(getattr(each, name, None)) for each in (student, teacher))
+        if "null" not in (ours, its) and ours != its:
+            yield f"{part}.{name} is {its}, the student has {ours}"

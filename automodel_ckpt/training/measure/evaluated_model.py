@@ -47,12 +47,7 @@ class EvaluatedModel:
     before.
     """
 
-    def __init__(
-        self,
-        what: str,
-        where: str,
-        recipe: Any,
-    ) -> None:
+    def __init__(self, what: str, where: str, recipe: Any) -> None:
         """*what* needs the model of *recipe*, because of the section *where*.
 
         Raises :class:`RecipeError` for a model that computes no logits of tokens, and without a tokenizer.
@@ -157,19 +152,14 @@ class HarnessBenchmark:
     All ranks compute the same samples, because a model that is sharded over them computes each one together.
     """
 
-    def __init__(
-        self,
-        settings: HarnessConfig,
-        index: Any,
-        recipe: Any,
-    ) -> None:
-        """*index* has the tasks (:func:`~automodel_ckpt.models.measure.harness.check_tasks`).
+    def __init__(self, settings: HarnessConfig, recipe: Any) -> None:
+        """*recipe* has the index of tasks (:func:`find_tasks`).
 
         Raises :class:`RecipeError` for a model that computes no logits of tokens, and without a tokenizer.
         """
         self.every_steps = settings.every_steps
         self._tasks = tasks_of(settings)
-        self._index = index
+        self._index = recipe.task_index
         self._evaluated = EvaluatedModel("the tasks", SECTION, recipe)
 
     def run(self) -> Sequence[TaskMetric] | None:

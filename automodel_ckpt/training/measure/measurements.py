@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.training.measure.validation_metrics import BENCHMARK, LOSS, metric_name
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.values.readback import Number
-from automodel_ckpt.training.values.records import StepResult, Validation
+from automodel_ckpt.training.values.records import Number, Validation
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -44,18 +42,17 @@ class ValidationSets:
     ranks.
     """
 
-    def __init__(
-        self,
-        sets: Mapping[str | None, Batches],
-        loop: Any,
-    ) -> None:
-        """*sets* are by name; the loss of the first one is ``val_loss``, and the name of ``validation_dataset`` is
-        None. *loop* is the training loop, which has the parts of the run."""
-        self._sets = sets
+    def __init__(self, loop: Any) -> None:
+        """*loop* is the training loop, which has the parts of the run."""
         self._loop = loop
         self._objective: Objective = loop.objective
         self._trainable = self._objective.trainable
         self._layout = self._objective.layout
+        self._sets: dict[str | None, Batches] = {}
+        """By name; the loss of the first one is ``val_loss``. The name of ``validation_dataset`` is None."""
+        if loop.validation_batches is not None:
+            self._sets[None] = loop.validation_batches
+        self._sets.update(loop.validation_sets)
 
     def measure(self, step: int) -> Validation | None:
         """Compute the mean loss over each set after *step*; None if a stop was requested meanwhile."""
@@ -77,54 +74,34 @@ class ValidationSets:
             # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
             reshard(model)
         assert totals, "without validation data, no validation is due"
-        losses = {}
-        for name, each in totals.items():
-            if name is not None:
-                losses[name] = each.mean_loss
+        losses = {name: each.mean_loss for name, each in totals.items() if name is not None}
         main_name, main = next(iter(totals.items()))
         further = self._further_metrics(main_name, totals)
         return Validation(main.mean_loss, main.num_label_tokens, main.count, losses, further)
 
     def _totals_of(self, batches: Iterable[GlobalBatch], step: int) -> EvaluationTotals | None:
-        """The totals of one set over all ranks; None if a stop was requested."""
-        with self._objective.evaluating() as measured:
-            totals = self._sums_of(batches, step)
-        if totals is None:
-            return None
-        # Context parallel ranks count different labels, as they sum the loss of different ones.
-        here = measured.read() if self._layout.reports_loss else {}
-        loss, count, num_labels = totals
-        sums = sum_by_name(self._layout.gloo_group, here)
-        return EvaluationTotals(loss, int(count), int(num_labels), sums)
-
-    def _sums_of(
-        self, batches: Iterable[GlobalBatch], step: int
-    ) -> tuple[float, float, float] | None:
-        """The summed loss, its count, and the label tokens of all batches and ranks; None if a stop was requested.
+        """The totals of one set over all ranks; None if a stop was requested.
 
         The sums of a batch are reduced before the next forward pass, with the stop flags: if a rank is stopped while it
         waits for data, the others must learn of it before they enter a collective of the model without that rank.
         """
-        loss, count, num_labels = 0.0, 0.0, 0.0
+        group = self._layout.gloo_group
+        totals = [0.0, 0.0, 0.0]
         mine: tuple[Number, int, int] = (0.0, 0, 0)
-        # Each round reduces the sums of the batch before; the extra round those of the last.
-        for batch in chain(self._loop.batches(batches), [_NO_BATCH]):
-            wants_stop = batch is None or self._loop.stop_request.wanted
-            loss_here, count_here, num_labels_here = mine
-            sums = sum_over_ranks(
-                self._layout.gloo_group,
-                float(loss_here),
-                count_here,
-                num_labels_here,
-                wants_stop,
-            )
-            if sums[3] > 0:
-                return None
-            loss += sums[0]
-            count += sums[1]
-            num_labels += sums[2]
-            mine = self._sums_here(batch or _NO_BATCH, step)
-        return loss, count, num_labels
+        with self._objective.evaluating() as measured:
+            # Each round reduces the sums of the batch before; the extra round those of the last.
+            for batch in chain(self._loop.batches(batches), [_NO_BATCH]):
+                wants_stop = batch is None or self._loop.stop_request.wanted
+                loss_here, *counts_here = mine
+                *sums, num_stops = sum_over_ranks(group, float(loss_here), *counts_here, wants_stop)
+                if num_stops > 0:
+                    return None
+                totals = [before + more for before, more in zip(totals, sums, strict=True)]
+                mine = self._sums_here(batch or _NO_BATCH, step)
+        # Context parallel ranks count different labels, as they sum the loss of different ones.
+        here = measured.read() if self._layout.reports_loss else {}
+        loss, count, num_labels = totals
+        return EvaluationTotals(loss, int(count), int(num_labels), sum_by_name(group, here))
 
     def _sums_here(self, batch: GlobalBatch, step: int) -> tuple[Number, int, int]:
         """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them.
@@ -174,76 +151,81 @@ def validation_text(validation: Validation, measures: Iterable[str]) -> str:
     return "; ".join(sets)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What was measured at a step: its *validation*, None if none was due, and the *benchmarks*, empty if none were."""
-
-    validation: Validation | None
-    benchmarks: Sequence[TaskMetric]
-
-    @property
-    def anything(self) -> bool:
-        """Whether something was measured."""
-        return self.validation is not None or bool(self.benchmarks)
-
-
 class Measurements:
     """Measures the model at the present step, and writes the results to the logs. Every method is a collective."""
 
-    def __init__(self, recipe: Any, measures: Sequence[str]) -> None:
-        """*recipe* has the parts of the run. *measures* are what validations measure."""
+    def __init__(self, recipe: Any, loop: Any) -> None:
+        """*recipe* and its training *loop* have the parts of the run."""
+        self._loop = loop
         self._config: RecipeConfig = recipe.config
         self._scheduler: StepScheduler = recipe.step_scheduler
-        self._saves = recipe.saves
         self._run_log: RunLog = recipe.run_log
         self._weight_average: WeightAverage | None = recipe.weight_average
-        self._benchmarks: Sequence[HarnessBenchmark] = recipe.build_benchmarks()
-        self._completions: Completions | None = recipe.build_completions()
-        self._measures = measures
+        self._benchmarks: list[HarnessBenchmark] = []
+        self._completions: Completions | None = None
+        evaluation, generation = self._config.evaluation, self._config.generation
+        if evaluation is not None and evaluation.harness is not None:
+            from automodel_ckpt.training.measure.evaluated_model import HarnessBenchmark
 
-    def take(
-        self, validate: Callable[[], Validation | None] | None, last_step: StepResult | None
-    ) -> Measured | None:
-        """Validate with *validate*, if it is given, and run the benchmarks, if they are due.
+            self._benchmarks.append(HarnessBenchmark(evaluation.harness, recipe))
+        if generation is not None:
+            from automodel_ckpt.training.measure.evaluated_model import Completions
 
-        Returns None if a stop was requested meanwhile; the next start then makes up for what is missing. *last_step* is
-        for the log.
+            self._completions = Completions(generation, recipe)
+        section = self._config.ema
+        self._validates_average = section is not None and section.validate
+
+    def take(self, *, validate: bool) -> tuple[dict[str, Any], bool]:
+        """Validate, if that is due, and run the benchmarks, if they are due.
+
+        Returns the content of ``losses.json`` with the metrics of benchmarks, and whether anything was measured. Raises
+        :class:`Stopped` if a stop was requested meanwhile; the next start then makes up for what is missing.
         """
-        validation = None
-        if validate is not None:
-            validation = self._validated(validate, last_step)
-            if validation is None:
-                return None
-        if not self._scheduler.benchmarks_are_missing:
-            return Measured(validation, ())
-        found = self._run_benchmarks()
-        if found is None:
-            if validation is not None:
-                self._scheduler.repeat_validation()
-            return None
-        return Measured(validation, found)
+        validation = self._validated() if validate else None
+        metrics: Sequence[TaskMetric] = ()
+        if self._scheduler.benchmarks_are_due:
+            found = self._run_benchmarks()
+            if found is None:
+                # The stop saves the step without its validation.
+                self._scheduler.validation_is_due = validation is not None
+                self._loop.stop()
+            metrics = found
+        losses = {**self._loop.losses(validation), **self._benchmark_values(metrics)}
+        return losses, validation is not None or bool(metrics)
 
-    def benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
+    def make_up(self) -> None:
+        """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.
+
+        Afterwards the best value so far, and its checkpoint, are the same as in a run that was not stopped.
+        """
+        scheduler = self._scheduler
+        if scheduler.validation_is_due or scheduler.benchmarks_are_due:
+            log.info("validating step %d, which a signal had prevented", scheduler.step)
+            losses, _ = self.take(validate=scheduler.validation_is_due)
+            self._loop.saves.note_late_validation(losses)
+            scheduler.note_metrics(losses)
+
+    def _benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
         """The values of *metrics* by name, and null for one that the recipe names and whose benchmark has not run."""
         values: dict[str, float | None] = {each.name: each.value for each in metrics}
         rule = self._scheduler.cadence.early_stopping
-        named = [self._config.checkpoint.best_metric_key, rule.metric if rule is not None else ""]
-        for name in named:
+        for name in (self._config.checkpoint.best_metric_key, "" if rule is None else rule.metric):
             if name.startswith(BENCHMARK) and not metrics:
                 values[name] = None
         return values
 
-    def _validated(
-        self, validate: Callable[[], Validation | None], last_step: StepResult | None
-    ) -> Validation | None:
+    def _validated(self) -> Validation:
+        scheduler = self._scheduler
         with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():
-            validation = validate()
-            if validation is None:
-                return None
-            self._log_validation(validation, last_step)
-            if self._completions is not None:
-                texts = self._completions.at(self._scheduler.step)
-                self._run_log.log_completions(self._scheduler, texts)
+            validation: Validation | None = self._loop.validate()
+            if validation is not None:
+                self._log_validation(validation)
+                if self._completions is not None:
+                    texts = self._completions.at(scheduler.step)
+                    self._run_log.log_completions(scheduler, texts)
+        if validation is None:
+            self._loop.stop()
+        assert validation is not None
         return validation
 
     def _run_benchmarks(self) -> Sequence[TaskMetric] | None:
@@ -257,7 +239,7 @@ class Measurements:
                     if found is None:
                         return None
                     metrics += found
-        scheduler.note_benchmarks()
+        scheduler.benchmarks_are_due = False
         # A start after a time limit may have nothing to make up for: its run is not at its end.
         if metrics:
             texts = [f"{each.task} {each.metric} {each.value:.4f}" for each in metrics]
@@ -271,22 +253,17 @@ class Measurements:
         if self._weight_average is None or not self._validates_average:
             yield
             return
-        self._saves.await_copies()
+        self._loop.saves.await_copies()
         with self._weight_average.in_model():
             yield
 
-    @property
-    def _validates_average(self) -> bool:
-        section = self._config.ema
-        return section is not None and section.validate
-
-    def _log_validation(self, validation: Validation, last_step: StepResult | None) -> None:
-        scheduler = self._scheduler
-        scheduler.note_validated()
+    def _log_validation(self, validation: Validation) -> None:
+        scheduler, last_step = self._scheduler, self._loop.last_step
+        scheduler.validation_is_due = False
         train_loss = last_step.loss if last_step is not None else None
         figures = self._run_log.figures({"train_loss": train_loss})
         of = " of the average" if self._validates_average else ""
-        measured = validation_text(validation, self._measures)
+        measured = validation_text(validation, self._loop.measures)
         text = f"step {scheduler.step}: validation loss{of} {measured}"
         log.info("%s", f"{text}; {figures}" if figures else text)
         self._run_log.log_validation(scheduler, validation)

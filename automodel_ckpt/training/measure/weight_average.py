@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 from automodel_ckpt.config.keys.optimizer import EmaConfig
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import gather_objects
-from automodel_ckpt.training.values.readback import Number
+from automodel_ckpt.training.values.records import Number
 
 log = logging.getLogger("automodel_ckpt")
 

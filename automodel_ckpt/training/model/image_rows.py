@@ -28,33 +28,25 @@ from automodel_ckpt.models.inspect.forward import (
     side_effect_free,
 )
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
-from automodel_ckpt.training.model.row_sharing import choose_document_kernel
-from automodel_ckpt.training.model.sections import ModelRequest
+from automodel_ckpt.training.model.row_sharing import ProbedModel, choose_document_kernel
 
 log = logging.getLogger("automodel_ckpt")
 
 _PIXELS = 64
 
 
-def choose_image_rows(
-    request: ModelRequest,
-    model: nn.Module,
-    collate: ImageTextCollator,
-    options: Mapping[str, Any],
-    compute: Callable[[], AbstractContextManager[Any]],
-    *,
-    marks_tokens: bool,
-) -> ImageRowLayout:
-    """How packs of samples with images share rows. Raises :class:`RecipeError` if *model* does not separate them.
+def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageRowLayout:
+    """How packs of samples with images share rows. A collective: runs the model on a few small images.
 
-    A collective: runs *model* with *options*, in the context *compute*, on a few small images. *marks_tokens*: the rows
-    contain a mask of the tokens that are not padding.
+    Raises :class:`RecipeError` if it does not separate samples.
     """
-    layout, attention = request.layout, attention_of(model)
+    model, layout = probed.from_tokens, probed.layout
+    attention = attention_of(model)
     # Flash attention finds the samples by their position ids only in a batch of one row.
     one_row = "flash" in attention
-    rows = ImageRowLayout(rotary_positions(model), one_row, request.row_multiple, marks_tokens)
-    probe = RowProbe(model, collate, rows, options, compute, layout.device)
+    positions_of = rotary_positions(model)
+    rows = ImageRowLayout(positions_of, one_row, probed.row_multiple, probed.marks_tokens)
+    probe = RowProbe(model, collate, rows, probed.options, probed.compute, layout.device)
     apart = probe.keeps_samples_apart()
     masks = None
     # All ranks take the same branch: the probe is a collective of those that share the model.
@@ -63,32 +55,25 @@ def choose_image_rows(
         masks = install_row_masks(model)
         if masks is not None:
             apart = probe.keeps_samples_apart()
-            if not on_all_ranks(layout.gloo_group, bool(apart)):
-                masks.remove()
-    if not on_all_ranks(layout.gloo_group, bool(apart)):
-        raise RecipeError(
-            "this model does not keep the samples of a pack apart, or their images",
-            where="packed_sequence",
-            value=f"{type(model).__name__}, {attention} attention{apart.reason}",
-            hint="leave packed_sequence out, or use another model or attn_implementation",
-        )
-    kind = "rotary positions of images" if rows.positions_of is not None else "position ids"
-    kernel = ""
-    if masks is None:
-        kernel = choose_document_kernel(request, model, options, compute)
+        if masks is None or not on_all_ranks(layout.gloo_group, bool(apart)):
+            raise RecipeError(
+                "this model does not keep the samples of a pack apart, or their images",
+                where="packed_sequence",
+                value=f"{type(model).__name__}, {attention} attention{apart.reason}",
+                hint="leave packed_sequence out, or use another model or attn_implementation",
+            )
+    kind = "position ids" if positions_of is None else "rotary positions of images"
+    how = f"{attention} attention separates them by their {kind}"
+    kernel = choose_document_kernel(probed) if masks is None else ""
     if kernel:
         # All packs in one row, whose documents the kernel finds.
         in_one_row = replace(rows, one_row=True)
         apart = replace(probe, rows=in_one_row).keeps_samples_apart()
         if on_all_ranks(layout.gloo_group, bool(apart)):
-            log.info(
-                "packing samples with images; attention is limited to each sample (%s)", kernel
-            )
-            return in_one_row
-        attend_by_mask(model)
-    log.info(
-        "packing samples with images; %s attention separates them by their %s", attention, kind
-    )
+            rows, how = in_one_row, f"attention is limited to each sample ({kernel})"
+        else:
+            attend_by_mask(model)
+    log.info("packing samples with images; %s", how)
     return rows
 
 

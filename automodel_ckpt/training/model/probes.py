@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from automodel_ckpt.models.inspect.forward import (
     model_without_adapters,
     side_effect_free,
 )
-from automodel_ckpt.models.loss.loss_head import LossHead, install_loss_head, output_layer
+from automodel_ckpt.models.loss.loss_head import install_loss_head, output_layer
 from automodel_ckpt.models.model_checks import (
     RouterSettings,
     check_router_loss,
@@ -32,7 +32,7 @@ from automodel_ckpt.models.model_checks import (
 )
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
-from automodel_ckpt.training.model.row_sharing import Rows, choose_row_layout
+from automodel_ckpt.training.model.row_sharing import ProbedModel, Rows, choose_row_layout
 from automodel_ckpt.training.model.sections import ModelRequest, balancing_scope
 from automodel_ckpt.training.model.sharding import Sharded
 
@@ -46,87 +46,78 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """How the forward passes of a sharded model are called; each value is None if the model or the recipe has none."""
-
-    router_loss: RouterLoss | None = None
-    row_layout: Rows | None = None
-    loss_head: LossHead | None = None
-    all_up_to: int = 0
-    """:attr:`LossHead.all_up_to` at the time of the probes; 0 without a loss head."""
-    context: ContextParallel | None = None
-
-
 def probe(
     request: ModelRequest,
     model: nn.Module,
     sharded: Sharded,
     options: Mapping[str, Any],
     router: RouterSettings | None,
-) -> Probed:
+) -> dict[str, Any]:
     """Find out what the *sharded* model supports, and prepare it for that. A collective.
 
-    *model* is the object that was sharded in place: a DDP wrapper around it would reduce gradients. *options* are the
-    arguments of each forward pass. *router* describes the load balancing loss; None: there is none. Leaves a model
-    that is not trained in evaluation mode. Raises :class:`RecipeError` for what the model does not support.
+    *model* is the object that was sharded in place. *options* are the arguments of each forward pass. *router*
+    describes the load balancing loss; None: there is none. Leaves a model that is not trained in evaluation mode.
+    Returns the fields of a :class:`Trainable` that this decides. Raises :class:`RecipeError` for what the model does
+    not support.
     """
-    layout = request.layout
+    layout, config = request.layout, request.config
     router_loss = None
     if router is not None:
         router_loss = build_router_loss(request, model, router, options)
-    probe_model = _from_tokens(model, sharded)
+    from_tokens = model
+    if sharded.stage is not None:
+        from automodel_ckpt.training.model.pipeline import FromTokens
+
+        from_tokens = FromTokens(model, sharded.stage)
+    probed = ProbedModel(
+        request, model, from_tokens, options, sharded.compute, marks_tokens=router is not None
+    )
     if layout.sizes.tp > 1:
-        _check_plan(request, probe_model, sharded, options)
-    marks_tokens = router is not None
-    rows = _shared_rows(request, model, probe_model, sharded, options, marks_tokens=marks_tokens)
+        _check_plan(probed)
+    rows = _shared_rows(probed)
     if request.shares_rows and rows is None:
-        _warn_of_padding(request, probe_model, sharded, options)
-    head = _loss_head(request, probe_model, options)
-    # Read here: its value depends on the weight's type, which sharding changes back after the probes.
-    all_up_to = head.all_up_to if head is not None else 0
-    context = None
+        _warn_of_padding(probed)
+    head = None
+    if config.loss_fn is None and request.predicts_tokens and layout.is_last_stage:
+        # Otherwise the loss is computed from full logits.
+        head = install_loss_head(from_tokens, options, request.row_multiple, layout.device)
+    found: dict[str, Any] = {
+        "router_loss": router_loss,
+        "loss_head": head,
+        # Read here: it depends on the weight's type, which sharding changes back after the probes.
+        "all_up_to": head.all_up_to if head is not None else 0,
+        "context": None,
+    }
     if layout.sizes.cp > 1:
         from automodel_ckpt.training.model.context_parallel import divide_rows
 
-        context = divide_rows(model, probe_model, layout, options)
-    if request.config.compile.enabled:
-        rows = _widened(request, rows)
+        found["context"] = divide_rows(model, from_tokens, layout, options)
+    found["row_layout"] = _widened(request, rows) if config.compile.enabled else rows
     # The probes left the parameters gathered.
     reshard(sharded.model)
     if not request.is_trained:
         sharded.model.eval()
-    return Probed(router_loss, rows, head, all_up_to, context)
+    return found
 
 
-def _from_tokens(model: nn.Module, sharded: Sharded) -> nn.Module:
-    """A model that takes token ids, for probes; pipeline stages, most of which take hidden states, are wrapped."""
-    if sharded.stage is None:
-        return model
-    from automodel_ckpt.training.model.pipeline import FromTokens
-
-    return FromTokens(model, sharded.stage)
-
-
-def _check_plan(
-    request: ModelRequest, probe_model: nn.Module, sharded: Sharded, options: Mapping[str, Any]
-) -> None:
+def _check_plan(probed: ProbedModel) -> None:
     """Compute a few tokens with the tensor parallel plan. A collective.
 
     Some plans of transformers do not fit the code of their model (Doge: the mask has all heads, the queries those of a
     rank). Raises :class:`RecipeError` if the shapes do not fit. Models with images are not run: some need them.
     """
-    layout, model_config = request.layout, request.model_config
+    layout, model_config = probed.layout, probed.request.model_config
     if model_config is None or model_config.get_text_config() is not model_config:
         return
-    tokens, _, _ = probe_rows(request.row_multiple, layout.device)
+    tokens, _, _ = probe_rows(probed.row_multiple, layout.device)
     try:
-        with side_effect_free(probe_model), sharded.compute():
-            probe_model(input_ids=tokens, **options)
+        with side_effect_free(probed.from_tokens), probed.compute():
+            probed.from_tokens(input_ids=tokens, **probed.options)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        plan = "distributed.tp_plan" if request.config.distributed.tp_plan else "its own plan"
+        section = probed.request.config.distributed
+        plan = "distributed.tp_plan" if section.tp_plan else "its own plan"
         raise RecipeError(
             "this model cannot be computed with its tensor parallel plan",
             where="distributed.tp_size",
@@ -138,65 +129,31 @@ def _check_plan(
         log.debug("could not probe the tensor parallel plan: %s", class_and_message(error))
 
 
-def _shared_rows(
-    request: ModelRequest,
-    model: nn.Module,
-    probe_model: nn.Module,
-    sharded: Sharded,
-    options: Mapping[str, Any],
-    *,
-    marks_tokens: bool,
-) -> Rows | None:
-    """How samples or packs with images share rows; None: each sample is padded to the longest.
-
-    *marks_tokens*: the rows contain a mask of the tokens that are not padding.
-    """
+def _shared_rows(probed: ProbedModel) -> Rows | None:
+    """How samples or packs with images share rows; None: each sample is padded to the longest."""
+    request = probed.request
     if request.packs_images and request.config.packed_sequence is not None:
-        from automodel_ckpt.models.inspect.vision import image_token_ids
-
-        ids = image_token_ids(request.model_config, request.preprocessor)
         from automodel_ckpt.data.image_collate import ImageTextCollator
+        from automodel_ckpt.models.inspect.vision import image_token_ids
         from automodel_ckpt.training.model.image_rows import choose_image_rows
 
-        return choose_image_rows(
-            request,
-            probe_model,
-            ImageTextCollator(request.preprocessor, ids),
-            options,
-            sharded.compute,
-            marks_tokens=marks_tokens,
-        )
-    if not request.shares_rows:
-        return None
-    return choose_row_layout(
-        request, model, probe_model, options, sharded.compute, marks_tokens=marks_tokens
-    )
+        ids = image_token_ids(request.model_config, request.preprocessor)
+        return choose_image_rows(probed, ImageTextCollator(request.preprocessor, ids))
+    return choose_row_layout(probed) if request.shares_rows else None
 
 
-def _warn_of_padding(
-    request: ModelRequest, probe_model: nn.Module, sharded: Sharded, options: Mapping[str, Any]
-) -> None:
+def _warn_of_padding(probed: ProbedModel) -> None:
     """Log a warning if the losses of samples depend on their padding (CPM-Ant, ProphetNet). A collective."""
-    layout, size = request.layout, request.config.step_scheduler.local_batch_size
-    if size == 1 or layout.in_stages or request.row_multiple > 1:
+    layout, size = probed.layout, probed.request.config.step_scheduler.local_batch_size
+    if size == 1 or layout.in_stages or probed.row_multiple > 1:
         return
-    with sharded.compute():
-        is_changed = padding_changes_outputs(probe_model, options, layout.device)
+    with probed.compute():
+        is_changed = padding_changes_outputs(probed.from_tokens, probed.options, layout.device)
     if is_changed:
         log.warning(
             "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
             " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
         )
-
-
-def _loss_head(
-    request: ModelRequest, probe_model: nn.Module, options: Mapping[str, Any]
-) -> LossHead | None:
-    """Let the output layer compute the loss if it can; None: the loss is computed from full logits."""
-    has_own_loss = request.config.loss_fn is not None
-    if has_own_loss or not request.predicts_tokens or not request.layout.is_last_stage:
-        return None
-    return install_loss_head(probe_model, options, request.row_multiple, request.layout.device)
 
 
 def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
@@ -273,7 +230,13 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
                 value=scope,
                 hint="set output_router_logits: true in the model's config, or remove the key",
             )
-        _log_unused_loss(request, model)
+        coefficient = unused_coefficient(model)
+        if coefficient is not None and request.is_trained and scope:
+            log.info(
+                "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
+                "config; model.config_overrides can set it",
+                coefficient,
+            )
         return None
     if not scope or not request.is_trained:
         return None
@@ -284,17 +247,6 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
         return None
     check_stages_with_routers(request.layout.sizes.pp)
     return settings
-
-
-def _log_unused_loss(request: ModelRequest, model: nn.Module) -> None:
-    """Log that a mixture of experts is trained without the loss for which its config has a coefficient."""
-    coefficient = unused_coefficient(model)
-    if coefficient is not None and request.is_trained and balancing_scope(request.config.model):
-        log.info(
-            "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
-            "config; model.config_overrides can set it",
-            coefficient,
-        )
 
 
 def build_router_loss(

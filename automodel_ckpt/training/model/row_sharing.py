@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,26 +31,43 @@ _USUAL_HIDDEN_SIZE = 1024
 """For a model by ``_target_``, which need not have a configuration."""
 
 
-def choose_row_layout(
-    request: ModelRequest,
-    model: nn.Module,
-    probe_model: nn.Module,
-    options: Mapping[str, Any],
-    compute: Callable[[], AbstractContextManager[Any]],
-    *,
-    marks_tokens: bool,
-) -> Rows | None:
-    """How samples share rows, if the recipe wants it and *model* supports it; None: each is padded to the longest.
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """A sharded *model*, and how forward passes of a few tokens are computed with it."""
 
-    A collective: *probe_model*, which takes token ids, runs on a few tokens with *options*, in the context *compute*.
-    *marks_tokens*: the rows contain a mask of the tokens that are not padding. Raises :class:`RecipeError` if
-    ``packed_sequence`` is not supported by the model.
+    request: ModelRequest
+    model: nn.Module
+    """The object that was sharded in place: a DDP wrapper around it would reduce gradients."""
+    from_tokens: nn.Module
+    """The same, or the pipeline stages as a model that takes tokens."""
+    options: Mapping[str, Any]
+    """The arguments of each forward pass."""
+    compute: Callable[[], AbstractContextManager[Any]]
+    """The context of a forward pass."""
+    marks_tokens: bool
+    """Whether the rows contain a mask of the tokens that are not padding."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens."""
+        return self.request.row_multiple
+
+    @property
+    def layout(self) -> RankLayout:
+        """The ranks that share the model."""
+        return self.request.layout
+
+
+def choose_row_layout(probed: ProbedModel) -> Rows | None:
+    """How samples share rows, if the recipe wants it and the model supports it; None: each is padded to the longest.
+
+    A collective, which runs the model. Raises :class:`RecipeError` if ``packed_sequence`` is not supported.
     """
-    config, layout, row_multiple = request.config, request.layout, request.row_multiple
+    request, config = probed.request, probed.request.config
     is_packed = config.packed_sequence is not None
     if not (config.dataloader.padding_free or is_packed):
         return None
-    attention = attention_of(model)
+    attention = attention_of(probed.model)
     # Flash attention finds the samples by their position ids only in a batch of one row.
     one_row = "flash" in attention
     max_row_length = None
@@ -59,40 +76,36 @@ def choose_row_layout(
         max_row_length = config.packed_sequence.size
     apart = partial(
         keeps_samples_apart,
-        probe_model,
+        probed.from_tokens,
         one_row,
-        options,
-        row_multiple,
-        layout.device,
+        probed.options,
+        probed.row_multiple,
+        probed.layout.device,
         max_row_length,
     )
-    answer = probe_with_masks(probe_model, layout, apart)
+    answer = probe_with_masks(probed.from_tokens, probed.layout, apart)
+    if not answer and is_packed:
+        raise RecipeError(
+            "this model does not keep the samples of a pack apart",
+            where="packed_sequence",
+            value=f"{type(probed.model).__name__}, {attention} attention{answer.reason}",
+            hint="leave packed_sequence out, or use another model or attn_implementation",
+        )
     if not answer:
-        if is_packed:
-            raise RecipeError(
-                "this model does not keep the samples of a pack apart",
-                where="packed_sequence",
-                value=f"{type(model).__name__}, {attention} attention{answer.reason}",
-                hint="leave packed_sequence out, or use another model or attn_implementation",
-            )
         log.info(
             "samples are padded to the longest: this model does not keep those apart that share a row%s",
             answer.reason,
         )
         return None
-    kernel = choose_document_kernel(request, probe_model, options, compute)
+    kernel = choose_document_kernel(probed)
+    how = f"{attention} attention separates them by their position ids"
     if kernel:
-        log.info(
-            "packing samples without padding; attention is limited to each sample (%s)", kernel
-        )
-    else:
-        log.info(
-            "packing samples without padding; %s attention separates them by their position ids",
-            attention,
-        )
+        how = f"attention is limited to each sample ({kernel})"
+    log.info("packing samples without padding; %s", how)
     text = request.model_config and request.model_config.get_text_config()
     hidden_size = getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
-    return RowLayout(hidden_size, one_row or bool(kernel), row_multiple, marks_tokens)
+    one_row = one_row or bool(kernel)
+    return RowLayout(hidden_size, one_row, probed.row_multiple, probed.marks_tokens)
 
 
 def probe_with_masks(
@@ -118,17 +131,12 @@ def probe_with_masks(
     return replace(answer, holds=False)
 
 
-def choose_document_kernel(
-    request: ModelRequest,
-    probe_model: nn.Module,
-    options: Mapping[str, Any],
-    compute: Callable[[], AbstractContextManager[Any]],
-) -> str:
+def choose_document_kernel(probed: ProbedModel) -> str:
     """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself.
 
     A collective. Returns the label of the kernel, the same on all ranks; empty if attention uses the mask.
     """
-    config, layout = request.config, request.layout
+    config, layout = probed.request.config, probed.layout
     section = config.model
     if not isinstance(section, ModelConfig) or section.attn_implementation is not None:
         return ""
@@ -138,10 +146,15 @@ def choose_document_kernel(
         return ""
     assert kernel is not None
     able = attend_by_document(
-        probe_model, options, request.row_multiple, layout.device, kernel=kernel, compute=compute
+        probed.from_tokens,
+        probed.options,
+        probed.row_multiple,
+        layout.device,
+        kernel=kernel,
+        compute=probed.compute,
     )
     if on_all_ranks(layout.gloo_group, able):
         return kernel.label
     # Another rank could not: undo the change on this rank.
-    attend_by_mask(probe_model)
+    attend_by_mask(probed.from_tokens)
     return ""

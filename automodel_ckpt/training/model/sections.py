@@ -125,29 +125,29 @@ class ModelRequest:
     """A model to build, by the sections of a recipe, for the ranks of a device mesh. No step changes it."""
 
     config: RecipeConfig
-    """The recipe, with the data types of this device."""
     layout: RankLayout
     auto_class: Any
-    """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
-    task_type: str | None
+    """The class of transformers; its ``from_pretrained`` and ``from_config`` make the model."""
+    task_type: str | None = None
     """peft's name of the task; None if peft has no class of models for it."""
-    preprocessor: Any
+    preprocessor: Any = None
     """The tokenizer or processor; None if there is none."""
-    model_config: PreTrainedConfig | None
-    """The transformers configuration; None for a model by ``_target_``."""
-    shares_rows: bool
+    model_config: PreTrainedConfig | None = None
+    """The transformers configuration, which is read if it is not given; None for a model by ``_target_``."""
+    shares_rows: bool = False
     """Whether samples may share rows without padding, if the model supports it."""
-    packs_images: bool
-    """Whether the samples of ``packed_sequence`` have images."""
-    uses_dropout: bool
+    packs_images: bool = False
+    """Whether the samples of ``packed_sequence`` have images, which *preprocessor* prepares."""
+    uses_dropout: bool = True
     """Whether a model that is trained keeps its dropout."""
-    is_trained: bool
-    """Whether parameters get gradients; otherwise the model is frozen and in evaluation mode."""
-    is_dry_run: bool
-    """Whether the model stays on the meta device, to be counted."""
-    keeps_masters: bool
+    is_trained: bool = True
+    """Whether parameters get gradients, as far as ``model.freeze`` and ``peft`` allow. Otherwise the model is frozen
+    and in evaluation mode."""
+    is_dry_run: bool = False
+    """Whether the model stays on the meta device, complete and without values, to be counted."""
+    keeps_masters: bool = False
     """Whether parameters that are trained beside a base in 16 bits get float32."""
-    keeps_frozen_types: bool
+    keeps_frozen_types: bool = False
     """Whether frozen parameters keep the 16 bits of their files."""
 
     @property

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, stored_layout
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
 from automodel_ckpt.models.loss.loss_head import LossHead
@@ -22,7 +20,6 @@ from automodel_ckpt.models.model_checks import (
     check_trained_types,
     router_settings,
 )
-from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.precision import (
@@ -120,70 +117,31 @@ class Trainable:
             return self.model(**inputs, **self.forward_options)
 
 
-def build_trainable(
-    config: RecipeConfig,
-    layout: RankLayout,
-    *,
-    auto_class: Any,
-    task_type: str | None = None,
-    preprocessor: Any = None,
-    model_config: PreTrainedConfig | None = None,
-    shares_rows: bool = False,
-    packs_images: bool = False,
-    uses_dropout: bool = True,
-    is_trained: bool = True,
-    is_dry_run: bool = False,
-) -> Trainable:
-    """Build the model that the sections ``model``, ``peft``, ``distributed`` and ``compile`` of *config* describe.
+def build_trainable(request: ModelRequest) -> Trainable:
+    """Build the model that the sections ``model``, ``peft``, ``distributed`` and ``compile`` describe. A collective.
 
-    A collective. Call it once for each model of a run: for another one (a reference, a teacher, a reward model) pass
-    ``dataclasses.replace(config, model=..., peft=...)``. A model that is not trained is frozen and in evaluation mode.
-
-    Args:
-        config: The recipe; it is not changed.
-        layout: The ranks that share the model.
-        auto_class: The class of transformers whose ``from_pretrained`` and ``from_config`` make the model.
-        task_type: peft's name of the task; None if peft has no class of models for it.
-        preprocessor: The tokenizer or processor; None if there is none.
-        model_config: What :func:`read_model_config` returned for ``config.model``; None: it is read here.
-        shares_rows: Whether samples may share rows without padding, if the model supports it.
-        packs_images: Whether the samples of ``packed_sequence`` have images, which *preprocessor* prepares.
-        uses_dropout: Whether the model keeps its dropout in training.
-        is_trained: Whether the parameters get gradients, as far as ``model.freeze`` and ``peft`` allow.
-        is_dry_run: Whether the model stays on the meta device, complete and without values, to be counted.
-
-    Raises :class:`RecipeError` for what the model or the ranks do not support, on all ranks, and
-    :class:`CheckpointUnusable` for damaged files of the base.
+    Call it once for each model of a run: for another one (a reference, a teacher, a reward model) with a config in
+    which these sections are replaced. Raises :class:`RecipeError` for what the model or the ranks do not support, on
+    all ranks, and :class:`CheckpointUnusable` for damaged files of the base.
     """
+    layout = request.layout
     # Another model of a run is described by values of a recipe file too, and so by null and auto.
-    config = resolve_precision(config, layout.sizes, layout.device.type)
+    config = resolve_precision(request.config, layout.sizes, layout.device.type)
+    model_config = request.model_config
     if model_config is None:
         model_config = read_model_config(
-            config, layout, auto_class=auto_class, preprocessor=preprocessor
+            config, layout, auto_class=request.auto_class, preprocessor=request.preprocessor
         )
     typed = with_parameter_type(
-        config, model_config, device_type=layout.device.type, is_trained=is_trained
+        config, model_config, device_type=layout.device.type, is_trained=request.is_trained
     )
-    request = ModelRequest(
-        typed,
-        layout,
-        auto_class=auto_class,
-        task_type=task_type,
-        preprocessor=preprocessor,
+    request = replace(
+        request,
+        config=typed,
         model_config=model_config,
-        shares_rows=shares_rows,
-        packs_images=packs_images,
-        uses_dropout=uses_dropout,
-        is_trained=is_trained,
-        is_dry_run=is_dry_run,
         keeps_masters=keeps_masters(config),
         keeps_frozen_types=keeps_frozen_types(config),
     )
-    return _build(request)
-
-
-def _build(request: ModelRequest) -> Trainable:
-    """Build the model, change it, shard it, and probe what it supports."""
     changed = change_model(request, build_unsharded(request))
     model = changed.deferred.model
     if request.is_trained:
@@ -199,7 +157,7 @@ def _build(request: ModelRequest) -> Trainable:
         # Otherwise the model would compute router logits that nothing uses.
         options["output_router_logits"] = False
     check_mesh(request, model)
-    unsharded = Trainable(
+    trainable = Trainable(
         model,
         options,
         adapted=changed.adapted,
@@ -212,24 +170,23 @@ def _build(request: ModelRequest) -> Trainable:
         precision=_precision(request, model),
     )
     if request.is_dry_run:
-        return unsharded
-    _check_device(request, model, has_routers=router is not None)
+        return trainable
+    check_attention(model, layout.device)
+    uses_graphs = has_cuda_graphs(typed, layout)
+    if uses_graphs and request.is_trained:
+        check_cuda_graphs(typed, layout, has_routers=router is not None)
     sharded = shard_for_training(request, changed.deferred)
     probed = probe(request, model, sharded, options, router)
     return replace(
-        unsharded,
+        trainable,
         model=sharded.model,
         compute=sharded.compute,
         stage=sharded.stage,
-        overwrites_outputs=has_cuda_graphs(request.config, request.layout),
-        router_loss=probed.router_loss,
-        row_layout=probed.row_layout,
-        loss_head=probed.loss_head,
-        all_up_to=probed.all_up_to,
-        context=probed.context,
+        overwrites_outputs=uses_graphs,
+        **probed,
         # After the probes, which compare outputs.
         embedding_noise=add_embedding_noise(request, model),
-        mtp=install_mtp(request, model, probed.context),
+        mtp=install_mtp(request, model, probed["context"]),
     )
 
 
@@ -240,14 +197,6 @@ def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | None:
     from automodel_ckpt.models.measure.flop_count import count_flops
 
     return count_flops(model, decoder_layers(model))
-
-
-def _check_device(request: ModelRequest, model: nn.Module, *, has_routers: bool) -> None:
-    """Raise :class:`RecipeError` if this device does not support what the recipe asks of *model*."""
-    config, layout = request.config, request.layout
-    check_attention(model, layout.device)
-    if has_cuda_graphs(config, layout) and request.is_trained:
-        check_cuda_graphs(config, layout, has_routers=has_routers)
 
 
 def _summary(request: ModelRequest, model: nn.Module) -> str:

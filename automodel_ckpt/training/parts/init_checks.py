@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -23,7 +22,6 @@ from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
 from automodel_ckpt.checkpoint.state.model_config import config_changes
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.imports.adapter_import import unknown_options
 from automodel_ckpt.convert.merging.merge_rules import scale_of
 from automodel_ckpt.convert.open import Weights
 from automodel_ckpt.convert.targets.tensor_blocks import difference
@@ -48,7 +46,6 @@ _OF_THE_CLASS = ("model_type", "architectures")
 _POSITIONS = "rope_parameters"
 _DIRECTION = "is_causal"
 _FLOAT32 = 2.0**-22
-_HEADS = ("classifier", "score")
 _MAX_NAMED = 3
 
 
@@ -177,8 +174,8 @@ def check_scales(
         layer = match["layer"]
         if id(module) not in configs:
             directory = directories[id(module)]
-            settings = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
-            configs[id(module)] = settings
+            found = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
+            configs[id(module)] = found
         rank, scale = here[layer]
         config, there = configs[id(module)], scale
         # A config that gives no scale is not compared.
@@ -187,12 +184,12 @@ def check_scales(
         if not math.isclose(there, scale):
             lines.append(f"{layer}: {there:g} there, {scale:g} here")
     if lines:
-        settings = next(config for config in configs.values() if config is not None)
         raise RecipeError(
             "the adapters were trained with another scale than they have in this recipe",
             where=where,
             value=_shortened(lines),
-            hint=f"the scale is alpha / r, or alpha / sqrt(r) with use_rslora; set peft: {_section_of(settings)}",
+            hint="the scale is alpha / r, or alpha / sqrt(r) with use_rslora: give the section peft the options r, "
+            "alpha, alpha_pattern and use_rslora of their adapter_config.json",
         )
 
 
@@ -238,41 +235,6 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, tuple[int, float]]]:
         scaling = getattr(module, "scaling", None)
         if isinstance(scaling, Mapping) and _ADAPTER in scaling:
             yield name.removeprefix(_PREFIX), (int(module.r[_ADAPTER]), float(scaling[_ADAPTER]))
-
-
-def adapter_hint(directories: Iterable[Path | None]) -> str:
-    """What to do about adapters that the model does not have; empty if there is no adapter_config.json."""
-    for directory in directories:
-        config = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
-        if config is None:
-            continue
-        if unknown := unknown_options(config):
-            return (
-                f"no recipe has adapters with {', '.join(unknown)}: merge them into their base (peft's "
-                "merge_and_unload, save_pretrained), and train that"
-            )
-        return f"give the recipe the section of these adapters: peft: {_section_of(config)}"
-    return ""
-
-
-def _section_of(config: Mapping[str, Any]) -> str:
-    """The content of adapter_config.json as the section ``peft`` of a recipe, without what has its default."""
-    settings: dict[str, Any] = {"r": config.get("r"), "alpha": config.get("lora_alpha")}
-    targets = config.get("target_modules")
-    # Another text is a regular expression, which recipes do not have.
-    if isinstance(targets, list) or targets == "all-linear":
-        settings["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
-    # Recipes for classifiers train their heads in any case.
-    heads = [name for name in config.get("modules_to_save") or () if name not in _HEADS]
-    settings["modules_to_save"] = heads
-    for option in ("target_parameters", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora"):
-        settings[option] = config.get(option)
-    if config.get("bias") != "none":
-        settings["bias"] = config.get("bias")
-    given = {name: value for name, value in settings.items() if value}
-    if heads and not config.get("ensure_weight_tying"):
-        given["ensure_weight_tying"] = False
-    return yaml.safe_dump(given, default_flow_style=True, sort_keys=False, width=math.inf).strip()
 
 
 def _shortened(lines: Sequence[str]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -50,7 +49,6 @@ from automodel_ckpt.models.weight_matching import (
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.parts.init_checks import (
     Difference,
-    adapter_hint,
     check_scales,
     check_tied,
     other_configs,
@@ -61,84 +59,83 @@ from automodel_ckpt.training.parts.init_checks import (
 log = logging.getLogger("automodel_ckpt")
 
 
-@contextlib.contextmanager
-def config_directory(modules: Mapping[str, nn.Module]) -> Iterator[Path | None]:
-    """Yield a temporary directory with the config.json of the module ``model``; None if no names are converted to it.
-
-    Weights of Megatron and torchtitan do not always state which model they are for. The model of the recipe does.
-    """
-    config: Any = None
-    if "model" in modules:
-        config = getattr(unwrap(modules["model"]), "config", None)
-    if getattr(config, "model_type", None) not in model_types():
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-config-") as directory:
-        content = json.loads(config.to_json_string(use_diff=False))
-        Path(directory, "config.json").write_text(json.dumps(content))
-        yield Path(directory)
-
-
 MODEL = "model"
-_MAX_NAMED = 3
-
-
 Section = InitFromConfig | Sequence[InitFromSource]
+Modules = Mapping[str, nn.Module]
 
 
-@dataclass(slots=True)
 class Start:
-    """The weights that a run starts from: those of one source, or of several.
+    """The weights that a run starts from: those of one source, or of several, and how they match its *modules*."""
 
-    *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
-    *directories* has the directory with the side files of each module of a source, by id, and *whole* those of sources
-    for the whole model. *differences* are those to the model's config.
-    *scopes* are the modules of the model that get weights; empty text is the whole model. *unused* are the names
-    without the prefix of ``strip``. The patterns are those of all sources.
-    """
-
-    sources: list[Weights] = field(default_factory=list)
-    tensors: dict[str, tuple[Tensors, str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    directories: dict[int, Path | None] = field(default_factory=dict)
-    whole: list[Weights] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-    scopes: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    allow_missing: list[str] = field(default_factory=list)
-    allow_unexpected: list[str] = field(default_factory=list)
+    def __init__(self, section: Section, modules: Modules) -> None:
+        """*section* is ``init_from`` of the recipe."""
+        self.is_single = isinstance(section, InitFromConfig)
+        self._sections = sections_of(section)
+        self._modules = modules
+        self.sources: list[Weights] = []
+        self.tensors: dict[str, tuple[Tensors, str]] = {}
+        """{name in the model: (module of a source, name there)}."""
+        self.differences: list[Difference] = []
+        """How the configs of sources for the whole model differ from the model's."""
+        self.unused: list[str] = []
+        """The names without the prefix of ``strip``."""
+        self._tied: dict[str, str] = {}
+        self._directories: dict[int, Path | None] = {}
+        """The directory with the side files of each module of a source, by id."""
+        self._whole: list[Weights] = []
+        self._scopes: list[str] = []
+        """The modules of the model that get weights; empty text is the whole model."""
+        self._allow_unexpected: list[str] = []
+        self.verdict: Verdict
 
     @property
     def paths(self) -> str:
         """The paths of all sources, in words."""
         return ", ".join(str(weights.path) for weights in self.sources)
 
-    def add(self, section: InitFromConfig, weights: Weights, where: str) -> None:
-        """Add a source, whose tensors replace those of earlier ones. *where* is the key of its section.
+    def open(self, *, fetches: bool) -> bool:
+        """Open all sources; returns False if one is not on this machine.
 
-        Raises :class:`RecipeError` if none of its names begins with ``strip``.
+        Raises :class:`RecipeError` if no name of one begins with its ``strip``.
         """
+        with _config_directory(self._modules) as config:
+            for one, where in self._sections:
+                # The names of a part of the model are not those of its config.
+                is_part = isinstance(one, InitFromSource) and bool(one.strip or one.into)
+                weights = _open(one, where, None if is_part else config, fetches=fetches)
+                if weights is None:
+                    return False
+                self._add(one, weights, where)
+        return True
+
+    def _add(self, section: InitFromConfig, weights: Weights, where: str) -> None:
+        """Add a source. Its tensors replace those of earlier ones."""
         strip, into = "", ""
         if isinstance(section, InitFromSource):
-            strip, into = _prefix(section.strip), _prefix(section.into)
+            strip, into = (
+                f"{name.removesuffix('.')}." if name else ""
+                for name in (section.strip, section.into)
+            )
         named: dict[str, tuple[Tensors, str]] = {}
         for attribute, module in weights.modules.items():
-            directory = side_directory(weights, module)
-            self.directories[id(module)] = directory
+            self._directories[id(module)] = side_directory(weights, module)
             if attribute == MODEL and not strip and not into:
-                self.whole.append(weights)
+                self._whole.append(weights)
             for fqn in module.tensors:
                 full = _qualified(attribute, fqn)
-                if full.startswith(strip):
-                    named[into + full.removeprefix(strip)] = (module, fqn)
-                    self._allow(section, full, into + full.removeprefix(strip))
-                else:
+                if not full.startswith(strip):
                     self.unused.append(full)
-            for alias, stored in module.tied.items():
-                names = [_qualified(attribute, name) for name in (alias, stored)]
+                    continue
+                name = into + full.removeprefix(strip)
+                named[name] = (module, fqn)
+                # The patterns are for names in the source: here the names of the model are compared.
+                if any(fnmatchcase(full, pattern) for pattern in section.allow_unexpected):
+                    self._allow_unexpected.append(glob.escape(name))
+            for pair in module.tied.items():
+                names = [_qualified(attribute, name) for name in pair]
                 if all(name.startswith(strip) for name in names):
-                    renamed = [into + name.removeprefix(strip) for name in names]
-                    self.tied[renamed[0]] = renamed[1]
+                    alias, stored = (into + name.removeprefix(strip) for name in names)
+                    self._tied[alias] = stored
         if not named:
             raise RecipeError(
                 "no name of a tensor begins with this prefix",
@@ -153,33 +150,129 @@ class Start:
             )
         self.tensors |= named
         self.sources.append(weights)
-        self.scopes.append(into)
-        self.allow_missing += section.allow_missing
+        self._scopes.append(into)
 
-    def _allow(self, section: InitFromConfig, own_name: str, name: str) -> None:
-        # The patterns are those of names in the source: here the names of the model are compared.
-        if any(fnmatchcase(own_name, pattern) for pattern in section.allow_unexpected):
-            self.allow_unexpected.append(glob.escape(name))
+    def compare(self, resizable: Iterable[str]) -> None:
+        """Compare the tensors of the sources with those of the modules.
 
-    def covers(self, name: str) -> bool:
-        """Whether *name* of the model is in one of the modules that get weights."""
-        return name.startswith(tuple(self.scopes))
+        Raises :class:`RecipeError` for differences that the section does not allow.
+        """
+        shapes: dict[str, Any] = {}
+        tied: dict[str, str] = {}
+        for name, module in self._modules.items():
+            own_shapes, own_tied = whole_shapes(module)
+            shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
+            for pair in own_tied.items():
+                alias, kept = (_qualified(name, each) for each in pair)
+                tied[alias] = kept
+        self._check_scopes(shapes)
+        shapes = {
+            name: shape for name, shape in shapes.items() if name.startswith(tuple(self._scopes))
+        }
+        there = {name: module.tensors[fqn].shape for name, (module, fqn) in self.tensors.items()}
+        self._prefix = ""
+        if MODEL in self._modules:
+            model = unwrap(self._modules[MODEL])
+            self._prefix = getattr(model, "base_model_prefix", "")
+            for name in ignored_by(model, there.keys() - shapes.keys()):
+                del there[name]
+        self._here, self._there = Names(shapes, tied), Names(there, self._tied)
+        self.verdict = compare(
+            self._here,
+            self._there,
+            prefix=self._prefix,
+            resizable=set(resizable),
+            allow_missing=[each for one, _ in self._sections for each in one.allow_missing],
+            allow_unexpected=self._allow_unexpected,
+        )
+        self._check_allowed()
+        if MODEL in self._modules:
+            for weights in self._whole:
+                self.differences += other_configs(self._modules[MODEL], weights)
+            check_scales(self._modules[MODEL], self.tensors, self._directories, "init_from.path")
+
+    def check_tied(self) -> None:
+        """Raise :class:`RecipeError` if tensors that are one in the model have different values in the sources."""
+        aliases = dict(self._here.tied)
+        if MODEL in self._modules:
+            aliases |= shared_modules(self._modules[MODEL])
+        copies = copies_of_tied(Names(self._here.shapes, aliases), self._there, self._prefix)
+        check_tied(copies, self.tensors, "init_from.path")
+
+    def fillings(self, name: str, module: nn.Module) -> dict[str, Filling]:
+        """What fills the module *name*, by its own names."""
+        found, verdict = {}, self.verdict
+        for fqn in module_shapes(module)[0]:
+            full = _qualified(name, fqn)
+            if full in verdict.matches:
+                stored = self.tensors[verdict.matches[full]]
+                found[fqn] = Filling(*stored, full in verdict.resized)
+        return found
+
+    def _check_allowed(self) -> None:
+        where, section = (
+            ("init_from.path", "init_from") if self.is_single else ("init_from", "init_from.N")
+        )
+        value = ", ".join(one.path for one, _ in self._sections)
+        try:
+            self.verdict.check_allowed(where, value, section)
+        except RecipeError as error:
+            hint = self._hint() if self.is_single else ""
+            if not hint:
+                raise
+            raise RecipeError.all_of(
+                [replace(each, hint=hint) for each in error.problems]
+            ) from None
+
+    def _hint(self) -> str:
+        """What to do about adapters or a whole model in its place, or about names that all have a prefix there."""
+        verdict = self.verdict
+        here, there = (
+            any(".lora_" in name for name in each.shapes) for each in (self._here, self._there)
+        )
+        if there:
+            return _OTHER_ADAPTERS if here else _ADAPTERS
+        if here:
+            return _WHOLE_MODEL
+        missing = next((name for name in verdict.new if name not in verdict.allowed), None)
+        for name in verdict.unexpected if missing is not None else ():
+            if name.endswith(f".{missing}"):
+                strip = name.removesuffix(f".{missing}")
+                path = self.sources[0].path
+                return f"the names there have a prefix; remove it with init_from: [{{path: {path}, strip: {strip}}}]"
+        return ""
+
+    def _check_scopes(self, names: Iterable[str]) -> None:
+        """Raise :class:`RecipeError` for a module in ``into`` that the model does not have."""
+        known = list(names)
+        for number, scope in enumerate(self._scopes):
+            if not any(name.startswith(scope) for name in known):
+                modules = sorted({name.rpartition(".")[0] for name in known})
+                raise RecipeError(
+                    "the model has no such module",
+                    where=f"init_from.{number}.into",
+                    value=scope.removesuffix("."),
+                    hint=f"modules of the model: {', '.join(modules[:5])}, ...",
+                )
 
 
-class _Pair(NamedTuple):
-    """The tensors of the modules that get weights, and those of the sources.
-
-    Names on either side may lack *prefix*.
-    """
-
-    here: Names
-    there: Names
-    prefix: str
+_OTHER_ADAPTERS = (
+    "give the recipe the section peft of these adapters: their adapter_config.json has r, lora_alpha, target_modules "
+    "and the other options"
+)
+_ADAPTERS = (
+    "these are adapters, and this recipe trains a whole model: make one model of base and adapters, by ckpt export "
+    "--merge, and name that; or give the recipe the peft section of the adapters"
+)
+_WHOLE_MODEL = (
+    "this is a whole model, and the recipe trains adapters on one: name it in model.from_pretrained (of a checkpoint "
+    "of ours its model/consolidated directory, which ckpt consolidate makes), and leave init_from out"
+)
 
 
 def start_from(
     section: Section,
-    modules: Mapping[str, nn.Module],
+    modules: Modules,
     *,
     ranks: RankLayout,
     group: ProcessGroup | None,
@@ -194,96 +287,70 @@ def start_from(
     Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
     :class:`CheckpointUnusable` for damaged ones.
     """
+    start = Start(section, modules)
     with raise_on_all_ranks(group):
-        compared = _compared(section, modules, resizable, fetches=True)
-        assert compared is not None
-        start, pair, verdict = compared
+        start.open(fetches=True)
+        start.compare(resizable)
         for weights in start.sources:
             weights.verify(verify, ranks.rank, ranks.world_size)
         if ranks.rank == 0:
-            _check_tied(start, modules, pair)
-            _warn_of_differences(start)
+            start.check_tied()
+            for found in start.differences:
+                lines = "".join(f"\n    {line}" for line in found.lines)
+                log.warning("the weights in %s fit, but %s:%s", found.path, found.text, lines)
     # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", start.paths)
-    verdict.log_differences("they and the model")
+    start.verdict.log_differences("they and the model")
     if start.unused:
         names = "\n    ".join(sorted(start.unused))
         log.info("Tensors without the prefix that is removed are not used:\n    %s", names)
-
     with raise_on_all_ranks(group):
         for name, module in modules.items():
-            fill_module(module, _fillings(name, module, verdict, start), new_rows)
-    return verdict
+            fill_module(module, start.fillings(name, module), new_rows)
+    return start.verdict
 
 
 def inspect_start(
-    section: Section, modules: Mapping[str, nn.Module], *, resizable: Iterable[str] = ()
-) -> tuple[Start, Verdict] | None:
-    """The weights that :func:`start_from` would read, and how they match *modules*, from manifests and headers alone.
+    section: Section, modules: Modules, *, resizable: Iterable[str] = ()
+) -> Start | None:
+    """The weights that :func:`start_from` would read, compared with *modules* by manifests and headers alone.
 
-    No value is read and nothing is fetched: None for a Hub name whose weights are not in the cache. Raises as
+    No value is read and nothing is fetched. Returns None for a Hub name if its weights are not in the cache. Raises as
     :func:`start_from`, except for damage that only a digest shows.
     """
-    compared = _compared(section, modules, resizable, fetches=False)
-    if compared is None:
+    start = Start(section, modules)
+    if not start.open(fetches=False):
         return None
-    start, _, verdict = compared
+    start.compare(resizable)
     for weights in start.sources:
         weights.verify("size", 0, 1)
-    return start, verdict
+    return start
 
 
-def _compared(
-    section: Section,
-    modules: Mapping[str, nn.Module],
-    resizable: Iterable[str],
-    *,
-    fetches: bool,
-) -> tuple[Start, _Pair, Verdict] | None:
-    """Open all sources, and compare their tensors with those of the *modules*; None if one is not on this machine.
-
-    Raises :class:`RecipeError` for differences that the section does not allow.
-    """
-    start = Start()
-    with config_directory(modules) as config:
-        for one, where in _sections(section):
-            # The names of a part of the model are not those of its config.
-            is_part = isinstance(one, InitFromSource) and bool(one.strip or one.into)
-            weights = _open(one, where, None if is_part else config, fetches=fetches)
-            if weights is None:
-                return None
-            start.add(one, weights, where)
-    pair = _names_of(start, modules)
-    verdict = compare(
-        pair.here,
-        pair.there,
-        prefix=pair.prefix,
-        resizable=set(resizable),
-        allow_missing=start.allow_missing,
-        allow_unexpected=start.allow_unexpected,
-    )
-    _check_allowed(section, start, pair, verdict)
-    if MODEL in modules:
-        for weights in start.whole:
-            start.differences += other_configs(modules[MODEL], weights)
-        check_scales(modules[MODEL], start.tensors, start.directories, "init_from.path")
-    return start, pair, verdict
-
-
-def paths_of(section: Section) -> str:
-    """The paths that ``init_from`` names, in words."""
-    return ", ".join(one.path for one, _ in _sections(section))
-
-
-def _sections(section: Section) -> list[tuple[InitFromConfig, str]]:
+def sections_of(section: Section) -> list[tuple[InitFromConfig, str]]:
     """Each source, with the key of its section."""
     if isinstance(section, InitFromConfig):
         return [(section, "init_from")]
     return [(one, f"init_from.{number}") for number, one in enumerate(section)]
 
 
-def _prefix(name: str) -> str:
-    return name if not name or name.endswith(".") else f"{name}."
+def _qualified(attribute: str, fqn: str) -> str:
+    return fqn if attribute == MODEL else f"{attribute}.{fqn}"
+
+
+@contextlib.contextmanager
+def _config_directory(modules: Modules) -> Iterator[Path | None]:
+    """Yield a temporary directory with the config.json of the module ``model``; None if no names are converted to it.
+
+    Weights of Megatron and torchtitan do not always state which model they are for. The model of the recipe does.
+    """
+    config: Any = getattr(unwrap(modules[MODEL]), "config", None) if MODEL in modules else None
+    if getattr(config, "model_type", None) not in model_types():
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-config-") as directory:
+        Path(directory, "config.json").write_text(config.to_json_string(use_diff=False))
+        yield Path(directory)
 
 
 def verify_base(
@@ -355,126 +422,3 @@ def _open(
             "and for a model that asks for it a login (hf auth login)",
         )
     return open_weights(fetched)
-
-
-def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
-    """The tensors of the *modules* that get weights, and those of the sources."""
-    shapes: dict[str, Any] = {}
-    tied: dict[str, str] = {}
-    for name, module in modules.items():
-        own_shapes, own_tied = whole_shapes(module)
-        shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
-        tied |= {
-            _qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()
-        }
-    _check_scopes(start, shapes)
-    shapes = {name: shape for name, shape in shapes.items() if start.covers(name)}
-    there_shapes = {
-        name: module.tensors[fqn].shape for name, (module, fqn) in start.tensors.items()
-    }
-    prefix = ""
-    if MODEL in modules:
-        model = unwrap(modules[MODEL])
-        prefix = getattr(model, "base_model_prefix", "")
-        for name in ignored_by(model, there_shapes.keys() - shapes.keys()):
-            del there_shapes[name]
-    return _Pair(Names(shapes, tied), Names(there_shapes, start.tied), prefix)
-
-
-def _warn_of_differences(start: Start) -> None:
-    for found in start.differences:
-        lines = "".join(f"\n    {line}" for line in found.lines)
-        log.warning("the weights in %s fit, but %s:%s", found.path, found.text, lines)
-
-
-def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> None:
-    aliases = dict(pair.here.tied)
-    if MODEL in modules:
-        aliases |= shared_modules(modules[MODEL])
-    copies = copies_of_tied(Names(pair.here.shapes, aliases), pair.there, pair.prefix)
-    check_tied(copies, start.tensors, "init_from.path")
-
-
-def _check_allowed(section: Section, start: Start, pair: _Pair, verdict: Verdict) -> None:
-    paths = paths_of(section)
-    if isinstance(section, InitFromConfig):
-        if not (section.allow_missing or section.allow_unexpected):
-            _check_both_given(
-                paths, ours=_adapted(pair.here.shapes), theirs=_adapted(pair.there.shapes)
-            )
-        hint = _hint(start, pair, verdict)
-        try:
-            verdict.check_allowed("init_from.path", paths, "init_from")
-        except RecipeError as error:
-            if not hint:
-                raise
-            problems = [replace(each, hint=hint) for each in error.problems]
-            raise RecipeError.all_of(problems) from None
-    else:
-        verdict.check_allowed("init_from", paths, "init_from.N")
-
-
-def _hint(start: Start, pair: _Pair, verdict: Verdict) -> str:
-    """What to do about adapters that the model does not have, or about names that all have a prefix there."""
-    if _adapted(pair.here.shapes) and _adapted(pair.there.shapes):
-        return adapter_hint(start.directories.values())
-    missing = next((name for name in verdict.new if name not in verdict.allowed), None)
-    for name in verdict.unexpected if missing is not None else ():
-        if name.endswith(f".{missing}"):
-            strip = name.removesuffix(f".{missing}")
-            path = start.sources[0].path
-            return f"the names there have a prefix; remove it with init_from: [{{path: {path}, strip: {strip}}}]"
-    return ""
-
-
-def _check_scopes(start: Start, names: Iterable[str]) -> None:
-    """Raise :class:`RecipeError` for a module in ``into`` that the model does not have."""
-    known = list(names)
-    for number, scope in enumerate(start.scopes):
-        if not any(name.startswith(scope) for name in known):
-            modules = sorted({name.rpartition(".")[0] for name in known})
-            raise RecipeError(
-                "the model has no such module",
-                where=f"init_from.{number}.into",
-                value=scope.removesuffix("."),
-                hint=f"modules of the model: {', '.join(modules[:5])}, ...",
-            )
-
-
-def _adapted(names: Iterable[str]) -> bool:
-    """Whether these are the weights of adapters."""
-    return any(".lora_" in name for name in names)
-
-
-def _check_both_given(path: str, *, ours: bool, theirs: bool) -> None:
-    """Adapters alone are no whole model, and a whole model has no adapters."""
-    if theirs and not ours:
-        raise RecipeError(
-            "these are adapters, and this recipe trains a whole model",
-            where="init_from.path",
-            value=path,
-            hint="make one model of base and adapters, by ckpt export --merge, and name that; or give the recipe the "
-            "peft section of the adapters",
-        )
-    if ours and not theirs:
-        raise RecipeError(
-            "this is a whole model, and the recipe trains adapters on one",
-            where="init_from.path",
-            value=path,
-            hint="name it in model.from_pretrained (of a checkpoint of ours its model/consolidated directory, which "
-            "ckpt consolidate makes), and leave init_from out",
-        )
-
-
-def _fillings(name: str, module: nn.Module, verdict: Verdict, start: Start) -> dict[str, Filling]:
-    """What fills the module *name*, by its own names."""
-    names = {fqn: _qualified(name, fqn) for fqn in module_shapes(module)[0]}
-    return {
-        fqn: Filling(*start.tensors[verdict.matches[full]], full in verdict.resized)
-        for fqn, full in names.items()
-        if full in verdict.matches
-    }
-
-
-def _qualified(attribute: str, fqn: str) -> str:
-    return fqn if attribute == MODEL else f"{attribute}.{fqn}"

@@ -1,16 +1,31 @@
-"""Where a recipe's tokenizer or processor is read from."""
+"""Reading a recipe's tokenizer, or the processor of a vision-language model with the settings of the recipe."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.base.other_weights import LFS_HINT
+from automodel_ckpt.config.callables.trust import trusts_remote_code
+from automodel_ckpt.config.keys.data import PROCESSOR_SETTINGS
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.error_texts import first_line
 from automodel_ckpt.models.inspect.repository import (
+    RepositoryOptions,
+    asks_for_code,
     check_revision,
+    code_not_trusted,
+    damaged_config,
+    lfs_pointer,
     reject_other_weights,
     require_local,
 )
@@ -91,4 +106,103 @@ def absent_tokenizer(name: str, where: str) -> RecipeError | None:
         hint="copy the tokenizer's files of the original model there; or set tokenizer.from_pretrained (for images: "
         "processor.from_pretrained) to a directory with tokenizer.json, or to a Hub name; for data that is tokenized "
         "already: tokenizer: null",
+    )
+
+
+_PROCESSOR_HINT = (
+    "name a directory with processor files, and install the libraries that its processor asks for "
+    "(pip install 'automodel_ckpt[vision]', and torchvision where it is named)"
+)
+
+
+@contextmanager
+def reading(
+    kind: str, name: str, where: str, repository: RepositoryOptions, hint: str
+) -> Iterator[None]:
+    """Raise :class:`RecipeError` for what fails when a tokenizer or processor, the *kind*, is read from *name*.
+
+    The key *where* gives the name. *hint* is what to do if the cause is not known.
+    """
+    try:
+        yield
+    except Exception as error:  # for damaged files, libraries raise anything
+        if asks_for_code(error):
+            raise code_not_trusted(kind, name, where, repository) from error
+        known = explained(error, name, where) or damaged_config(name, where, repository.revision)
+        if known is None and kind == "tokenizer":
+            known = absent_tokenizer(name, where)
+            pointer = lfs_pointer(name, "tokenizer*", "*.json")
+            if known is None and pointer is not None:
+                what = "a file of the tokenizer is damaged"
+                known = RecipeError(what, where=where, value=pointer, hint=LFS_HINT)
+        what, value = f"the {kind} cannot be read", f"{name} ({first_line(error, 3)})"
+        raise known or RecipeError(what, where=where, value=value, hint=hint) from error
+
+
+AUTO_PROCESSOR = "transformers.AutoProcessor.from_pretrained"
+
+
+@dataclass(frozen=True)
+class ProcessorSource:
+    """Where a processor is read from: *name* is a directory or Hub name, given by the key *where*."""
+
+    name: str
+    where: str
+    repository: RepositoryOptions
+    settings: Mapping[str, Any]
+    """Settings of the processor that the recipe overrides."""
+
+
+def processor_of_target(section: Target) -> ProcessorSource:
+    """Return the source in a call of :data:`AUTO_PROCESSOR`. Raises :class:`RecipeError` for a missing path."""
+    settings = dict(section.kwargs)
+    where = "processor.pretrained_model_name_or_path"
+    name = str(settings.pop("pretrained_model_name_or_path", ""))
+    require_local(name, where)
+    repository = RepositoryOptions(
+        settings.pop("revision", None),
+        requests_code=settings.pop("trust_remote_code", False) is True,
+        trusts_code=trusts_remote_code(),
+    )
+    return ProcessorSource(name, where, repository, settings)
+
+
+def read_from(source: ProcessorSource) -> Any:
+    """Read a processor. Raises :class:`RecipeError` if that fails, and for settings that it does not have."""
+    from automodel_ckpt.models.processor import read_processor, unknown_settings
+
+    settings, repository = source.settings, source.repository
+    with reading("processor", source.name, source.where, repository, _PROCESSOR_HINT):
+        processor = read_processor(os.path.expanduser(source.name), repository, settings)
+    names = set(settings) & PROCESSOR_SETTINGS
+    unknown = unknown_settings(check_processor(processor, source.where), names)
+    if unknown:
+        raise RecipeError(
+            "this processor does not have these settings",
+            where="processor",
+            value=f"{', '.join(unknown)}; {type(processor).__name__}",
+            hint="remove them, or use the names in its preprocessor_config.json",
+        )
+    return processor
+
+
+def check_processor(processor: Any, where: str) -> Any:
+    """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and media."""
+    from automodel_ckpt.data.media.media import AUDIO, media_of, takes_audio_with_text
+
+    media = media_of(processor)
+    if media == {AUDIO} and not takes_audio_with_text(processor):
+        raise RecipeError(
+            "this processor does not take text and audio in one call",
+            where=where,
+            value=type(processor).__name__,
+            hint="give a function in processor._target_ that returns a subclass with __call__(text, audio, ...)",
+        )
+    if media and hasattr(processor, "tokenizer"):
+        return processor
+    raise RecipeError(
+        "this processor does not take both text and images or audio",
+        where=where,
+        value=type(processor).__name__,
+        hint="name the processor of a model of images or audio; a language model is trained by recipe: llm_finetune",
     )

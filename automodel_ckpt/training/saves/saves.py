@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from automodel_ckpt.errors import (
 from automodel_ckpt.logs.progress import SavingView
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.run_end import again, signal_name
 from automodel_ckpt.training.values.disk_use import warn_of_little_space
 from automodel_ckpt.training.values.run_log import RunLog
 
@@ -261,7 +261,8 @@ class Saves:
             value, self._scheduler.best, self._section.best_mode
         ):
             return False
-        return self._scheduler.note_best(value)
+        self._scheduler.best = value
+        return self._scheduler.cadence.ckpt_on_best
 
     def note_late_validation(self, losses: Mapping[str, Any]) -> None:
         """Record *losses* of the resumed step, whose validation a signal had prevented, for its checkpoint."""
@@ -298,7 +299,7 @@ class Saves:
         # A RecipeError: state that cannot be stored, which the run has had only since its start.
         except (SaveFailed, RecipeError) as failure:
             # Before _handle(), which may raise. A failed save must not be retried after every step.
-            self._scheduler.note_failed_save()
+            self._scheduler.note_attempt()
             self._handle(failure)
             return
         self._scheduler.note_save(time.monotonic() - started)
@@ -526,7 +527,6 @@ class Saves:
 
 
 def _report_signal_at_end(number: int) -> None:
-    """Log that a signal was received while a run that is complete waits for its uploads; 0: by another rank."""
-    name = signal.Signals(number).name if number else "a signal to another rank"
-    again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
-    log.info("%s: training is done, and uploads are not; %s to stop waiting for them", name, again)
+    """Log that a signal was received while a run that is complete waits for its uploads."""
+    text = "%s: training is done, and uploads are not; %s to stop waiting for them"
+    log.info(text, signal_name(number), again(number))

@@ -47,9 +47,9 @@ def _continue_imported_run(resumed: Resumed, recipe: Any) -> None:
     if isinstance(dataloader, GlobalBatchLoader):
         consumed = manifest.progress.get("consumed_samples")
         dataloader.start_after(resumed.step, consumed)
-        recipe.step_scheduler.follow_data(
-            epochs_done=dataloader.epoch, num_samples=dataloader.samples_before
-        )
+        # The other program may count both in another way.
+        recipe.step_scheduler.epochs_done = dataloader.epoch
+        recipe.step_scheduler.consumed_samples = dataloader.samples_before
 
 
 def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:

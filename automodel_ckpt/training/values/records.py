@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.training.counters.step_scheduler import ClockReading
 
+Number = float | torch.Tensor
+"""A number of a step: on the host, or a 0-dim tensor."""
 Z_LOSS = "z_loss"
 """The metric of a micro-batch that is its z-loss, times its coefficient."""
 LABEL_TOKENS = "label_tokens"
@@ -96,19 +99,11 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPosition:
-    """The number of a step, and the epoch of its samples."""
-
-    step: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
 
     *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
-    *metrics* are the means of the objective's metrics over the terms of the loss.
+    *metrics* are the means of the objective's metrics over the *count* terms of the loss.
     """
 
     loss: float
@@ -116,21 +111,13 @@ class StepResult:
     lr: float
     aux_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    count: int = 1
 
-
-@dataclass(frozen=True, slots=True)
-class ReportedStep:
-    """What the rules that stop a run, or let it go back, get of a step.
-
-    *is_finite* is whether the sum of the losses and the gradient norm are finite, which they are without labels.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    has_labels: bool
-    is_finite: bool
+    @property
+    def is_finite(self) -> bool:
+        """Whether the sum of the losses and the gradient norm are finite, which they are without labels."""
+        return math.isfinite(self.grad_norm) and (not self.count or math.isfinite(self.loss))
 
 
 @dataclass(frozen=True, slots=True)

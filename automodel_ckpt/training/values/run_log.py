@@ -29,9 +29,7 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model.sections import logs_mfu
 from automodel_ckpt.training.values.records import (
     LABEL_TOKENS,
-    Control,
     PromptCompletion,
-    StepPosition,
     StepResult,
     Validation,
 )
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.logs.tracker_process import Tracking
     from automodel_ckpt.models.measure.harness import TaskMetric
     from automodel_ckpt.training.counters.spikes import Spike
+    from automodel_ckpt.training.values.step_numbers import LaunchedStep
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -148,7 +147,7 @@ class RunLog:
         resumed_from: str | None,
     ) -> None:
         run = training.path.parent
-        if scheduler.validation_is_missing:
+        if scheduler.validation_is_due:
             # The validation of this step is made up for, and logged then.
             validation.truncate_after(scheduler.step - 1)
         is_finished = scheduler.is_finished()
@@ -230,33 +229,25 @@ class RunLog:
                 every_steps=self._settings.log_every_steps or 1,
             )
 
-    def log_step(
-        self,
-        position: StepPosition,
-        sample_ids: Sequence[int],
-        control: Control,
-        result: StepResult,
-        seconds: float,
-    ) -> None:
-        """Log the step at *position*, which took *seconds*; its global batch had the samples *sample_ids*.
-
-        On a GPU, the next step may have been queued before.
-        """
+    def log_step(self, step: LaunchedStep, result: StepResult) -> None:
+        """Log a *step* that is done. On a GPU, the next step may have been queued before."""
         if not self._layout.is_rank0:
             return
+        control, seconds = step.control, step.seconds
+        rate = control.num_tokens / seconds
         record: dict[str, Any] = {
-            "step": position.step,
-            "epoch": position.epoch,
+            "step": step.step,
+            "epoch": step.batch.epoch,
             "timestamp": time.time(),
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": control.num_tokens,
             "label_tokens": control.num_label_tokens,
-            "tps": control.num_tokens / seconds,
-            "tps_per_gpu": control.num_tokens / seconds / self._layout.world_size,
+            "tps": rate,
+            "tps_per_gpu": rate / self._layout.world_size,
             "mem": self._peak_memory.nbytes,
-            "seconds": self.timeline.seconds_of_step(position.step),
+            "seconds": self.timeline.seconds_of_step(step.step),
         }
         if self.terms != LABEL_TOKENS:
             record[self.terms] = control.count
@@ -266,13 +257,13 @@ class RunLog:
             record["aux_loss"] = result.aux_loss
         record.update(result.metrics)
         if self._settings.sample_ids:
-            record["samples"] = sample_ids
+            record["samples"] = step.batch.sample_ids
         # Not fsynced for each step: flush() does that before a checkpoint is published.
         self._append(self.training, record, soon=True)
         self.progress.update(
             StepView(
-                position.step,
-                position.epoch,
+                step.step,
+                step.batch.epoch,
                 result.loss,
                 result.lr,
                 control.num_tokens,

@@ -1,4 +1,8 @@
-"""The numbers of steps: added up over the ranks in the exchange between two steps, then logged and judged.
+"""The numbers of steps: copied from the device, added up over the ranks, then logged and judged.
+
+A CPU computes while the host calls torch, so its numbers are known when a step returns. A GPU gets a queue of work. If
+the host read a number of every step, such as the loss, the queue would be empty each time, and the GPU idle until the
+host has added work. So the host reads the numbers of a step after it has queued the next one.
 
 The ranks need a step's loss only for the log and for the rules that stop a run. So they add it up in the exchange that
 precedes the next step, instead of in another one.
@@ -9,27 +13,104 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+from torch.distributed.tensor import DTensor
+
+from automodel_ckpt.base.device_copies import to_host
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.run import timeline
-from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.counters.step_scheduler import ClockReading, StepScheduler
-from automodel_ckpt.training.values.readback import LaunchedStep
-from automodel_ckpt.training.values.records import BatchSize, Control, ReportedStep, StepResult
-from automodel_ckpt.training.values.run_log import RunLog
-from automodel_ckpt.training.watch.batch_errors import BatchErrors
+from automodel_ckpt.training.values.records import BatchSize, Control, Number, StepResult
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.spikes import Spike
-    from automodel_ckpt.training.watch.stragglers import StragglerWatch
+    from automodel_ckpt.training.watch.stragglers import ForwardTime, StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
+
+
+class Mark:
+    """A point in the work of a device: a CUDA event, or for a CPU the time on the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Mark the end of the work that is queued for *device*."""
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            # blocking: a wait that polls would take a core from the processes that read data.
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Return when the device has done the work before this mark."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, start: Mark) -> float:
+        """Seconds that the device worked from *start* to this mark. Call :meth:`wait` of this mark before."""
+        if self._event is not None and start._event is not None:
+            # In milliseconds.
+            return float(start._event.elapsed_time(self._event)) / 1000
+        return self._seconds - start._seconds
+
+
+class Readback:
+    """Copies numbers from the device to the host while the device continues."""
+
+    def __init__(self, numbers: Mapping[str, Number], device: torch.device) -> None:
+        """Queue the copies of *numbers*. Those that are not on *device* are on the host already."""
+        self._known: dict[str, float] = {}
+        copied: dict[str, torch.Tensor] = {}
+        for name, number in numbers.items():
+            value = number.full_tensor() if isinstance(number, DTensor) else number
+            if isinstance(value, torch.Tensor) and value.device.type == device.type:
+                # float64 holds every value of the smaller types.
+                copied[name] = value.detach().double().reshape(())
+            else:
+                self._known[name] = float(value)
+        self._names = list(copied)
+        self._copies = to_host(torch.stack(list(copied.values()))) if copied else torch.empty(0)
+        self.end = Mark(device)
+        """The end of the step."""
+
+    def read(self) -> dict[str, float]:
+        """Wait for the copies, and return all numbers."""
+        self.end.wait()
+        return self._known | dict(zip(self._names, self._copies.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step with queued work: what is known of it on the host, and its numbers on their way from the device.
+
+    *numbers* has this rank's sums ``loss`` and ``aux_loss``, the ``grad_norm``, and this rank's sums of the objective's
+    *metrics*. *may_be_skipped*: the device decides whether the weights change. *forward* is the time of a forward pass
+    on this rank, if it is measured.
+    """
+
+    step: int
+    batch: GlobalBatch
+    control: Control
+    lr: float
+    start: Mark
+    numbers: Readback
+    metrics: Sequence[str]
+    may_be_skipped: bool
+    forward: ForwardTime | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the step, whose numbers must have been read."""
+        return self.numbers.end.seconds_since(self.start)
 
 
 _HINT = (
@@ -43,44 +124,38 @@ _FIRST_STEPS = 10
 class Divergence:
     """Judges the steps of a run, and goes back to a checkpoint before a spike (``step_scheduler.on_spike``).
 
-    What checkpoints store of this belongs to the step scheduler. *saves* are the run's ``Saves``. Every method is
-    called on all ranks, with the same values, and decides the same on all of them.
+    What checkpoints store of this belongs to the step scheduler. Every method is called on all ranks, with the same
+    values, and decides the same on all of them.
     """
 
-    def __init__(self, scheduler: StepScheduler, saves: Any, run_log: RunLog) -> None:
-        self._scheduler = scheduler
-        self._saves = saves
-        self._run_log = run_log
-        self._spike: Spike | None = None
+    def __init__(self, loop: Any) -> None:
+        """*loop* is the training loop, which has the parts of the run."""
+        self._scheduler: StepScheduler = loop.step_scheduler
+        self._saves = loop.saves
+        self._run_log = loop.run_log
+        self.spike: Spike | None = None
         """The spike that was found and has not been handled yet."""
-        self._spike_step: ReportedStep | None = None
-        """The step that was the newest spike."""
-        self._after_spike: list[ReportedStep] = []
-        """The steps that the device had done by then, which count only if the run cannot go back."""
+        self._uncounted: list[StepResult] = []
+        """The step of the spike, and those that the device had done by then. They count if the run cannot go back."""
         self._has_updated = False
         """Whether a step of this process had a finite gradient norm: others change no weight."""
 
-    @property
-    def found_spike(self) -> bool:
-        """Whether a step was a spike, and :meth:`go_back` has not been called since."""
-        return self._spike is not None
-
-    def judge(self, step: ReportedStep) -> None:
+    def judge(self, step: StepResult) -> None:
         """Find out whether *step* is a spike, or one too many that is not finite.
 
         Raises :class:`TrainingDiverged` in the second case.
         """
-        if self._spike is not None:
-            self._after_spike.append(step)
+        if self.spike is not None:
+            self._uncounted.append(step)
             return
         spikes = self._scheduler.spikes
         # Without labels, the loss is not a number and no weight changes.
-        if spikes is not None and step.has_labels:
-            self._spike = spikes.note(step.step, step.loss, step.grad_norm)
-        if self._spike is not None:
-            self._spike_step = step
-            return
-        self._note_finite(step)
+        if spikes is not None and step.count:
+            self.spike = spikes.note(step.step, step.loss, step.grad_norm)
+        if self.spike is not None:
+            self._uncounted = [step]
+        else:
+            self._note_finite(step)
 
     def go_back(self) -> bool:
         """Go back because of the spike that was found; returns whether the run did. A collective.
@@ -88,12 +163,15 @@ class Divergence:
         All steps that were made must have been judged. Without a checkpoint that is old enough, training continues.
         Raises :class:`TrainingDiverged` after too many spikes.
         """
-        while self._spike is not None:
-            spike, self._spike = self._spike, None
+        while self.spike is not None:
+            spike, self.spike = self.spike, None
             if self._restore_before(spike):
-                self._after_spike = []
                 return True
-            self._count_spike_and_following()
+            # The next spike may be among the steps after this one.
+            first, *following = self._uncounted
+            self._note_finite(first)
+            for step in following:
+                self.judge(step)
         return False
 
     def _restore_before(self, spike: Spike) -> bool:
@@ -123,9 +201,7 @@ class Divergence:
             )
             return False
         spikes.num_rollbacks = num_rollbacks
-        spikes.keep_left_out(left_out)
-        num_skipped = spikes.num_to_skip_after_spike
-        spikes.leave_out(target, num_skipped)
+        num_skipped = spikes.leave_out(target, left_out)
         self._run_log.roll_back(self._scheduler, spike, num_skipped)
         log.warning(
             "step %d is a spike: %s. Going back to step %d from the checkpoint of step %d, and leaving out %s",
@@ -136,14 +212,6 @@ class Divergence:
             counted(num_skipped, "global batch", "global batches"),
         )
         return True
-
-    def _count_spike_and_following(self) -> None:
-        """Count the step of the spike as any other, and judge the steps after it, the next spike among them."""
-        assert self._spike_step is not None
-        self._note_finite(self._spike_step)
-        following, self._after_spike = self._after_spike, []
-        for step in following:
-            self.judge(step)
 
     def skip_is_due(self) -> bool:
         """Whether batches are left out after the present step."""
@@ -174,39 +242,34 @@ class Divergence:
         )
         return True
 
-    def _note_finite(self, step: ReportedStep) -> None:
-        """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many."""
-        self._has_updated = self._has_updated or math.isfinite(step.grad_norm)
-        if self._scheduler.note_finite(step.is_finite):
-            self._stop(step)
-        if self._cannot_train(step):
-            raise TrainingDiverged(
-                "no step had a finite gradient norm, so that no weight has changed",
-                where=f"the first {counted(step.step, 'step')}",
-                value=_numbers(step),
-                hint="look for NaN in the weights of the model; or use bfloat16 instead of float16; or look at the "
-                "samples of these steps (logging.sample_ids), and at losses of your own code",
-            )
-
     @property
     def _has_no_update(self) -> bool:
         """Whether no step of a new run has changed a weight so far."""
         return not self._has_updated and self._saves.resumed is None
 
-    def _cannot_train(self, step: ReportedStep) -> bool:
-        """Whether none of the first steps of a new run, up to *step*, has changed a weight.
+    def _note_finite(self, step: StepResult) -> None:
+        """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many."""
+        self._has_updated = self._has_updated or math.isfinite(step.grad_norm)
+        scheduler = self._scheduler
+        if scheduler.note_finite(step.is_finite):
+            self._stop(step)
+        limits = (
+            [_FIRST_STEPS]
+            if scheduler.planned_steps is None
+            else [_FIRST_STEPS, scheduler.planned_steps]
+        )
+        # The recipe's limit is used instead, if it has one.
+        has_limit = scheduler.cadence.stop_after_nonfinite_steps is not None
+        if self._has_no_update and not has_limit and step.step >= min(limits):
+            raise TrainingDiverged(
+                "no step had a finite gradient norm, so that no weight has changed",
+                where=f"the first {counted(step.step, 'step')}",
+                value=_text(step),
+                hint="look for NaN in the weights of the model; or use bfloat16 instead of float16; or look at the "
+                "samples of these steps (logging.sample_ids), and at losses of your own code",
+            )
 
-        The recipe's limit is used instead, if it has one.
-        """
-        if not self._has_no_update:
-            return False
-        if self._scheduler.cadence.stop_after_nonfinite_steps is not None:
-            return False
-        planned = self._scheduler.planned_steps
-        limit = _FIRST_STEPS if planned is None else min(planned, _FIRST_STEPS)
-        return step.step >= limit
-
-    def _stop(self, step: ReportedStep) -> NoReturn:
+    def _stop(self, step: StepResult) -> NoReturn:
         """Raise :class:`TrainingDiverged` after too many steps that were not finite. Nothing is saved."""
         # A save in the background may still be writing the last good checkpoint.
         self._saves.wait()
@@ -217,16 +280,13 @@ class Divergence:
         raise TrainingDiverged(
             f"the loss or the gradient norm was not finite {steps}, the last of which is step {step.step}",
             where="step_scheduler.stop_after_nonfinite_steps",
-            value=_numbers(step),
+            value=_text(step),
             hint=f"{_HINT}; {kept}",
         )
 
 
-def _numbers(step: ReportedStep) -> str:
+def _text(step: StepResult) -> str:
     return f"loss {step.loss}, gradient norm {step.grad_norm}, learning rate {step.lr:g}"
-
-
-_NOTHING = BatchSize(0, 0, 0)
 
 
 class StepNumbers:
@@ -234,51 +294,78 @@ class StepNumbers:
 
     def __init__(self, loop: Any) -> None:
         """*loop* is the training loop, which has the parts of the run."""
+        self._loop = loop
         self._layout = loop.layout
-        self._stop_request = loop.stop_request
-        self._checkpointer = loop.checkpointer
-        self._scheduler = loop.step_scheduler
-        self._run_log = loop.run_log
-        self._has_router_loss = loop.trainable.router_loss is not None
-        self._divergence: Divergence = loop.divergence
-        self._errors: BatchErrors = loop.errors
         # The device may still compute the newest step.
         self._num_in_progress = 1 if loop.runs_ahead else 0
-        self.pending = self._errors.pending
+        self.pending = loop.errors.pending
         """Steps that are counted but not logged, oldest first."""
         self.newest: StepResult | None = None
         """The newest reported step of this process; None before there is one, and after the run went back."""
         self.straggler_watch: StragglerWatch | None = None
         """Gets the times of this rank, and compares those of all ranks."""
 
-    @property
-    def newest_is_finite(self) -> bool:
-        """Whether the loss and the gradient norm of the newest step are finite; false if there is none."""
-        if self.newest is None:
-            return False
-        return math.isfinite(self.newest.loss) and math.isfinite(self.newest.grad_norm)
+    def launch(
+        self,
+        batch: GlobalBatch,
+        control: Control,
+        lr: float,
+        start: Mark,
+        trained: tuple[Number, Number],
+    ) -> None:
+        """Start to copy the numbers of a step to the host, now that all its work is queued.
+
+        *trained* is this rank's summed loss, and the gradient norm.
+        """
+        loss_sum, grad_norm = trained
+        loop = self._loop
+        router_loss, timer = loop.trainable.router_loss, loop.forward_timer
+        numbers = {"loss": loss_sum, "aux_loss": 0.0, "grad_norm": grad_norm}
+        if router_loss is not None:
+            numbers["aux_loss"] = router_loss.value_here
+        # Sums are by position, and ranks may have added the names in different orders.
+        metrics = sorted(loop.gradients.metrics) if control.count else []
+        for name in metrics:
+            numbers[f"metric {name}"] = loop.gradients.metrics[name]
+        self.pending.append(
+            LaunchedStep(
+                loop.step_scheduler.step + 1,
+                batch,
+                control,
+                lr,
+                start,
+                Readback(numbers, self._layout.device),
+                metrics,
+                may_be_skipped=isinstance(grad_norm, torch.Tensor),
+                forward=timer.take() if timer is not None else None,
+            )
+        )
 
     def exchange(self, size: BatchSize | None, *, stop: bool, wait: bool = False) -> Control:
         """Exchange with all ranks, and report the oldest step that is done. One small reduction; a collective.
 
-        *size* is that of the next batch on this rank; None if no step follows. *stop*: whether this rank stops for
+        *size* is the size of the next batch on this rank; None if no step follows. *stop*: whether this rank stops for
         another reason than a request. *wait*: wait for a step that the device may still compute.
         """
         num_unfinished = 0 if wait else self._num_in_progress
         finished = self.pending[0] if len(self.pending) > num_unfinished else None
-        numbers = self._numbers_of(finished) if finished is not None else {}
-        here = self._control_here(size or _NOTHING, stop=stop)
-        sums_here = self._sums_here(finished, numbers)
-        figures_here = self._figures_here(finished)
+        numbers = {} if finished is None else self._numbers_of(finished)
+        # Tensor and context parallel ranks compute the same loss, which counts once.
+        counts = self._layout.reports_loss
+        sums_here = [numbers["loss"] if numbers and counts else 0.0, numbers.get("aux_loss", 0.0)]
+        if finished is not None:
+            sums_here += [numbers[f"metric {name}"] if counts else 0.0 for name in finished.metrics]
+        watch = self.straggler_watch
+        figures = [] if watch is None else watch.figures_here(finished and finished.forward)
+        here = self._control_here(size or BatchSize(0, 0, 0), stop=stop)
         began = time.monotonic()
-        control, sums = here.summed(self._layout.gloo_group, [*sums_here, *figures_here])
-        wait_seconds = time.monotonic() - began
+        control, sums = here.summed(self._layout.gloo_group, [*sums_here, *figures])
         num_sums = len(sums_here)
-        if self.straggler_watch is not None:
+        if watch is not None:
             # Ranks come from another exchange together, so that its wait does not show who is late.
             if size is not None:
-                self.straggler_watch.note_wait(wait_seconds)
-            self.straggler_watch.compare(self._scheduler.step, sums[num_sums:])
+                watch.note_wait(time.monotonic() - began)
+            watch.compare(self._loop.step_scheduler.step, sums[num_sums:])
         if finished is not None:
             self.pending.popleft()
             self._report(finished, numbers["grad_norm"], sums[:num_sums])
@@ -286,19 +373,16 @@ class StepNumbers:
 
     def _control_here(self, size: BatchSize, *, stop: bool) -> Control:
         """What this rank adds to the agreement of all ranks."""
-        save_failed = self._checkpointer is not None and self._checkpointer.upload_failed
-        clock = ClockReading()
-        # Only rank 0's clock counts, so that all ranks save and end at the same step.
-        if self._layout.is_rank0:
-            clock = self._scheduler.read_clock()
+        checkpointer, scheduler = self._loop.checkpointer, self._loop.step_scheduler
         return Control(
             size.count,
             size.num_label_tokens,
             size.num_tokens,
-            stop or self._stop_request.wanted,
-            save_failed,
+            stop or self._loop.stop_request.wanted,
+            checkpointer is not None and checkpointer.upload_failed,
             size.flops,
-            clock,
+            # Only rank 0's clock counts, so that all ranks save and end at the same step.
+            scheduler.read_clock() if self._layout.is_rank0 else ClockReading(),
         )
 
     def _numbers_of(self, step: LaunchedStep) -> dict[str, float]:
@@ -306,49 +390,26 @@ class StepNumbers:
         try:
             return step.numbers.read()
         except (IndexError, RuntimeError) as error:
-            self._errors.explain(error, step.batch)
+            self._loop.errors.explain(error, step.batch)
             raise
-
-    def _sums_here(self, step: LaunchedStep | None, numbers: dict[str, float]) -> list[float]:
-        """What this rank adds to the sums of *step*: loss, router's loss, and the objective's metrics."""
-        if step is None:
-            return [0.0, 0.0]
-        # Tensor and context parallel ranks compute the same loss, which counts once.
-        counts = self._layout.reports_loss
-        metrics = [numbers[f"metric {name}"] if counts else 0.0 for name in step.metrics]
-        return [numbers["loss"] if counts else 0.0, numbers["aux_loss"], *metrics]
-
-    def _figures_here(self, finished: LaunchedStep | None) -> list[float]:
-        """The times of this rank that are due for a comparison of the ranks; empty if none are."""
-        watch = self.straggler_watch
-        if watch is None:
-            return []
-        if finished is not None:
-            watch.note_forward(finished.forward)
-        return watch.figures_here()
 
     def _report(self, step: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
         """Log a *step* that is done, and judge it. *sums* are those of all ranks."""
+        loop, count = self._loop, step.control.count
         total, aux_loss, *metrics = sums
-        count = step.control.count
-        means = {name: metric / count for name, metric in zip(step.metrics, metrics, strict=True)}
-        number = step.position.step
         if step.may_be_skipped and not math.isfinite(grad_norm):
-            warn_of_skipped_update(number, grad_norm)
-        loss = total / count if count else math.nan
-        aux = aux_loss if self._has_router_loss else None
-        self.newest = StepResult(loss, grad_norm, step.lr, aux, means)
-        seconds = step.numbers.end.seconds_since(step.start)
-        self._run_log.log_step(
-            step.position, step.batch.sample_ids, step.control, self.newest, seconds
+            warn_of_skipped_update(step.step, grad_norm)
+        self.newest = StepResult(
+            total / count if count else math.nan,
+            grad_norm,
+            step.lr,
+            aux_loss if loop.trainable.router_loss is not None else None,
+            {name: metric / count for name, metric in zip(step.metrics, metrics, strict=True)},
+            step=step.step,
+            count=count,
         )
-        # The sum, not the mean: without labels, the mean of a batch is NaN.
-        is_finite = math.isfinite(total) and math.isfinite(grad_norm)
-        self._divergence.judge(
-            ReportedStep(
-                number, loss, grad_norm, step.lr, has_labels=count > 0, is_finite=is_finite
-            )
-        )
+        loop.run_log.log_step(step, self.newest)
+        loop.divergence.judge(self.newest)
 
 
 def warn_of_skipped_update(step: int, grad_norm: float) -> None:

@@ -8,8 +8,8 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,70 +20,105 @@ from torch.optim import Optimizer
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.distributed import DistributedConfig
-from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import DeviceMemoryError, Problem, RecipeError
 from automodel_ckpt.models.inspect.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.optim.build import check_sharding_support
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.training.values.readback import LaunchedStep
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.values.step_numbers import LaunchedStep
 
 log = logging.getLogger("automodel_ckpt")
 
 
 _NUM_HINTS = 3
+Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What the report needs of a run. *model* and *optimizer* are None while they are built."""
+class BatchErrors:
+    """Explains failures of the model and the optimizer of a run, also of steps that are not logged yet."""
 
-    config: RecipeConfig
-    layout: RankLayout
-    model: nn.Module | None = None
-    optimizer: Optimizer | None = None
+    def __init__(
+        self,
+        config: RecipeConfig,
+        layout: RankLayout,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        """*model* and *optimizer* are None while they are built."""
+        self._config, self._layout = config, layout
+        self._model, self._optimizer = model, optimizer
+        self.pending: deque[LaunchedStep] = deque()
+        """The steps that are not logged yet, oldest first."""
 
+    @contextmanager
+    def out_of_memory(self, doing: str, micro_batches: Sequence[Tensors] = ()) -> Iterator[None]:
+        """Raise :class:`DeviceMemoryError` if the device runs out of memory inside the context.
 
-@contextmanager
-def reporting_out_of_memory(
-    doing: str, situation: Situation, micro_batches: Sequence[Mapping[str, torch.Tensor]] = ()
-) -> Iterator[None]:
-    """Raise :class:`DeviceMemoryError` if the device runs out of memory inside the context.
+        *doing* states when, such as ``in step 7``; *micro_batches* are computed there.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            layout = self._layout
+            found = hints_for(self._config, layout.world_size)
+            hints = [f"\n          {hint}" for hint in found]
+            raise DeviceMemoryError(
+                f"the device ran out of memory {doing}",
+                where=f"rank {layout.rank}, {layout.device}",
+                value="; ".join(self._values(error, micro_batches)),
+                hint="add the first of these that you can accept, then run the same command:"
+                + "".join(hints),
+            ) from error
 
-    *doing* states when, such as ``in step 7``; *micro_batches* are those that were computed.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        layout = situation.layout
-        hints = [f"\n          {hint}" for hint in hints_for(situation.config, layout.world_size)]
-        raise DeviceMemoryError(
-            f"the device ran out of memory {doing}",
-            where=f"rank {layout.rank}, {layout.device}",
-            value="; ".join(_values(error, situation, micro_batches)),
-            hint="add the first of these that you can accept, then run the same command:"
-            + "".join(hints),
-        ) from error
+    def _values(self, error: Exception, micro_batches: Sequence[Tensors]) -> Iterator[str]:
+        """Yield the parts of the message about sizes."""
+        if micro_batches:
+            shapes = [micro_batch["labels"].shape for micro_batch in micro_batches]
+            longest = max(shape[-1] for shape in shapes)
+            largest = max(shape.numel() for shape in shapes)
+            size = self._config.step_scheduler.local_batch_size
+            yield f"longest row {longest:,} tokens, largest micro-batch {largest:,} tokens, local_batch_size {size}"
+        if self._model is not None:
+            yield f"forecast without activations {_state_text(self._model, self._optimizer)}"
+        lines = str(error).splitlines()
+        if lines:
+            # PyTorch's message continues with statistics and advice.
+            sentences = lines[0].split(". ")
+            yield f"PyTorch: {'. '.join(sentences[:2])[:200]}"
 
+    @contextmanager
+    def explained(self, doing: str, batch: GlobalBatch) -> Iterator[None]:
+        """Within the context, *batch* is computed. Raises :class:`RecipeError` for a failure with a known cause.
 
-def _values(
-    error: Exception, situation: Situation, micro_batches: Sequence[Mapping[str, torch.Tensor]]
-) -> Iterator[str]:
-    """Yield the parts of the message about sizes."""
-    if micro_batches:
-        shapes = [micro_batch["labels"].shape for micro_batch in micro_batches]
-        longest = max(shape[-1] for shape in shapes)
-        largest = max(shape.numel() for shape in shapes)
-        size = situation.config.step_scheduler.local_batch_size
-        yield f"longest row {longest:,} tokens, largest micro-batch {largest:,} tokens, local_batch_size {size}"
-    if situation.model is not None:
-        yield f"forecast without activations {_state_text(situation.model, situation.optimizer)}"
-    lines = str(error).splitlines()
-    if lines:
-        # PyTorch's message continues with statistics and advice.
-        sentences = lines[0].split(". ")
-        yield f"PyTorch: {'. '.join(sentences[:2])[:200]}"
+        *doing* states when, such as ``in the validation of step 7``.
+        """
+        try:
+            with self.out_of_memory(doing, batch.micro_batches):
+                yield
+        except (IndexError, RuntimeError) as error:
+            self.explain(error, batch)
+            raise
+
+    def explain(self, error: Exception, batch: GlobalBatch) -> None:
+        """Raise :class:`RecipeError` if *batch* has tokens that the model does not have, if the optimizer does not
+        support sharded parameters, or if the model does not support its tensor parallel plan.
+
+        torch reports only that an index is out of range, on a GPU not even that. Checking after the failure costs
+        nothing in other steps.
+        """
+        assert self._model is not None and self._optimizer is not None
+        from automodel_ckpt.parallel.tensor_plan import check_plan_support
+
+        check_sharding_support(self._optimizer, error)
+        check_plan_support(error, self._layout.sizes.tp)
+        num_rows = num_embeddings(unwrap(self._model))
+        # A GPU reports the failure of a step while the host queues the next one.
+        for each in [*(step.batch for step in self.pending), batch]:
+            where = f"the global batch of samples {each.sample_ids[:16]}"
+            check_token_ids(each.micro_batches, num_rows, where)
 
 
 def _state_text(model: nn.Module, optimizer: Optimizer | None) -> str:
@@ -122,10 +157,8 @@ def _hints(config: RecipeConfig, section: DistributedConfig, num_ranks: int) -> 
         yield f"--step_scheduler.local_batch_size={smaller}  (the same global batches, in more micro-batches)"
     elif packed is not None:
         yield f"--packed_sequence.size={packed.size // 2}  (shorter rows; no sample may be longer)"
-    if isinstance(config.model, ModelConfig) and config.model.activation_checkpointing not in (
-        True,
-        "full",
-    ):
+    mode = getattr(config.model, "activation_checkpointing", "full")
+    if mode not in (True, "full"):
         yield "--model.activation_checkpointing=true  (computes activations again: about a third more time)"
     if num_ranks > 1 and section.strategy == "ddp":
         yield "--distributed.strategy=fsdp2  (shards weights, gradients and optimizer state)"
@@ -136,48 +169,6 @@ def _hints(config: RecipeConfig, section: DistributedConfig, num_ranks: int) -> 
     if config.peft is None:
         yield "--peft.r=16  (train LoRA adapters instead of all weights: a new run)"
     yield "--dry-run  (trains nothing: forecasts the memory of a rank)"
-
-
-class BatchErrors:
-    """Explains failures of the model and the optimizer of a run, also those of steps that are not logged yet."""
-
-    def __init__(self, situation: Situation) -> None:
-        """*situation* has the model and the optimizer."""
-        self._situation = situation
-        self.pending: deque[LaunchedStep] = deque()
-        """The steps that are not logged yet, oldest first."""
-
-    @contextmanager
-    def explained(self, doing: str, batch: GlobalBatch) -> Iterator[None]:
-        """Within the context, *batch* is computed. Raises :class:`RecipeError` for a failure whose cause is known.
-
-        *doing* states when, such as ``in the validation of step 7``.
-        """
-        try:
-            with reporting_out_of_memory(doing, self._situation, batch.micro_batches):
-                yield
-        except (IndexError, RuntimeError) as error:
-            self.explain(error, batch)
-            raise
-
-    def explain(self, error: Exception, batch: GlobalBatch) -> None:
-        """Raise :class:`RecipeError` if *batch* has tokens that the model does not have, if the optimizer does not
-        support sharded parameters, or if the model does not support its tensor parallel plan.
-
-        torch reports only that an index is out of range, on a GPU not even that. Checking after the failure costs
-        nothing in other steps.
-        """
-        situation = self._situation
-        assert situation.model is not None and situation.optimizer is not None
-        from automodel_ckpt.parallel.tensor_plan import check_plan_support
-
-        check_sharding_support(situation.optimizer, error)
-        check_plan_support(error, situation.layout.sizes.tp)
-        num_rows = num_embeddings(unwrap(situation.model))
-        # A GPU reports the failure of a step while the host queues the next one.
-        for each in [*(step.batch for step in self.pending), batch]:
-            where = f"the global batch of samples {each.sample_ids[:16]}"
-            check_token_ids(each.micro_batches, num_rows, where)
 
 
 _NUM_SHOWN = 5
@@ -207,11 +198,9 @@ def check_all_trained(
         return
     names = list(unused)
     shown = ", ".join(names[:_NUM_SHOWN]) + (" ..." if len(names) > _NUM_SHOWN else "")
-    key, verb = (
-        ("peft.exclude_modules", "leave them out")
-        if has_adapters
-        else ("model.freeze", "freeze them")
-    )
+    key, verb = "model.freeze", "freeze them"
+    if has_adapters:
+        key, verb = "peft.exclude_modules", "leave them out"
     # In all layers, where no layer uses them.
     globs = {in_all_layers(name): name for name in names}
     usable = [glob if not fnmatch.filter(used, glob) else name for glob, name in globs.items()]

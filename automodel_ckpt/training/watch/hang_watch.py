@@ -10,13 +10,16 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import HANGS
+from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
 from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
@@ -30,6 +33,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     report_on,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -332,3 +336,22 @@ class HangWatch:
         if usual is not None:
             duration = f"it takes {seconds:.0f} s, and the median is {usual:.3g} s"
         return f"step {step} hangs: {duration}\n  {found.text}\n  stacks of all ranks: {directory}"
+
+
+@contextmanager
+def watching(loop: Any) -> Iterator[tuple[HangWatch, StragglerWatch]]:
+    """Watch the steps of the training *loop* for hangs and slow ranks (section ``hangs``). Entering is a collective."""
+    config, layout, phases = loop.config, loop.layout, loop.run_log.timeline
+    checkpointer: Checkpointer = loop.checkpointer
+    hang_watch = HangWatch(
+        config.hangs,
+        layout,
+        phases,
+        checkpointer.directory,
+        timeout_seconds=60 * config.distributed.timeout_minutes,
+        arrival_seconds=ARRIVAL_SECONDS if checkpointer.nodes is not None else 0.0,
+        stop_request=loop.stop_request,
+    )
+    with hang_watch:
+        log_event = loop.run_log.log_event
+        yield hang_watch, StragglerWatch(config.hangs, layout, phases, hang_watch.hosts, log_event)

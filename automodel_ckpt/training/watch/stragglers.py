@@ -2,9 +2,8 @@
 
 Two times show a slow rank, without a further collective or a wait for the device. The first is how long a rank waits
 for the others at the exchange before each step: the last one to arrive (slow data, host or optimizer) does not wait.
-The second is its own time in a forward pass (:mod:`automodel_ckpt.training.values.readback`). Each rank keeps them
-for a
-window of steps, and then adds them to the next exchange.
+The second is its own time in a forward pass. Each rank keeps them for a window of steps, and then adds them to the next
+exchange.
 """
 
 from __future__ import annotations
@@ -12,21 +11,139 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
 from automodel_ckpt.config.keys.monitoring import HangsConfig
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.hangs import rank_name
-from automodel_ckpt.training.values.readback import ForwardTime
+from automodel_ckpt.training.values.step_numbers import Mark
 
 log = logging.getLogger("automodel_ckpt")
 
 _NUM_FIGURES = 4
+
+Rows = Mapping[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """A forward pass between two marks; *waits* are the intervals in it in which this rank waited for others.
+
+    *num_tokens* is the number of elements of its rows, padding included.
+    """
+
+    start: Mark
+    end: Mark
+    waits: tuple[tuple[Mark, Mark], ...]
+    num_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """The rank's own seconds. The device must have done the work before the end."""
+        waited = sum(end.seconds_since(start) for start, end in self.waits)
+        return max(0.0, self.end.seconds_since(self.start) - waited)
+
+
+class ForwardTimer:
+    """Times the first forward pass of each step. It does not wait for the device: it only records marks."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Measure forward passes of *model*, whose modules get hooks."""
+        self._device = device
+        self._waits: list[tuple[Mark, Mark]] | None = None
+        self._begin: Mark | None = None
+        self._newest: ForwardTime | None = None
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._surround(module)
+            elif isinstance(module, DistributedDataParallel):
+                module.register_forward_pre_hook(self._before_wait)
+                module.module.register_forward_pre_hook(self._after_wait, prepend=True)
+
+    def _surround(self, module: FSDPModule) -> None:
+        """Measure the hook in which fsdp2 waits for the parameters of *module*, and no other hook."""
+        hook = module._get_fsdp_state()._pre_forward_hook_handle
+        owner = cast(nn.Module, module)
+        hooks: Any = owner._forward_pre_hooks
+        # If fsdp2 gathers several modules together, the first one has the hook.
+        if hook is not None and hook.id in hooks:
+            owner.register_forward_pre_hook(self._after_wait, prepend=True)
+            hooks.move_to_end(hook.id, last=False)
+            owner.register_forward_pre_hook(self._before_wait, prepend=True)
+
+    def _before_wait(self, *_: Any) -> None:
+        if self._waits is not None:
+            self._begin = Mark(self._device)
+
+    def _after_wait(self, *_: Any) -> None:
+        if self._waits is not None and self._begin is not None:
+            self._waits.append((self._begin, Mark(self._device)))
+            self._begin = None
+
+    @contextmanager
+    def measuring(self, rows: Rows) -> Iterator[None]:
+        """Measure the forward pass of a micro-batch within the context, unless one of this step has been measured."""
+        if self._newest is not None or self._waits is not None:
+            yield
+            return
+        self._waits, self._begin = [], None
+        start = Mark(self._device)
+        try:
+            yield
+            self._newest = ForwardTime(
+                start, Mark(self._device), tuple(self._waits), _num_tokens(rows)
+            )
+        finally:
+            self._waits = None
+
+    def measured(self, compute: Callable[..., Result]) -> Callable[..., Result]:
+        """Return *compute*, whose first argument is a micro-batch, with its first call of a step measured."""
+
+        def call(rows: Rows, *arguments: Any) -> Result:
+            with self.measuring(rows):
+                return compute(rows, *arguments)
+
+        return call
+
+    def take(self) -> ForwardTime | None:
+        """Return the time of this step, and begin a new step. None if nothing was computed."""
+        newest, self._newest = self._newest, None
+        return newest
+
+
+def build_forward_timer(
+    model: nn.Module, layout: RankLayout, config: RecipeConfig
+) -> ForwardTimer | None:
+    """Build what measures forward passes of *model* to find slow ranks. Returns None if that would cost too much."""
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    # Hooks would interrupt the graphs of compiled layers.
+    if is_sharded and config.compile.enabled:
+        return None
+    return ForwardTimer(model, layout.device)
+
+
+def _num_tokens(rows: Rows) -> int:
+    """Return the number of elements of the largest tensor of integers: token ids or labels, with padding."""
+    sizes = [
+        leaf.numel()
+        for leaf in tree_leaves(dict(rows))
+        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+    ]
+    return max(sizes, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +270,15 @@ class StragglerWatch:
             self._waits.append(seconds)
         self._interrupted = interrupted
 
-    def note_forward(self, forward: ForwardTime | None) -> None:
-        """Note a forward pass that the device has done."""
+    def figures_here(self, forward: ForwardTime | None) -> list[float]:
+        """Note a *forward* pass that the device has done.
+
+        Returns what this rank adds to the sums of an exchange: nothing, or, after a window, a list for all ranks.
+        """
         if forward is not None:
             seconds = forward.seconds
             self._forwards.append(seconds)
             self._per_token.append(seconds / max(1, forward.num_tokens))
-
-    def figures_here(self) -> list[float]:
-        """Return what this rank adds to the sums of an exchange: nothing, or, after a window, a list for all ranks."""
         if self._num_steps < self._settings.straggler_steps:
             return []
         worked = self._timeline.seconds_in((STEPS, DATA)) - self._worked

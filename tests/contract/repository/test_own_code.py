@@ -138,7 +138,7 @@ WRONG_PARTS = {
     ),
     "no result of a step": (
         "--recipe=own.py:StepForgets",
-        r"step\(\) of the loop must return[\s\S]*ForgetfulLoop\.step[\s\S]*super\(\)\.step",
+        r"step\(\) must return[\s\S]*ForgetfulLoop\.step[\s\S]*super\(\)\.step",
     ),
     "no model": ("--recipe=own.py:BuildsNothing", r"created no model[\s\S]*super\(\)\.build\(\)"),
     "no optimizer": (

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_ckpt.logs import timeline
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.values import readback, step_numbers
-from automodel_ckpt.training.values.readback import ForwardTimer
+from automodel_ckpt.training.values import step_numbers
 from automodel_ckpt.training.values.records import Control
+from automodel_ckpt.training.watch.stragglers import ForwardTimer
 from tests.distributed.kinds.test_training import lines, run_each
 from tests.support import ranks
 
@@ -54,7 +54,7 @@ class Clock:
     def install(self) -> None:
         """Let steps and forward passes be measured with it, for the rest of this process."""
         instead = SimpleNamespace(time=time.time, monotonic=self.read, perf_counter=self.read)
-        for module in (readback, step_numbers, timeline):
+        for module in (step_numbers, timeline):
             vars(module)["time"] = instead
         summed = Control.summed
 

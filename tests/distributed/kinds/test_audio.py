@@ -51,7 +51,6 @@ logging:
 ALL = bool(os.environ.get("AUTOMODEL_CKPT_ALL_TREES"))
 """Families and strategies beyond the suite's."""
 ADAPTED = ["qwen3_asr"]
-UNUSED = "['*image_embed*', '*visual*', '*_for_vision_speech*', '*embed_positions*']"
 BATCHES_MATTER = ("granite_speech", "granite_speech_plus", "phi4_multimodal", "fun_asr_nano")
 """Families in which a loss depends on the other samples of its micro-batch: batch normalization, and encoders that see
 some of the padding of shorter audio."""
@@ -259,34 +258,3 @@ def test_what_a_recipe_with_audio_cannot_do_is_rejected(
     recipe = prepare(tmp_path, "qwen2_audio")
     with pytest.raises(RecipeError, match=message):
         train(recipe, "run", "--checkpoint.enabled=false", *overrides)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("family", ADAPTED)
-def test_adapters_continue_exactly_with_the_losses_of_one_rank(family: str, tmp_path: Path) -> None:
-    recipe = prepare(tmp_path, family)
-    options = (
-        "--model.freeze_if_present=[]",
-        f"--peft={{r: 4, target_modules: all-linear, exclude_if_present: {UNUSED}}}",
-    )
-    sharded = (*options, "--distributed.strategy=fsdp2")
-    dying = partial(train, recipe, "killed", *sharded, dies_after=2)
-    ranks.outcomes(dying, 2, init=False)
-    again, whole = ranks.run_each(
-        [partial(train, recipe, name, *sharded) for name in ("killed", "whole")], 2
-    )
-    assert again == whole
-    train(recipe, "single", *options)
-    losses = [
-        [float.fromhex(step["loss"]) for step in steps_of(tmp_path / name)]
-        for name in ("whole", "single")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    base: Any = AutoModelForMultimodalLM.from_pretrained(tmp_path / "base").eval()
-    processor = processor_of(recipe)
-    # Micro-batches have one sample, and frozen statistics of batch normalization stay as they are.
-    samples = steps_of(tmp_path / "whole")[0]["samples"]
-    assert losses[0][0] == pytest.approx(own_loss(base, tmp_path, processor, samples), abs=1e-6)
-    before = own_loss(base, tmp_path, processor, [0, 1, 4])
-    adapted = PeftModel.from_pretrained(base, str(tmp_path / "whole/LATEST/model")).eval()
-    assert own_loss(adapted, tmp_path, processor, [0, 1, 4]) < before

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.fixtures.distill.make_reference_losses import (
@@ -319,28 +318,6 @@ def test_other_vocabularies_are_errors_before_weights_are_read_unless_they_are_p
     (tmp_path / "weights").rename(weights)
     run(path, *with_tokenizer, "--step_scheduler.max_steps=1")
     assert logged(path)[0]["kd_loss"] > 0
-
-
-def test_a_dry_run_counts_the_teacher(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, models, "forward")
-    for overrides, is_counted in (((), True), (("--distill.top_k=4",), False)):
-        assert main([str(path), "--dry-run", "--trust=tests", *overrides]) == 0
-        [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
-        assert ("other models" in line) == is_counted
-
-
-def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:
-    example = Path(__file__).parents[3] / "examples/distill/tiny_distill.yaml"
-    short = ("--step_scheduler.max_steps=12", "--step_scheduler.val_every_steps=6")
-    small = ("--validation_dataset.max_samples=16", "--model.from_config.num_hidden_layers=1")
-    run(example, *short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
-    lines = (tmp_path / "run/validation.jsonl").read_text().splitlines()
-    first, last = (json.loads(line)["val_kd_loss"] for line in lines)
-    start = json.loads((tmp_path / "run/training.jsonl").read_text().splitlines()[0])["kd_loss"]
-    # The text is the documentation of the Python that runs, so that losses differ between its versions.
-    assert last < first - 0.03 < start - 0.2
 
 
 def test_what_a_distillation_does_not_support_is_an_error(models: Path, tmp_path: Path) -> None:

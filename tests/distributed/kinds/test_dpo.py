@@ -255,22 +255,6 @@ def test_what_the_recipe_cannot_train_on_is_an_error_before_training(
     assert problem.where == where and problem.value and problem.hint
 
 
-def test_a_dry_run_counts_the_weights_of_the_reference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_run(tmp_path, "dpo")
-
-    def memory(*options: str) -> str:
-        assert main([str(recipe), "--dry-run", *options]) == 0
-        [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
-        return line
-
-    weights, others = re.findall(r"(?:weights|other models) ([\d.]+ \w+)", memory())
-    assert weights == others
-    assert "other models" not in memory("--dpo.precompute=true")
-    assert "other models" not in memory(LORA)
-
-
 def test_precomputed_scores_give_the_losses_of_a_reference_in_memory(tmp_path: Path) -> None:
     recipe = write_run(tmp_path, "dpo")
 

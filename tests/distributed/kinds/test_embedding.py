@@ -80,16 +80,6 @@ def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) 
     check_killed_run(recipe, training, *INTERRUPTED, "--checkpoint.is_async")
 
 
-def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path, "bert")
-    two = ("--step_scheduler.local_batch_size=3", "--step_scheduler.max_steps=2")
-    run(recipe, "run", 2, *BATCH, *two)
-    resharded = run(recipe, "run", 1, *BATCH, "--step_scheduler.local_batch_size=2")
-    assert resharded == pytest.approx(
-        run(recipe, "one", 1, *BATCH, "--step_scheduler.local_batch_size=12"), rel=1e-5
-    )
-
-
 def test_old_names_of_bert_files_are_those_of_its_backbone_and_head(tmp_path: Path) -> None:
     recipe = pair_recipes.write_embedding(tmp_path, "bert")
     config = AutoConfig.from_pretrained(tmp_path / "base")

@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.cli.train import main
-from automodel_ckpt.errors import RecipeError
 from tests.fixtures.preference import tiny_policy
 from tests.support.runs.preference import (
     TENSOR_PARALLEL,
@@ -21,7 +19,7 @@ from tests.support.runs.preference import (
     train_layouts,
     write_recorded,
 )
-from tests.support.runs.training import build, train
+from tests.support.runs.training import train
 
 RECORDED = json.loads((Path(tiny_policy.__file__).parent / "trl_kto.json").read_text())
 RECIPE = """
@@ -125,30 +123,3 @@ def test_a_named_reference_is_another_model(recipe: Path) -> None:
     train(recipe, *options)
     [step] = step_records(recipe.parent / "run")
     assert step["loss"] != pytest.approx(0.5, abs=1e-3)
-
-
-def test_a_dry_run_counts_the_reference_unless_it_is_the_base(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, has_reference in (((), True), ((LORA,), False)):
-        assert main([str(recipe), "--dry-run", *options]) == 0
-        [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
-        assert ("other models" in line) == has_reference
-
-
-def test_a_global_batch_of_one_sample_is_an_error(recipe: Path) -> None:
-    sizes = ("--step_scheduler.global_batch_size=1", "--step_scheduler.local_batch_size=1")
-    made = build(recipe, *sizes)
-    with pytest.raises(RecipeError) as caught:
-        made.build()
-    [problem] = caught.value.problems
-    assert problem.where == "step_scheduler.global_batch_size"
-    assert (problem.value, bool(problem.hint)) == (1, True)
-
-
-def test_the_section_is_only_read_by_its_recipe(recipe: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
-        build(recipe, "--recipe=llm_finetune", "--kto.beta=0.2")
-    # The data set is another kind of problem.
-    [problem, _] = caught.value.problems
-    assert problem.what == "only the recipe kto reads the section kto"

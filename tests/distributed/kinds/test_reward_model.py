@@ -169,11 +169,3 @@ def test_what_a_score_does_not_support_is_an_error(recipe: Path, option: str, wh
         made.build()
     [problem] = caught.value.problems
     assert (problem.where, bool(problem.value), bool(problem.hint)) == (where, True, True)
-
-
-def test_the_section_is_only_read_by_its_recipe(recipe: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
-        build(recipe, "--recipe=llm_finetune", "--reward_model.center_coefficient=0.2")
-    # The data set is another kind of problem.
-    [problem, _] = caught.value.problems
-    assert problem.what == "only the recipe reward_model reads the section reward_model"

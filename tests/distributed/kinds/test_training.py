@@ -70,21 +70,6 @@ def run_each(
     return ranks.run_each(trainings, num_ranks)
 
 
-def test_mfu_is_the_share_of_the_given_rate_that_all_ranks_use(tmp_path: Path) -> None:
-    peak = 0.25
-    run(tmp_path, "--step_scheduler.max_steps=2", f"--logging.peak_tflops={peak}", num_ranks=2)
-    record = [each for each in lines(tmp_path / "run/training.jsonl") if "mfu" in each][-1]
-    seconds = record["tokens"] / record["tps"]
-    flops = record["mfu"] * seconds * 2 * peak * 1e12
-    # Two layers: four projections, the keys and values with half the heads, and three matrices of the MLP.
-    per_token = 2 * (32 * 32 * 3 + 3 * 32 * 48)
-    vocabulary = 32 * 300
-    by_hand = 6 * (per_token * record["tokens"] + vocabulary * record["label_tokens"])
-    by_hand += 12 * 32 * 2 * 8 * 16**2
-    assert flops == pytest.approx(by_hand, rel=1e-9)
-    assert record["tps_per_gpu"] == record["tps"] / 2
-
-
 def failure(directory: Path, *overrides: str, num_ranks: int = 1, **options: Any) -> BaseException:
     """The error with which every rank ends."""
     arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}", *overrides)
@@ -189,20 +174,6 @@ def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numb
     assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
 
 
-def test_two_ranks_find_the_validation_loss_of_one(tmp_path: Path) -> None:
-    overrides = (
-        "--optimizer.lr=0.0",
-        "--step_scheduler.max_steps=1",
-        "--step_scheduler.local_batch_size=1",
-    )
-    run(tmp_path, *overrides, name="one", text=RECIPE + VALIDATION)
-    run(tmp_path, *overrides, name="two", text=RECIPE + VALIDATION, num_ranks=2)
-    one, two = (lines(tmp_path / name / "validation.jsonl")[0] for name in ("one", "two"))
-    assert one["label_tokens"] == two["label_tokens"] == 11 * 15
-    assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
-    assert one["val_accuracy"] == two["val_accuracy"]
-
-
 def test_a_better_validation_asks_for_a_save_when_told_to(tmp_path: Path) -> None:
     overrides = ("--step_scheduler.ckpt_on_best", "--step_scheduler.ckpt_every_steps=null")
     run(tmp_path, *overrides, "--step_scheduler.val_every_steps=2", text=RECIPE + VALIDATION)
@@ -231,18 +202,6 @@ def test_a_finished_run_says_so_and_touches_nothing_but_a_torn_line(
     run(tmp_path)
     assert "already complete at step 12" in capfd.readouterr().err
     assert times() == before and (tmp_path / "run/training.jsonl").read_bytes() == logged
-
-
-def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, "--step_scheduler.max_steps=6")
-    run(tmp_path, "--step_scheduler.max_steps=9")
-    text = capfd.readouterr().err
-    assert "the run was planned for 6 steps, now for 9" in text
-    assert "the learning rate of step 7 is" in text
-    assert [record["step"] for record in steps_of(tmp_path / "run")] == list(range(1, 10))
-    assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_0_step_6", "epoch_1_step_9"]
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.further), 2])
@@ -379,14 +338,6 @@ def lines_of_steps(path: Path) -> list[dict[str, Any]]:
     return [record for record in lines(path) if "event" not in record]
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path: Path) -> None:
-    loss = "--loss_fn={_target_: tests.support.runs.training_parts.explodes_at, call: 1}"
-    run(tmp_path, loss, "--step_scheduler.local_batch_size=8", "--step_scheduler.max_steps=3")
-    records = lines_of_steps(tmp_path / "run/training.jsonl")
-    assert records[0]["loss"] is None
-    assert all(math.isfinite(record["loss"]) for record in records[1:])
-
-
 def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
     run(tmp_path, SIX, name="default")
     run(tmp_path, SIX, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
@@ -415,63 +366,6 @@ def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
         ("save", 8),
     ]
     assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_layout=hf")]
-)
-def test_an_interrupted_run_in_another_format_goes_on(
-    tmp_path: Path, strategy: str, how: str
-) -> None:
-    overrides = (
-        f"--checkpoint.{how}",
-        f"--distributed.strategy={strategy}",
-        "--lr_scheduler.decay_steps=8",
-    )
-    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole", num_ranks=2)
-    run(tmp_path, *overrides, SIX, num_ranks=2)
-    again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", num_ranks=2)
-    assert again == whole
-
-
-def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
-    run(tmp_path, "--step_scheduler.max_steps=2", EXPORT, name="base")
-    export = tmp_path / "base/epoch_0_step_2/model/consolidated"
-    text = RECIPE.replace(
-        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
-        f"  from_pretrained: {export}\n",
-    )
-    text = text.replace(
-        "tokenizer:\n  _target_: automodel_ckpt.examples.data.python_docs.train_tokenizer\n  vocab_size: 300\n",
-        "",
-    )
-    run(
-        tmp_path,
-        "--model.freeze=['*embed_tokens*']",
-        "--step_scheduler.max_steps=3",
-        text=text,
-        num_ranks=2,
-    )
-    assert len(steps_of(tmp_path / "run")) == 3
-    for file in export.glob("tokenizer*"):
-        file.unlink()
-    assert "for data that is tokenized already: tokenizer: null" in str(
-        failure(tmp_path, *STREAM, text=text)
-    )
-    run(
-        tmp_path,
-        *STREAM,
-        "--tokenizer=null",
-        "--step_scheduler.max_steps=1",
-        EXPORT,
-        name="tokenized",
-        text=text,
-    )
-    files = [path.name for path in (tmp_path / "tokenized").rglob("*")]
-    assert "model-00001-of-00001.safetensors" in files and not [
-        name for name in files if "token" in name
-    ]
-    assert "text data requires a tokenizer" in str(failure(tmp_path, "--tokenizer=null", text=text))
 
 
 def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
@@ -506,11 +400,6 @@ def test_selected_activations_of_shards_are_recomputed_and_a_killed_run_continue
     assert [record["loss"] for record in kept] == [record["loss"] for record in selected]
 
 
-def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
-    run(tmp_path, SIX, "--checkpoint.enabled=false")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("override", "what"),
     [
@@ -534,12 +423,6 @@ def test_what_is_wrong_with_the_recipe_is_refused_before_training(
     assert isinstance(error, RecipeError)
     assert what in str(error)
     assert not os.path.exists(tmp_path / "run")
-
-
-def test_several_ranks_refuse_the_strategy_single(tmp_path: Path) -> None:
-    error = failure(tmp_path, "--distributed.strategy=single", num_ranks=2)
-    assert isinstance(error, RecipeError)
-    assert "single, with 2 ranks" in str(error)
 
 
 def test_a_model_directory_that_is_not_there_is_named_with_its_neighbour(tmp_path: Path) -> None:

@@ -118,24 +118,6 @@ def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path)
     assert os.readlink(tmp_path / "run/LOWEST_VAL") == f"epoch_0_step_{highest['step']}"
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        (
-            ("--checkpoint.best_metric_key=val_acuracy",),
-            r"nothing measures this metric[\s\S]*val_acuracy[\s\S]*val_loss_few[\s\S]*val_perplexity_long",
-        ),
-        (("--checkpoint.best_metric_key=val_accuracy",), r"lowest accuracy[\s\S]*best_mode: max"),
-    ],
-)
-def test_a_metric_that_cannot_select_the_best_checkpoint_is_an_error(
-    tmp_path: Path, options: tuple[str, ...], what: str
-) -> None:
-    directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
-    with pytest.raises(RecipeError, match=what):
-        train(write_recipe(tmp_path, RECIPE + SETS), directory, *options)
-
-
 def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None:
     whole = run(tmp_path, "whole", RECIPE + SETS)
     arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}", *OVERRIDES)

@@ -303,25 +303,6 @@ def test_settings_of_the_processor_are_those_of_the_recipe(form: str, tmp_path: 
     assert AutoImageProcessor.from_pretrained(base).size["longest_edge"] == 256
 
 
-def test_a_processor_class_of_a_trusted_package_prepares_the_samples(tmp_path: Path) -> None:
-    recipe_file = prepare(tmp_path, "llava")
-    target = "tests.support.models.vision.negative_processor"
-    given = f"--processor={{_target_: {target}, directory: '{tmp_path / 'base'}'}}"
-    short = ("--checkpoint.enabled=false", "--step_scheduler.max_steps=1")
-    batches = []
-    for options in ((), (given,)):
-        recipe = build(recipe_file, *short, *options)
-        try:
-            recipe.setup()
-            batches.append(next(iter(recipe.dataloader)).micro_batches[0])
-            recipe.run()
-        finally:
-            recipe.close()
-    usual, negative = batches
-    assert torch.equal(usual["labels"], negative["labels"])
-    assert not torch.equal(usual["pixel_values"], negative["pixel_values"])
-
-
 def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
     fresh = (

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
-from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
 from tests.distributed.kinds.test_vlm import micro_batches
-from tests.fixtures.distill.make_reference_losses import tiny_llama
 from tests.support import ranks
 from tests.support.models.vision import FAMILIES, make_base, write_conversations
 from tests.support.runs.training import build, steps_of
@@ -187,22 +185,6 @@ def test_a_killed_run_with_adapters_and_packs_continues_exactly(
     assert last["val_kd_loss"] > 0
 
 
-def test_the_export_is_the_complete_student_with_its_processor(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    run(path, "run", "--checkpoint.save_consolidated=final", "--step_scheduler.max_steps=1")
-    export = tmp_path / "run/LATEST/model/consolidated"
-    model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
-    assert not any(info.values()), info
-    student = AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
-    assert model.num_parameters() == student.num_parameters()
-
-
-def test_a_dry_run_counts_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(prepare(tmp_path)), "--dry-run"]) == 0
-    [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
-    assert "other models" in line
-
-
 def rejected(path: Path, *overrides: str) -> str:
     """The message about the one problem of a recipe."""
     run = f"--checkpoint.checkpoint_dir={path.parent / 'run'}"
@@ -240,18 +222,6 @@ def test_a_teacher_that_expects_other_images_is_an_error_before_weights_are_read
             of_images["image_mean"] = [0.5, 0.5, 0.5]
         file.write_text(json.dumps(settings))
     assert "image_processor.image_mean is [0.5, 0.5, 0.5], the student has" in rejected(path)
-
-
-def test_what_a_distillation_of_images_does_not_support_is_an_error(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    assert "for texts only" in rejected(path, "--distill.top_k=4")
-    assert "a distillation needs a teacher" in rejected(path, "--distill=null")
-    for key in ("pp_size", "cp_size"):
-        recipe = build(path, f"--distributed.{key}=2")
-        assert [problem.where for problem in recipe.config_problems()] == [f"distributed.{key}"]
-    tiny_llama(16, seed=1).save_pretrained(tmp_path / "text")
-    of_text = f"--distill.teacher.from_pretrained={tmp_path / 'text'}"
-    assert "does not support this kind of model" in rejected(path, of_text)
 
 
 def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:

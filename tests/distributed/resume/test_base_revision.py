@@ -71,26 +71,6 @@ def test_an_adapter_is_merged_into_the_revision_that_the_recipe_names(
     assert 0 < largest_change(tmp_path / "merged", bases["v2"]) < 2
 
 
-def test_an_imported_adapter_has_the_revision_of_its_base(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], bases: dict[str, Path]
-) -> None:
-    source = shutil.copytree(ADAPTER / "checkpoint-5", tmp_path / "checkpoint-5")
-    path = source / "adapter_config.json"
-    options = json.loads(path.read_text()) | {"base_model_name_or_path": NAME, "revision": "v2"}
-    path.write_text(json.dumps(options))
-    assert main(["import", str(source), str(tmp_path / "run")]) == 0
-    checkpoint = Path(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads((checkpoint / "model/adapter_config.json").read_text())["revision"] == "v2"
-
-    assert main(["export", "--merge", str(checkpoint), "-o", str(tmp_path / "merged")]) == 0
-    assert 0 < largest_change(tmp_path / "merged", bases["v2"]) < 2
-    # A directory has no revisions: its digest shows whether it is the base.
-    given = ["--base", str(bases["v2"]), "-o", str(tmp_path / "again")]
-    assert main(["export", "--merge", str(checkpoint), *given]) == 0
-    given = ["--base", str(bases["main"]), "-o", str(tmp_path / "wrong")]
-    assert main(["export", "--merge", str(checkpoint), *given]) == 3
-
-
 @pytest.mark.parametrize("revision", [3, "", "../../elsewhere", "a/../../b", "/etc/passwd", "a\nb"])
 def test_a_revision_that_is_no_name_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], revision: object

@@ -54,23 +54,6 @@ def test_weights_and_moments_of_an_adapter_are_equal_bit_for_bit(
     assert len(stored_names(checkpoint, "optimizer")) == 3 * len(original["state"])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_peft_loads_an_imported_adapter(tmp_path: Path, capsys: Capture) -> None:
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    assert main(["import", str(SOURCE), str(tmp_path / "run"), "--base", str(BASE)]) == 0
-    checkpoint = Path(capsys.readouterr().out.splitlines()[-1])
-    tokens = torch.arange(3, 15).reshape(1, 12)
-    logits: list[torch.Tensor] = []
-    for directory in (SOURCE, checkpoint / "model"):
-        base = AutoModelForCausalLM.from_pretrained(BASE)
-        model = peft.PeftModel.from_pretrained(base, directory).eval()
-        with torch.no_grad():
-            logits.append(model(input_ids=tokens).logits)
-    assert torch.equal(*logits)
-
-
 def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path, capsys: Capture) -> None:
     source = shutil.copytree(SOURCE, tmp_path / "checkpoint-5")
     options = json.loads((source / "adapter_config.json").read_text())

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from automodel_ckpt import load_recipe
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.train import main as train_command
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.checkpoints import stored_bytes
 from tests.support.ranks import outcomes
@@ -114,21 +113,6 @@ def test_the_recipe_records_the_options_with_which_an_imported_run_continues(
     train(recipe, f"--optimizer.{name}={right}", "--step_scheduler.max_steps=7")
 
 
-def test_a_dry_run_names_the_program_and_what_was_not_transferred(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    run = tmp_path / "run"
-    imported(run, capsys)
-    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
-    command = [str(write_recipe(tmp_path, recipe)), "--trust", "tests", "--dry-run"]
-    assert train_command(command) == 0
-    text = capsys.readouterr().out
-    assert (
-        "from epoch_1_step_5" in text and "from transformers Trainer, which has no recipe" in text
-    )
-    assert "not transferred: data order, random numbers" in text and "not applied" not in text
-
-
 def test_another_peak_rate_and_another_schedule_are_reported(
     tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,16 +123,6 @@ def test_another_peak_rate_and_another_schedule_are_reported(
     train(write_recipe(tmp_path, recipe))
     assert "the peak learning rate continues as saved, [0.01, 0.01]; the recipe's" in caplog.text
     assert "the schedule changed: the learning rate of step 6 is" in caplog.text
-
-
-def test_without_the_flag_only_weights_are_imported_and_the_flag_is_named(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    assert main(["import", str(SOURCE), str(tmp_path / "run")]) == 0
-    text = capsys.readouterr().out
-    assert "not imported: add --training-state to continue the run" in text
-    manifest = Manifest.read(tmp_path / "run/epoch_1_step_5")
-    assert list(manifest.state) == ["model"] and not manifest.is_imported_run
 
 
 def copied(tmp_path: Path) -> Path:
@@ -185,14 +159,6 @@ def test_contradictions_are_errors_that_name_the_file(tmp_path: Path, capsys: Ca
     assert "optimizer.pt" in text and "[12, 8], the parameter [13, 8]" in text
     (source / "config.json").unlink()
     assert "config.json" in error_of(capsys, source)
-
-
-def test_plain_weights_have_no_training_state(tmp_path: Path, capsys: Capture) -> None:
-    source = copied(tmp_path)
-    (source / "trainer_state.json").unlink()
-    text = error_of(capsys, source)
-    assert "there is no training state that can be imported" in text
-    assert "import the weights without --training-state" in text
 
 
 def test_a_recipe_with_more_state_than_the_import_is_an_error(
@@ -251,17 +217,6 @@ def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(
     assert list(callbacks) == ["EarlyStoppingCallback", "Mine", "TrainerControl"]
     assert callbacks["EarlyStoppingCallback"] == callbacks["Mine"] == []
     assert main(["diff", str(SOURCE), str(target)]) == 0
-
-
-def test_an_export_to_the_trainer_continues_here_with_the_same_losses(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    checkpoint = imported(tmp_path / "run", capsys)
-    target = tmp_path / "checkpoint-5"
-    assert main(["export", str(checkpoint), "--to", "trainer", "-o", str(target)]) == 0
-    losses = continued_losses(target, tmp_path / "again")
-    expected = expected_losses()
-    assert losses == pytest.approx({step: expected[step] for step in range(6, 11)}, rel=1e-5)
 
 
 def test_what_the_trainer_cannot_load_is_rejected(tmp_path: Path, capsys: Capture) -> None:

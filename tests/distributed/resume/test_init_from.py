@@ -7,7 +7,6 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -156,25 +155,6 @@ def test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_the
     assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in printed
 
 
-def test_several_modules_start_from_one_checkpoint_or_say_what_is_missing(
-    base: Path, tmp_path: Path
-) -> None:
-    recipe = write_recipe(tmp_path)
-    options: dict[str, Any] = {"recipe_class": WithMore}
-    off = "--checkpoint.enabled=false"
-
-    def both() -> list[Weights | str]:
-        return [
-            started(recipe, off, f"--init_from.path={base / name}", **options)
-            for name in ("more", "base")
-        ]
-
-    from_more, from_base = ranks.run(both, 1, init=False)[0]
-    assert isinstance(from_more, dict), from_more
-    assert "+ value_head.weight: not there" in str(from_base)
-    assert "allow_missing: ['value_head.bias', 'value_head.weight']" in str(from_base)
-
-
 def test_damaged_weights_are_refused_on_all_ranks(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base / "base", tmp_path / "source", symlinks=True)
     shard = sorted((tmp_path / "source/epoch_0_step_2/model").glob("shard-*"))[-1]
@@ -220,24 +200,6 @@ def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
     declared = json.loads((model_directory / ".hf_metadata/expected_tensors.json").read_text())
     assert declared["model.embed_tokens.weight"]["declared"] == "of another shape than in the base"
     assert "declared" not in declared["model.norm.weight"]
-
-
-def test_a_checkpoint_fills_the_first_rows_of_a_larger_vocabulary(
-    base: Path, tmp_path: Path
-) -> None:
-    recipe = write_recipe(tmp_path)
-    overrides = (
-        "--checkpoint.enabled=false",
-        f"--init_from.path={base / 'base'}",
-        "--model.vocab_size=311",
-    )
-    found = ranks.run(partial(started, recipe, *overrides), 2, init=False)[0]
-    old = exported(base)["model.embed_tokens.weight"]
-    assert isinstance(found, dict), found
-    assert torch.equal(found["model.embed_tokens.weight"][:300], old)
-    assert torch.equal(
-        found["model.embed_tokens.weight"][300:], old.double().mean(0).float().expand(11, 32)
-    )
 
 
 def test_a_pretrained_directory_with_other_weights_is_refused_by_name(

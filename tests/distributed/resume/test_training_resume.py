@@ -67,15 +67,6 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(
     assert sorted(sample for record in steps[:6] for sample in record["samples"]) == list(range(44))
 
 
-def test_a_resume_logs_how_many_steps_it_repeats(tmp_path: Path) -> None:
-    run(tmp_path, 1, "run", "--step_scheduler.max_steps=7")
-    log = tmp_path / "run" / "log.txt"
-    assert "repeated" not in log.read_text()
-    again = "--checkpoint.restore_from=epoch_0_step_5"
-    run(tmp_path, 1, "run", "--step_scheduler.max_steps=7", again)
-    assert "2 logged steps after step 5 will be repeated" in log.read_text()
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strategy: str) -> None:
     overrides = (
@@ -91,28 +82,3 @@ def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strat
     for mine, theirs in zip(one, two, strict=True):
         for name in ("loss", "grad_norm"):
             assert float.fromhex(mine[name]) == pytest.approx(float.fromhex(theirs[name]), rel=1e-3)
-
-
-def test_ranks_start_from_equal_weights_whatever_their_number(tmp_path: Path) -> None:
-    overrides = (
-        "--step_scheduler.max_steps=1",
-        "--optimizer.lr=0.0",
-        "--optimizer.weight_decay=0.0",
-    )
-    one = run(
-        tmp_path,
-        1,
-        "one",
-        *overrides,
-        "--distributed.strategy=ddp",
-        "--step_scheduler.local_batch_size=1",
-    )
-    two = run(
-        tmp_path,
-        2,
-        "two",
-        *overrides,
-        "--distributed.strategy=ddp",
-        "--step_scheduler.local_batch_size=1",
-    )
-    assert {digests["weights"] for digests in one + two} == {one[0]["weights"]}

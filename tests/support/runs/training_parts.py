@@ -23,8 +23,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.values.readback import Number
-from automodel_ckpt.training.values.records import Control, LossSum
+from automodel_ckpt.training.values.records import Control, LossSum, Number
 
 
 class Stream(IterableDataset[dict[str, list[int]]]):

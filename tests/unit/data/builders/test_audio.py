@@ -28,7 +28,7 @@ from automodel_ckpt.models.inspect.vision import image_token_ids
 from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.measure.flop_count import count_flops
 from automodel_ckpt.parallel.model_layers import decoder_layers
-from automodel_ckpt.training.parts.processors import check_processor
+from automodel_ckpt.training.parts.preprocessors import check_processor
 from tests.support.models.audio import (
     FAMILIES,
     ONE_AUDIO,

@@ -9,7 +9,6 @@ import pytest
 from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.save_interval import (
     FIRST_STEPS,
-    AutoInterval,
     best_interval_seconds,
 )
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
@@ -29,22 +28,6 @@ def test_the_interval_loses_least_to_saves_and_to_work_done_again() -> None:
             lost(factor * best, cost, mtbf) for factor in (0.8, 0.9, 1.1, 1.25)
         )
     assert best_interval_seconds(3 * HOUR, HOUR) == HOUR
-
-
-def test_a_cheap_save_is_made_often_but_not_while_the_last_one_is_written() -> None:
-    auto = AutoInterval(HOUR)
-    assert auto.steps == FIRST_STEPS and auto.note_save(1, 1) is None
-    for _ in range(5):
-        auto.note_step(0.5)
-    reasoning = auto.note_save(0.5, 2.0)
-    assert auto.steps == pytest.approx(math.sqrt(2 * 0.5 * HOUR) / 0.5, rel=0.02)
-    assert (
-        reasoning is not None
-        and f"every {auto.steps} steps" in reasoning
-        and "Young/Daly" in reasoning
-    )
-    assert auto.note_save(0.52, 2.0) is None
-    assert "waits for the 300 s" in str(auto.note_save(0.5, 300.0)) and auto.steps == 600
 
 
 def test_the_leader_wants_a_save_after_its_own_number_of_steps_also_after_a_resume() -> None:

@@ -15,7 +15,6 @@ from torch import nn
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.keys.data import TokenizerConfig
 from automodel_ckpt.config.keys.model import InitFromSource
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
@@ -28,7 +27,6 @@ from automodel_ckpt.training.start.base_commit import (
     commits_of_run,
     hub_names,
     pin_base,
-    recorded_commits,
     with_revisions,
 )
 from tests.support.models import tiny
@@ -172,18 +170,6 @@ def test_a_commit_that_is_gone_is_an_error_for_what_the_start_reads(
     assert "set tokenizer.revision to a commit" in str(caught.value)
 
 
-def test_data_that_an_earlier_version_did_not_record_is_read_as_before(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    text = "model: {from_pretrained: org/base}\ntokenizer: null\n"
-    text += "dataset: {_target_: automodel_ckpt.data.text.text, path: org/data, seq_length: 8}\n"
-    config = read(text, tmp_path)
-    with closing(tiny.checkpointer(tmp_path / "run")) as checkpointer:
-        checkpointer.save({"model": nn.Linear(1, 1)}, step=1, epoch=0)
-        assert recorded_commits(checkpointer.transfers.expected()) == {}
-        assert revisions(pin_base(config, checkpointer))["dataset.path"] is None
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -196,15 +182,6 @@ def test_data_that_an_earlier_version_did_not_record_is_read_as_before(
 def test_a_revision_without_a_name_is_an_error(text: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=problem):
         read(f"model: {{from_pretrained: org/base}}\n{text}\n", tmp_path)
-
-
-def test_a_local_directory_has_no_revision(tmp_path: Path) -> None:
-    directory = str(tmp_path)
-    config = RecipeConfig(tokenizer=TokenizerConfig(directory, "v1"))
-    with pytest.raises(RecipeError, match=r"tokenizer.revision"):
-        find_preprocessor(config, "tokenizer")
-    with pytest.raises(RecipeError, match=r"init_from.0.revision"):
-        init_from._open(InitFromSource(directory, "v1"), "init_from.0", None, fetches=True)
 
 
 def test_names_are_read_at_their_revisions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ SIZES = {
 }
 BY_NAME = {model.name: model for model in MODELS}
 ANOTHER = "describes a model that computes something else"
-MEGATRON = Path(__file__).parents[3] / "fixtures" / "megatron"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -78,25 +77,15 @@ def test_tied_tensors_with_different_values_are_an_error(twice: Path) -> None:
     start(twice, llama())
 
 
-def test_modules_trained_beside_adapters_can_be_tied_too(tmp_path: Path) -> None:
-    both = {"modules_to_save": ["embed_tokens", "lm_head"]}
-    tied = adapted(**both, ensure_weight_tying=True)
-    tied.save_pretrained(tmp_path)
-    start(tmp_path, adapted(**both, ensure_weight_tying=True))
-    file = tmp_path / "adapter_model.safetensors"
-    weights = load_file(file)
-    weights[f"base_model.model.{HEAD}"] += 1
-    save_file(weights, file)
-    with pytest.raises(RecipeError, match=r"tied[\s\S]*peft.ensure_weight_tying: false"):
-        start(tmp_path, adapted(**both, ensure_weight_tying=True))
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"lora_alpha": 32}, "q_proj: 8 there, 2 here[\\s\\S]*{r: 4, alpha: 32, target"),
-        ({"use_rslora": True}, "q_proj: 4 there, 2 here[\\s\\S]*alpha: 8, .*use_rslora: true}"),
-        ({"alpha_pattern": {"v_proj": 4}}, "v_proj: 1 there, 2 here[\\s\\S]*{v_proj: 4}"),
+        ({"lora_alpha": 32}, "q_proj: 8 there, 2 here"),
+        ({"use_rslora": True}, "q_proj: 4 there, 2 here"),
+        (
+            {"alpha_pattern": {"v_proj": 4}},
+            "v_proj: 1 there, 2 here[\\s\\S]*alpha_pattern and use_rslora",
+        ),
     ],
 )
 def test_another_scale_of_adapters_is_an_error(
@@ -110,32 +99,6 @@ def test_another_scale_of_adapters_is_an_error(
         with pytest.raises(RecipeError, match=expected):
             check(tmp_path, adapted())
     start(tmp_path, adapted(**options))
-
-
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [
-        (
-            {"r": 2, "use_dora": True, "target_modules": ["k_proj"]},
-            "peft: {r: 2, alpha: 8, target_modules: [k_proj], use_dora: true}",
-        ),
-        (
-            {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
-            "modules_to_save: [model.embed_tokens]",
-        ),
-        (
-            {"trainable_token_indices": [1]},
-            "no recipe has adapters with trainable_token_indices: merge them",
-        ),
-    ],
-)
-def test_other_adapters_are_an_error_with_their_section(
-    tmp_path: Path, options: dict[str, Any], hint: str
-) -> None:
-    adapted(**options).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError) as caught:
-        start(tmp_path, adapted())
-    assert hint in str(caught.value)
 
 
 def test_another_function_by_the_config_is_a_warning(
@@ -164,13 +127,13 @@ def test_another_function_by_the_config_is_a_warning(
         assert [line.strip() for text in found for line in text.splitlines()[1:]] == expected
         inspected = inspect_start(InitFromConfig(str(tmp_path)), {"model": llama()})
         assert inspected is not None
-        assert [line for found in inspected[0].differences for line in found.lines] == expected
+        assert [line for found in inspected.differences for line in found.lines] == expected
 
 
 def differences(path: Path, model: Any) -> dict[str, list[str]]:
     inspected = inspect_start(InitFromConfig(str(path)), {"model": model})
     assert inspected is not None
-    return {found.text: list(found.lines) for found in inspected[0].differences}
+    return {found.text: list(found.lines) for found in inspected.differences}
 
 
 def test_another_function_by_the_metadata_of_a_gguf_file_is_a_warning(
@@ -205,16 +168,6 @@ def test_another_function_by_the_metadata_of_a_gguf_file_is_a_warning(
         in caplog.text
     )
     assert "rms_norm_eps: 1e-06 there, 0.5 here" in caplog.text
-
-
-def test_the_config_beside_a_single_file_is_compared(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
-    lines = ["rms_norm_eps: 0.5 there, 1e-06 here"]
-    assert differences(tmp_path / "model.safetensors", llama()) == {
-        f"their config.json {ANOTHER}": lines
-    }
 
 
 def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,12 +63,6 @@ def every_third(tmp_path: Path) -> Iterator[Run]:
     run.close()
 
 
-def test_every_third_step_is_saved_and_only_the_newest_is_kept(every_third: Run) -> None:
-    for step in range(1, 8):
-        every_third.step(step)
-    assert every_third.saved == [3, 6] and every_third.in_memory == [6]
-
-
 def test_the_first_save_after_going_back_renames_the_abandoned_checkpoints(
     every_third: Run,
 ) -> None:
@@ -115,35 +108,6 @@ def test_a_run_goes_back_after_saves_to_memory_have_ended(
     assert saves.directory.is_dir() == (kind is LeaseLost)
 
 
-def test_a_save_that_fails_while_the_run_goes_back_does_not_end_saves_to_memory(
-    every_third: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    every_third.step(3)
-    checkpointer = every_third.saves.checkpointer
-    assert checkpointer is not None
-    every_third.saves.wait()
-
-    def kill_writer() -> None:
-        raise SaveFailed("a writer was killed", where="memory", value="", hint="")
-
-    checkpointer.save({"model": nn.Linear(2, 2)}, step=6, epoch=0, before_publishing=kill_writer)
-    with caplog.at_level(logging.WARNING):
-        every_third.saves.finish_save()
-    assert "and the one before is the newest" in caplog.text
-    every_third.step(9)
-    assert every_third.in_memory == [9]
-
-
-def test_the_next_start_removes_what_it_did_not_resume_from(tmp_path: Path) -> None:
-    before = Run(tmp_path, every_steps=1)
-    before.step(1)
-    assert before.in_memory == [1]
-    before.close()
-    after = Run(tmp_path, every_steps=1)
-    assert after.in_memory == []
-    after.close()
-
-
 def test_the_commit_of_the_base_is_that_of_the_newest_checkpoint(every_third: Run) -> None:
     model = {"model": nn.Linear(2, 2)}
     disk, memory = every_third.disk, every_third.saves.checkpointer
@@ -156,22 +120,6 @@ def test_the_commit_of_the_base_is_that_of_the_newest_checkpoint(every_third: Ru
         checkpointer.save(model, step=step, epoch=0)
         checkpointer.wait_for_save()
         assert recorded_commits(disk.transfers.expected()) == {"org/base@main": commit_of_base}
-
-
-def test_a_failure_ends_the_copies_with_a_warning(
-    every_third: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    every_third.step(3)
-    every_third.saves.wait()
-    # As systemd does when the last session of a user ends.
-    shutil.rmtree(every_third.saves.directory)
-    every_third.saves.find()
-    every_third.saves.start(None, 3)
-    with caplog.at_level(logging.WARNING):
-        for step in (6, 9, 12):
-            every_third.step(step)
-    assert caplog.text.count("no more checkpoints in memory") == 1
-    assert not every_third.saves.directory.exists() and every_third.saves.checkpointer is None
 
 
 def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none(

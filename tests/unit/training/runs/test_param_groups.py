@@ -70,17 +70,6 @@ def test_weight_decay_leaves_out_what_transformers_trainer_leaves_out(model_type
     assert found == {name for name, _ in model.named_parameters()} & set(decayed)
 
 
-def test_norms_whose_names_do_not_show_it_have_no_decay_either() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ln_f, self.proj = nn.RMSNorm(4), nn.Linear(4, 4)
-
-    optimizer, names = grouped(OptimizerConfig(weight_decay=0.1), Block())
-    assert names == [["proj.weight"], ["ln_f.weight", "proj.bias"]]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-
-
 def test_the_first_group_that_matches_a_parameter_has_it_and_options_are_inherited() -> None:
     groups: list[Any] = [
         OptimizerGroup(params=["*.q_proj.*"], lr=1e-3),

@@ -23,10 +23,8 @@ from automodel_ckpt.training import recipe as recipe_module
 from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model.sharding import check_cuda_graphs
-from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions
-from automodel_ckpt.training.start.start_rank import check_model
 
 
 class Recipe(recipe_module.Recipe):
@@ -104,26 +102,6 @@ def steps_of(
     return rates
 
 
-@pytest.mark.parametrize("kind", ["lambda", "steps"])
-def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run_would_be(
-    kind: str,
-) -> None:
-    def made() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        optimizer, schedule = falling(0.3, num_steps=20)
-        if kind == "steps":
-            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
-        return optimizer, schedule
-
-    expected = steps_of(*made(), 10)
-    optimizer, schedule = made()
-    options = RecipeOptions(optimizer, schedule, OptimizerConfig())
-    saved = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
-    optimizer.load_state_dict(saved.state_dict())
-    options.compare(at_step(6), {"optimizer"}, Path("x"))
-    assert steps_of(optimizer, schedule, 4) == pytest.approx(expected[6:])
-
-
 def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_saved_ones() -> None:
     saved, saved_schedule = falling(0.1, num_steps=20)
     steps_of(saved, saved_schedule, 5)
@@ -169,24 +147,6 @@ def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_
     )
 
 
-def test_with_on_resume_recipe_one_cycle_begins_with_the_recipes_peak() -> None:
-    def made(
-        peak: float,
-    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=20)
-
-    expected = steps_of(*made(0.3), 10)
-    saved, saved_schedule = made(0.1)
-    steps_of(saved, saved_schedule, 5)
-    optimizer, schedule = made(0.3)
-    options = RecipeOptions(optimizer, schedule, OptimizerConfig(on_resume="recipe"))
-    optimizer.load_state_dict(saved.state_dict())
-    schedule.load_state_dict(saved_schedule.state_dict())
-    options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
-    assert steps_of(optimizer, schedule, 5) == pytest.approx(expected[5:])
-
-
 @pytest.mark.parametrize(
     ("key", "has_schedule"), [("optimizer.lr", False), ("optimizer.groups.0.lr", True)]
 )
@@ -203,14 +163,6 @@ def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
         RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"
     ):
         options.compare(at_step(0), names, Path("here"))
-
-
-def test_a_model_that_build_replaced_after_build_trainable_is_rejected() -> None:
-    replaced = recipe()
-    replaced.trainable = Trainable(torch.nn.Linear(2, 2))
-    replaced.model = torch.nn.Linear(2, 2)
-    with pytest.raises(RecipeError, match=r"replaces model[\s\S]*extend build_trainable"):
-        check_model(replaced)
 
 
 @pytest.mark.parametrize(

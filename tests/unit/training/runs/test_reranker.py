@@ -17,7 +17,6 @@ from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.text_pairs import text_pairs
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.loss.listwise import listwise_losses
 from automodel_ckpt.recipes.reranker import Reranker
 from tests.fixtures.embedding import tiny_pairs as tiny
 from tests.support.runs import pair_recipes
@@ -84,29 +83,6 @@ def test_the_loss_is_that_of_choosing_the_first_document_and_exports_have_its_sc
     validation = records(tmp_path / "run", "validation")[0]
     assert validation["val_mrr"] == pytest.approx(sum(1 / rank for rank in ranks) / 17, rel=1e-5)
     assert validation["val_accuracy"] == pytest.approx(sum(rank == 1 for rank in ranks) / 17)
-
-
-def test_scores_of_lists_of_different_lengths() -> None:
-    scores = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    losses, ranks = listwise_losses(scores, torch.tensor([3, 1, 2]))
-    parts = torch.split(scores, [3, 1, 2])
-    expected = [F.cross_entropy(part, torch.tensor(0)) for part in parts]
-    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-12, atol=1e-12)
-    assert ranks.tolist() == [int((part >= part[0]).sum()) for part in parts]
-    (gradient,) = torch.autograd.grad(losses.sum(), scores)
-    (wanted,) = torch.autograd.grad(torch.stack(expected).sum(), scores)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
-    nothing, _ = listwise_losses(scores[:0], torch.tensor([], dtype=torch.int64))
-    assert nothing.shape == (0,)
-    assert listwise_losses(torch.zeros(3), torch.tensor([3]))[1].tolist() == [3]
-
-
-def test_rows_that_only_keep_a_rank_in_step_have_a_gradient_of_zero() -> None:
-    scores = torch.randn(2, requires_grad=True)
-    losses, _ = listwise_losses(scores[:0], torch.tensor([], dtype=torch.int64))
-    losses.sum().backward()
-    assert scores.grad is not None
-    assert not scores.grad.any()
 
 
 def tokenizer_with_types() -> Any:

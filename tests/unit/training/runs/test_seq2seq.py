@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSeq2SeqLM,
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
 
-from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.seq2seq import Seq2Seq
-from automodel_ckpt.training.kinds.seq2seq_checks import check_shift, shifted
 from tests.support.runs.training import build
 
 T5 = "{model_type: t5, d_model: 16, d_kv: 4, d_ff: 32, num_layers: 1, num_heads: 2, dropout_rate: 0.0%s}"
@@ -182,38 +175,6 @@ def test_targets_have_one_start_and_an_end(
     assert next(iter(shorter))["labels"] == cut
 
 
-def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
-    recipe = build(
-        write(tmp_path, MODELS["tied"]),
-        f"--peft={{r: 2, target_modules: all-linear, base_dir: {tmp_path / 'base'}}}",
-        recipe_class=Seq2Seq,
-    )
-    recipe.setup()
-    recipe.run()
-    recipe.close()
-    adapter = tmp_path / "run" / "epoch_0_step_2" / "model" / "adapter_config.json"
-    assert json.loads(adapter.read_text())["task_type"] == "SEQ_2_SEQ_LM"
-
-
-@pytest.mark.parametrize("name", ["tied", "bart"])
-def test_a_dry_run_estimates_both_parts(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = str(write(tmp_path, MODELS[name]))
-    found = []
-    for lengths in ((64, 24), (64, 64), (24, 64)):
-        limits = zip(("seq_length", "target_length"), lengths, strict=True)
-        assert (
-            main(["--dry-run", recipe, *(f"--dataset.{key}={each}" for key, each in limits)]) == 0
-        )
-        report = capsys.readouterr().out
-        if "activations unknown" in report:
-            pytest.skip("layers of BART compare a random number with LayerDrop's rate in 5.17")
-        [(size, unit)] = re.findall(r"activations ([\d.]+) (kB|MB)", report)
-        found.append(float(size) * {"kB": 1, "MB": 1000}[unit])
-    assert found[0] < found[1] > found[2]
-
-
 def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
     recipe = build(write(tmp_path, LLAMA), recipe_class=Seq2Seq)
     with pytest.raises(RecipeError, match="does not support this kind of model") as error:
@@ -232,28 +193,6 @@ def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
         recipe.setup()
     recipe.close()
     assert "recipe: seq2seq" in error.value.problems[0].hint
-
-
-def test_the_inputs_of_the_decoder_leave_the_labels_as_they_are() -> None:
-    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 9}
-    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
-    labels = torch.tensor([[4, 5, 2, -100]])
-    with torch.device("meta"):
-        m2m = M2M100ForConditionalGeneration(M2M100Config(**sizes, **heads))
-        vocabularies = {"langs": ["a", "b"], "src_vocab_size": 9, "tgt_vocab_size": 9}
-        fsmt = FSMTForConditionalGeneration(FSMTConfig(**sizes, **heads, **vocabularies))
-    # fsdp2 derives a class in a module of torch.
-    m2m.__class__ = type("FSDPM2M100", (type(m2m),), {"__module__": "torch.nn"})
-    assert shifted(m2m, labels).tolist() == [[2, 4, 5, 2]]
-    assert shifted(fsmt, labels).tolist() == [[2, 4, 5, 2]]
-    assert labels.tolist() == [[4, 5, 2, -100]]
-    check_shift(m2m, m2m.config)
-    m2m.config.decoder_start_token_id = 9
-    with pytest.raises(RecipeError, match="a token that is not in its vocabulary"):
-        check_shift(m2m, m2m.config)
-    m2m.config.decoder_start_token_id = None
-    with pytest.raises(RecipeError, match="cannot follow from the labels"):
-        check_shift(m2m, m2m.config)
 
 
 @pytest.mark.parametrize(

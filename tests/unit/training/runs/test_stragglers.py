@@ -33,9 +33,9 @@ def test_noise_is_not_reported_and_a_rank_that_is_slower_by_a_third_is(slow: int
             if rank == slow:
                 seconds *= 1.3
             each.note_wait(abs(chance.gauss(0.01, 0.01)))
-            each.note_forward(FakeTime(seconds, num_tokens))  # type: ignore[arg-type]
             each.note_step()
-            here = each.figures_here()
+            forward: Any = FakeTime(seconds, num_tokens)
+            here = each.figures_here(forward)
             sums = [a + b for a, b in zip(sums, here, strict=True)] if sums else here
         timeline.seconds += 1.0
         for each in watches:
@@ -94,6 +94,6 @@ def test_the_section_sets_what_is_slow(share: float, num_reports: int) -> None:
     watched = watch(4, 0, reports, steps=7, share=share)
     for step in range(1, 22):
         watched.note_step()
-        if watched.figures_here():
+        if watched.figures_here(None):
             watched.compare(step, [0, 1, 1, 1] * 3 + [0, 1, 1.5, 1.5])
     assert len(reports) == num_reports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def test_a_setting_that_determines_the_tokens_of_an_image_is_compared(
     with pytest.raises(RecipeError) as raised:
         check_images(teacher_in(tmp_path, other, processor), student, processor)
     (problem,) = raised.value.problems
-    assert f"{name} is {value}, the student has {before}" in str(problem.value)
+    ours, its = json.dumps(before), json.dumps(value)
+    assert f"{name} is {its}, the student has {ours}" in str(problem.value)
 
 
 def test_the_scale_of_pixels_is_compared_and_limits_of_their_number_are_not(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,16 +22,6 @@ URL = "s3://bucket/run"
 def recipe(hub: HubConfig | None = None, peft: object = None, **section: Any) -> Any:
     checkpoint = CheckpointConfig(remote=RemoteConfig(URL), **section)
     return SimpleNamespace(checkpoint=checkpoint, hub=hub, peft=peft)
-
-
-def test_the_defaults_are_possible_and_say_how_to_export(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "automodel_ckpt")
-    check_without_shared_storage(recipe(peft=object()))
-    assert f"`ckpt pull {URL} DIRECTORY`" in caplog.text
-    assert "adapters are saved as shards" in caplog.text
-    caplog.clear()
-    check_without_shared_storage(recipe(save_consolidated=False, model_layout="shards"))
-    assert "adapters" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,389 @@
+"""The parts of a run that a recipe builds: its data, its model, what updates it, and what saves and exports it.
+
+:mod:`.model.trainable` builds a model, :mod:`.parts.objective` computes its loss, :mod:`.loop` takes the steps,
+:mod:`.saves.saves` decides about checkpoints, :mod:`.values.run_log` writes logs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint.files.layout import AVERAGE
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.config.callables.plugins import build
+from automodel_ckpt.config.recipe_rules import has_validation
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.config.tree.urls import with_local_directory
+from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.loss.causal import LossFn
+from automodel_ckpt.optim.build import trainable as trained_parameters
+from automodel_ckpt.optim.lr import build_schedule, check_scalable, check_schedule
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.ranks.agree import gather_objects
+from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.training.counters.cadence import total_steps
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.measure.validation_metrics import cadence_of, steps_per_epoch
+from automodel_ckpt.training.model.sections import (
+    ModelRequest,
+    data_sections,
+    read_model_config,
+    with_model_limits,
+)
+from automodel_ckpt.training.model.trainable import Trainable, build_trainable
+from automodel_ckpt.training.parts.objective import ContextCheck, Objective, Tensors, build_loss_fn
+from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
+from automodel_ckpt.training.saves.checkpointing import export_assets, model_layout
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.start.start_rank import check_part, validate_equal_lengths
+from automodel_ckpt.training.unsupported import Unsupported, unsupported_keys
+from automodel_ckpt.training.values.run_log import RunLog
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.measure.weight_average import WeightAverage
+    from automodel_ckpt.training.saves.memory_saves import MemorySaves
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class RecipeParts:
+    """Builds the parts of a run. :class:`~automodel_ckpt.training.recipe.Recipe` adds the life of the run."""
+
+    Config = RecipeConfig
+    """The dataclass of the recipe file."""
+    auto_class: ClassVar[Any]
+    """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
+    task_type: ClassVar[str | None] = None
+    """peft's name of the task; None if peft has no class of models for it."""
+    shares_rows: ClassVar[bool] = False
+    """Whether samples may share rows without padding, if the model supports it."""
+    packs_images: ClassVar[bool] = False
+    """Whether the samples of ``packed_sequence`` have images, which :attr:`preprocessor` prepares."""
+    uses_dropout: ClassVar[bool] = True
+    """Whether models are trained with their dropout, if the recipe file does not say."""
+    sample_noun: ClassVar[str] = "sample"
+    """What an item of the data set is, in the singular: logs and ``ckpt show`` count "pairs" for a "pair"."""
+    rows_per_sample: ClassVar[int] = 1
+    """Number of consecutive rows of a micro-batch that a sample becomes, for ``--show-samples``."""
+    with_preceding: ClassVar[bool] = False
+    """Whether the collator gets, before the samples of a micro-batch, the one before them in the global batch."""
+    objective_class: type[Objective] = Objective
+    """What computes the loss of a micro-batch."""
+    loop_class: type[TrainingLoop] = TrainingLoop
+    """What takes the steps, validates, and ends the run."""
+    saves_class: type[Saves] = Saves
+    """What saves and exports, and handles failed saves."""
+    unsupported: ClassVar[Sequence[Unsupported]] = ()
+    """The keys that the recipe does not support."""
+    untracked: Collection[str] = ()
+    """Names of attributes with state that is not saved; a class may set it, and so may :meth:`build`."""
+
+    # Set by join_ranks.
+    layout: RankLayout
+    """The ranks of the run: their device mesh, this rank's device and position, and the process groups."""
+    stop_request: StopRequest
+    run_log: RunLog
+    # Set by build.
+    preprocessor: Any
+    """The tokenizer or processor, whose files are part of exports; None if there is none."""
+    model_config: PreTrainedConfig | None = None
+    """The transformers configuration; None for a model by ``_target_``, and before :meth:`build_training` reads it."""
+    dataloader: GlobalBatchLoader
+    validation_batches: Callable[[], Iterator[GlobalBatch]] | None
+    """Reads ``validation_dataset`` from its start; None if there is none."""
+    validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]]
+    """Read the sets of ``validation_datasets`` from their starts, by name."""
+    step_scheduler: StepScheduler
+    trainable: Trainable
+    model: nn.Module
+    """The model of :attr:`trainable`, under which name checkpoints store it."""
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | None
+    loss_fn: LossFn
+    """The loss of full logits, if the output layer does not compute it."""
+    weight_average: WeightAverage | None = None
+    """The section ``ema``; its module is the attribute ``ema``, under which name checkpoints store it."""
+    # Set by setup after build.
+    stop_tokens: Sequence[int] = ()
+    """The tokens that end generated text beside those of the base: they end the answers of the data."""
+    rng: StatefulRNG
+    objective: Objective
+    saves: Saves
+    loop: TrainingLoop
+
+    def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
+        """*config_yaml* is the text of the resolved recipe, which each checkpoint contains."""
+        # With a URL as checkpoint_dir, everything below works in a local directory, from which it is uploaded.
+        self.config = with_local_directory(config)
+        self.config_yaml = config_yaml
+        self.untracked: set[str] = set(self.untracked)
+        self.checkpointer: Checkpointer | None = None
+        self.memory: MemorySaves | None = None
+        self.is_dry_run = False
+        """Whether the model is only counted, for ``--dry-run``: its weights have no values."""
+        self.origins: Mapping[str, str] = {}
+        """Where each value of the recipe comes from, by dotted key; set by ``ckpt-train``."""
+        self.overridden: Collection[str] = ()
+        """The dotted keys that the command line gives; set by ``ckpt-train``."""
+        # Closes in the reverse order; each resource is registered where it is opened.
+        self._resources = ExitStack()
+
+    # ---------------------------------------------------------------- build
+
+    def config_problems(self) -> list[Problem]:
+        """List what the recipe does not support in its configuration. Extend it to check more than single keys."""
+        return unsupported_keys(self.config, self.unsupported)
+
+    def check_sections(self) -> None:
+        """Raise one :class:`RecipeError` with all :meth:`config_problems`, and for other problems of the configuration.
+
+        Called before the names in its sections are looked up on the Hub.
+        """
+        problems = self.config_problems()
+        if problems:
+            raise RecipeError.all_of(problems)
+
+    def build(self) -> None:
+        """Create the attributes that training needs, the same on all ranks. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_training(self) -> None:
+        """Create the data, the model and what updates it from the recipe's sections.
+
+        :attr:`preprocessor` exists already. The order is that of their failures: configuration and data are checked
+        before weights are read.
+        """
+        config = self.config
+        self.model_config = self.build_model_config()
+        loaders: dict[str, GlobalBatchLoader] = {}
+        for name, section in data_sections(config).items():
+            if section is None:
+                continue
+            if has_validation(config):
+                # The next messages name only the path of data, which sections can share.
+                log.info("reading the data of %s", name)
+            loaders[name] = self.build_dataloader(section, validation=name != "dataset")
+        self.dataloader = loaders.pop("dataset")
+        main = loaders.pop("validation_dataset", None)
+        self.validation_batches = None if main is None else partial(iter, main)
+        self.validation_sets = {
+            name.partition(".")[2]: partial(iter, loader) for name, loader in loaders.items()
+        }
+        cadence = cadence_of(config)
+        planned_steps = total_steps(cadence, steps_per_epoch(self.dataloader))
+        self.step_scheduler = StepScheduler(cadence, planned_steps=planned_steps)
+        self.trainable = self.build_trainable()
+        self.model = self.trainable.model
+        steps = "unknown steps" if planned_steps is None else counted(planned_steps, "step")
+        log.info("%s; %s", self.trainable.summary, steps)
+        log.info("precision: %s", self.trainable.precision)
+        self.optimizer = self.build_optimizer()
+        check_part(self, "build_optimizer", self.optimizer, Optimizer)
+        self.lr_scheduler = self.build_lr_scheduler()
+        if self.lr_scheduler is not None:
+            check_part(self, "build_lr_scheduler", self.lr_scheduler, LRScheduler)
+        self.loss_fn = self.build_loss_fn()
+
+    # ---------------------------------------------------------------- the data
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_collate_fn(self) -> Any:
+        """Build the function from samples to a micro-batch. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
+        """Build a loader of this rank's part of the global batches; for validation in order, without accumulation."""
+        config, steps, layout = self.config.dataloader, self.config.step_scheduler, self.layout
+        global_batch_size = steps.global_batch_size
+        if validation:
+            global_batch_size = self.validation_batch_size()
+        loader = GlobalBatchLoader(
+            self.build_dataset(self.with_limit(section)),
+            global_batch_size=global_batch_size,
+            local_batch_size=steps.local_batch_size,
+            collate_fn=self.build_collate_fn(),
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            seed=self.config.seed,
+            shuffle=config.shuffle and not validation,
+            drop_last=config.drop_last and not validation,
+            num_workers=0 if validation else config.num_workers,
+            with_preceding=self.with_preceding,
+        )
+        name = "validation_dataset" if validation else "dataset"
+        validate_equal_lengths(name, loader.num_samples, layout.gloo_group)
+        return loader
+
+    def with_limit(self, section: Target) -> Target:
+        """Return the section of a data set with the model's context and vocabulary where it asks for them."""
+        return with_model_limits(section, self.model_config)
+
+    def validation_batch_size(self) -> int:
+        """Return the number of samples that all ranks together validate at a time."""
+        steps, sizes = self.config.step_scheduler, self.layout.sizes
+        if self.with_preceding:
+            return steps.global_batch_size
+        # As many micro-batches as pipeline stages keep all stages busy.
+        return steps.local_batch_size * sizes.dp * sizes.pp
+
+    def labels_in_words(self, micro_batch: Tensors) -> list[str]:
+        """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
+        return []
+
+    def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
+        """List the number of the sample, in *micro_batch*, of each of its rows, for ``--show-samples``."""
+        return [row // self.rows_per_sample for row in range(len(micro_batch["input_ids"]))]
+
+    # ---------------------------------------------------------------- the model and what updates it
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the transformers configuration of the model; None for a model by ``_target_``.
+
+        Extend it to change settings that the recipe's sections determine, such as the names of labels.
+        """
+        return read_model_config(
+            self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
+        )
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        """Build the model that a recipe's sections describe, by default those of this recipe. A collective.
+
+        A recipe with several models calls it once for each. Only attributes of the recipe are saved, so assign the
+        module of a :class:`Trainable` to an attribute if it has to be saved.
+        """
+        dropout = self.config.dropout
+        request = ModelRequest(
+            config or self.config,
+            self.layout,
+            self.auto_class,
+            self.task_type,
+            self.preprocessor,
+            self.model_config if config is None else None,
+            shares_rows=self.shares_rows,
+            packs_images=self.packs_images,
+            uses_dropout=self.uses_dropout if dropout == "auto" else dropout,
+            is_trained=is_trained,
+            is_dry_run=self.is_dry_run,
+        )
+        return build_trainable(request)
+
+    def build_optimizer(self) -> Optimizer:
+        """Build the ``optimizer`` section over all parameters that need gradients."""
+        layout = self.layout
+        add_up: Callable[[list[int]], list[int]] = list
+        if layout.in_stages:
+            from automodel_ckpt.training.model import pipeline
+
+            pipeline.check_no_idle_stages(trained_parameters([self.model]), layout)
+            add_up = partial(pipeline.sum_over_stages, layout)
+        takes_own_steps = self.loop_class.train_step is not TrainingLoop.train_step
+        optimizer, labels = build_optimizer(
+            self.config.optimizer,
+            self.model,
+            add_up=add_up,
+            takes_own_steps=takes_own_steps,
+            width_factor=self.width_factor(),
+        )
+        if layout.in_stages and not self.is_dry_run:
+            pipeline.train_stages(optimizer, self.model, layout)
+        log_groups(optimizer, labels)
+        return optimizer
+
+    def width_factor(self) -> float:
+        """What the learning rates of matrices are multiplied by, for a recipe with learning rates by width."""
+        return 1.0
+
+    def build_lr_scheduler(self) -> LRScheduler | None:
+        """Build the ``lr_scheduler`` section, by name over the planned steps; None for a constant rate."""
+        section = self.config.lr_scheduler
+        if section is None:
+            return None
+        check_scalable(self.optimizer)
+        if isinstance(section, Target):
+            schedule: LRScheduler = build(section, optimizer=self.optimizer)
+            check_schedule(schedule)
+            return schedule
+        settings = {key: value for key, value in vars(section).items() if key != "name"}
+        planned = self.step_scheduler.planned_steps
+        return build_schedule(self.optimizer, section.name, total_steps=planned, **settings)
+
+    def build_loss_fn(self) -> LossFn:
+        """Build the ``loss_fn`` section; cross-entropy without it."""
+        return build_loss_fn(self.config.loss_fn, self.layout.device)
+
+    # ---------------------------------------------------------------- the objective and the loop
+
+    @property
+    def section(self) -> Any:
+        """The section of the recipe's kind of training, such as ``dpo``, for its objective; None if there is none."""
+        return None
+
+    def build_objective(self) -> Objective:
+        """Build the object that computes the loss of a micro-batch."""
+        objective = self.objective_class(
+            self.trainable,
+            self.layout,
+            self.loss_fn,
+            sequence_parallel=self.config.distributed.sequence_parallel,
+            section=self.section,
+        )
+        if self.model_config is not None:
+            objective.check_length = ContextCheck(self.model_config, self.step_scheduler)
+        return objective
+
+    def build_loop(self) -> TrainingLoop:
+        """Build the object that takes the steps. Give a loop of your own what else it needs by extending this."""
+        return self.loop_class(self)
+
+    def other_models(self) -> Sequence[nn.Module]:
+        """List the models that are in memory beside the trained one, for the forecast of a dry run."""
+        return ()
+
+    # ---------------------------------------------------------------- what saves and exports
+
+    def build_assets(self) -> dict[str, Assets]:
+        """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
+        assets = export_assets(self)
+        if self.weight_average is not None and model_layout(self.config) != "shards":
+            # The files of the average are a complete model, too.
+            for model in list(assets.values()):
+                assets[AVERAGE] = model
+        return assets
+
+    def export_files(self) -> Mapping[str, bytes]:
+        """Describe the files that exports have beside those of transformers and peft: content by relative path."""
+        return {}
+
+    def build_saves(self) -> Saves:
+        """Build the object that saves the state of the run."""
+        return self.saves_class(
+            self.config,
+            self.checkpointer,
+            self.step_scheduler,
+            self.run_log,
+            partial(discover, self),
+            config_yaml=self.config_yaml,
+            num_ranks=self.layout.world_size,
+            sample_noun=self.sample_noun,
+            gather=partial(gather_objects, self.layout.gloo_group),
+        )
