@@ -56,6 +56,8 @@ _LISTS = (list, tuple, set, Sequence, Iterable)
 _MAPPINGS = (dict, Mapping)
 # Not None, which is a valid value of many fields.
 INVALID = object()
+CORRECT = "correct the value, or remove the key to use its default"
+"""The hint for a value without a better one."""
 REMOTE_CODE = "trust_remote_code"
 """A key of this name is always a boolean: transformers would take the text ``no`` as true."""
 
@@ -358,7 +360,7 @@ class Binder:
             f"{key} must be {expected}",
             node,
             node,
-            hint or "correct the value, or remove the key to use its default",
+            hint or CORRECT,
         )
         return INVALID
 

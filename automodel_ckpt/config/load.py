@@ -214,7 +214,7 @@ def bind_recipe(
     # It also hides the secrets in URLs from the messages of all problems.
     found += url_problems(root)
     found += shell_variables(root)
-    in_plugins = [*builder_problems(root, binder.schema), *sample_problems(root)]
+    in_plugins = [*builder_problems(root), *sample_problems(root)]
     if check is not None:
         in_plugins += check(root)
     # If other plug-ins have to be imported, these problems wait, so that there is one report.
