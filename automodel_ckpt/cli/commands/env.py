@@ -70,14 +70,10 @@ _NAMES = (
 _USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
 _IMPORT_SECONDS = 180.0
 _COMMAND_SECONDS = 20.0
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt env``."""
-    command.description = (
-        "Print versions, devices and facts about this machine for a bug report. Values of environment "
-        "variables that look like secrets are not shown."
-    )
+USAGE = """
+Print versions, devices and facts about this machine for a bug report. Values of environment variables that look like
+secrets are not shown.
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.cli.common.arguments import add_path
+from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
     RunRow,
@@ -47,15 +47,12 @@ _TITLES = (
 _DROPPED_FIRST = ("epoch", "verified", "train loss", "size", "age", "complete", "val loss")
 _RUN_TITLES = ("run", "checkpoints", "newest", "train loss", "val loss", "lowest", "size", "age")
 _RUN_DROPPED_FIRST = ("train loss", "size", "val loss", "checkpoints", "age", "lowest")
+USAGE = f"""
+List the checkpoints of a run, the runs in a directory, or checkpoints of other programs whose names state steps and
+metrics.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt ls``."""
-    command.description = (
-        "List the checkpoints of a run, the runs in a directory, or checkpoints of other programs whose names state "
-        "steps and metrics."
-    )
-    add_path(command)
+{PATH}
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

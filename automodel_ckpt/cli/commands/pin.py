@@ -10,23 +10,9 @@ from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.terminal import printable
 from automodel_ckpt.errors import EXIT_DONE
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt pin``."""
-    command.description = "Protect a checkpoint from removal."
-    _add_path(command)
-
-
-def add_unpin_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt unpin``."""
-    command.description = "Remove a pin."
-    _add_path(command)
-
-
-def _add_path(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST"
-    )
+_PATH = "path PATH | a checkpoint, or a pointer such as checkpoints/LATEST"
+USAGE = f"Protect a checkpoint from removal.\n\n{_PATH}"
+USAGE_UNPIN = f"Remove a pin.\n\n{_PATH}"
 
 
 def run(arguments: argparse.Namespace) -> int:
