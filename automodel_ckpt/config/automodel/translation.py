@@ -93,13 +93,16 @@ _WITH_TARGETS = ("model", "dataset", "distributed")
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
-SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
+SECTIONS: tuple[tuple[str, Callable[[Section], None] | str], ...] = (
     # Later functions look at what earlier ones have translated: adapters before freezing, data before the steps.
     ("model", model.model),
     ("peft", adapters.adapters),
     ("freeze_config", adapters.freeze),
     ("quantization", adapters.quantization),
-    ("dist_env", ranks.dist_env),
+    (
+        "dist_env",
+        "backend -> /distributed.backend @not_nccl\ntimeout_minutes -> /distributed.timeout_minutes",
+    ),
     ("distributed", ranks.distributed),
     ("dataset", datasets.dataset),
     ("validation_dataset", datasets.validation),
@@ -111,7 +114,7 @@ SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
     ("optimizer", training.optimizer),
     ("lr_scheduler", training.schedule),
     ("step_scheduler", training.steps),
-    ("clip_grad_norm", training.clipping),
+    ("clip_grad_norm", "max_norm -> /clip_grad_norm"),
     ("loss_fn", training.loss),
     ("compile", training.compilation),
     ("teacher_model", model.teacher),
@@ -125,7 +128,7 @@ SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
     ("neftune", others.neftune),
     ("", others.top_level),
 )
-"""The functions that translate sections of AutoModel, in their order."""
+"""The functions or tables that translate sections of AutoModel, in their order."""
 _ONLY_THEIRS = frozenset(
     [
         *others.WHOLE_SECTIONS,
@@ -224,7 +227,10 @@ def translate(root: Node) -> Translation | None:
     work = Work(source, recipe)
     work.section("").put("recipe", Node(recipe, node.origin))
     for path, translate_section in SECTIONS:
-        translate_section(work.section(path))
+        if isinstance(translate_section, str):
+            work.section(path).apply(translate_section)
+        else:
+            translate_section(work.section(path))
     _keep_the_rest(work, source, original, "")
     return Translation(
         work.result,
