@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +83,6 @@ def test_statistics_of_every_dtype_are_those_that_torch_computes(
         )
 
 
-def test_what_has_no_values_or_no_order_has_no_statistics(tmp_path: Path, capsys: Capture) -> None:
-    tensors = {
-        "empty": torch.empty(0, 3),
-        "nan": torch.full((2,), math.nan),
-        "complex": torch.ones(2) * 1j,
-    }
-    write_checkpoint(tmp_path / "c", tensors, [p for f, t in tensors.items() for p in cut(f, t, 1)])
-    found = shown(capsys, str(tmp_path / "c"), "--stats")["trees"]["model"]["tensors"]
-    for name, counts in {"empty": (0, 0), "nan": (2, 2), "complex": (0, 2)}.items():
-        values = found[name]["statistics"]
-        assert (values["min"], values["mean"], values["norm"]) == (None, None, None)
-        assert (values["num_nan"], values["numel"]) == counts
-    assert main(["show", str(tmp_path / "c"), "--stats"]) == 0
-    assert "NaN" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("code", sorted(EIGHT_BIT_FLOATS))
 def test_eight_bit_floats_have_the_values_that_torch_gives_them(code: str) -> None:
     bits = torch.arange(256, dtype=torch.uint8)
@@ -147,23 +129,6 @@ def test_statistics_parameter_groups_and_position_of_a_training_checkpoint(
         and "data position" in text
         and "\x1b" not in text
     )
-
-
-@pytest.mark.parametrize("is_external", [False, True])
-def test_a_checkpoint_of_the_future_has_no_age(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_external: bool
-) -> None:
-    # The clock of this computer, or of the one that saved it, is wrong.
-    path = AUTOMODEL / "safetensors" / "epoch_0_step_1"
-    if not is_external:
-        path = tiny.save(tmp_path, tiny.recipe()).path
-    for moment, is_old in [(2.0**33, True), (1.0, False)]:
-        with monkeypatch.context() as patch:
-            patch.setattr("time.time", partial(float, moment))
-            assert main(["show", str(path)]) == 0
-        head = capsys.readouterr().out.splitlines()[:3]
-        (summary,) = [line for line in head if re.search(r"\bstep \d+, ", line)]
-        assert re.search(r" [kM]?B, \d+ d old$" if is_old else r" [kM]?B$", summary), summary
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])
