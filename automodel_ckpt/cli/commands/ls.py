@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     cells = [_TITLES, *map(_cells, rows)]
-    head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST, wrap_last=True)
+    head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST)
     coloured_lines = [coloured(head, "bold", sys.stdout)]
     for row, line in zip(rows, lines, strict=True):
         is_usable = (row.complete or row.foreign) and not row.damaged
