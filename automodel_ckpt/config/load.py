@@ -181,7 +181,10 @@ def bind_recipe(
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
-    _rename_targets(root)
+    # Former names of this package's classes, which recipes and saved configurations have.
+    for _, node in root.walk():
+        if isinstance(node.value, str):
+            node.value = current_name(node.value)
     translation = _translated(root)
     translated = None
     if translation is not None:
@@ -228,13 +231,6 @@ def _translated(root: Node) -> Translation | None:
     from automodel_ckpt.config.automodel.translation import translate
 
     return translate(root)
-
-
-def _rename_targets(node: Node) -> None:
-    """Replace former names of this package's classes, which recipes and saved configurations have."""
-    for _, each in node.walk():
-        if isinstance(each.value, str):
-            each.value = current_name(each.value)
 
 
 def _shown(problems: Iterable[Problem], path: Path) -> list[Problem]:

@@ -281,7 +281,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),
     ("seed: !!int 3\n", [], ["YAML tags are not allowed", "recipe.yaml:6"]),
     ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
-    ("<<: [seed]\n", [], ["a merge key (<<) needs a mapping or a list", "recipe.yaml:6"]),
+    ("<<: [seed]\n", [], ["expected a mapping for merging", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["invalid YAML", "recipe.yaml:7"]),
     ("---\nseed: 1\n", [], ["invalid YAML", "single document"]),
     (

@@ -261,23 +261,20 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         if full in _ONLY_THEIRS:
             _reject_the_rest(work, node, full)
             continue
-        if node.is_null and (needs_a_value(full) or _is_theirs(work, full)):
+        # Null disables a key that only AutoModel has.
+        is_theirs = full in work.known and annotation_at(RecipeConfig, full) is None
+        if node.is_null and (needs_a_value(full) or is_theirs):
             continue
         # A section that the translation emptied is left out; one that is empty in the file is not.
         if isinstance(node.value, dict) and not node.value and before.value:
             continue
-        if isinstance(node.value, dict) and node.value and _is_section(found):
+        if isinstance(node.value, dict) and node.value and isinstance((found or node).value, dict):
             _keep_the_rest(work, node, before, full)
         elif found is None or node.is_flag or found.origin == AUTOMODEL_DEFAULT:
             put(work.result, full, node)
         elif not node.is_null:
             hint = f"remove one of them; the other is at {found.origin}"
             work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
-
-
-def _is_theirs(work: Work, key: str) -> bool:
-    """Whether only AutoModel has a key: null disables it."""
-    return key in work.known and annotation_at(RecipeConfig, key) is None
 
 
 def _reject_the_rest(work: Work, node: Node, key: str) -> None:
@@ -291,11 +288,6 @@ def _reject_the_rest(work: Work, node: Node, key: str) -> None:
         hint = f"did you mean {join(section, meant)}?" if meant else f"remove it; {GUIDE}"
         problem = Problem(f"unknown key {key}", node.origin, str(node), hint)
         work.unknown.append(problem)
-
-
-def _is_section(node: Node | None) -> bool:
-    """Whether keys can be added at the place of a node: it is a mapping, or nothing is there."""
-    return node is None or isinstance(node.value, dict)
 
 
 __all__ = ["Notice", "Translation", "class_name", "translate"]
