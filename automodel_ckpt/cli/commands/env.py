@@ -20,10 +20,9 @@ from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.saving.environment import version_of
-from automodel_ckpt.cli.common.terminal import printable, table
+from automodel_ckpt.cli.common.terminal import print_document, printable, table
 from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME
-from automodel_ckpt.errors import EXIT_DONE
 
 _LIBRARIES = (
     "numpy",
@@ -64,14 +63,11 @@ secrets are not shown.
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt env``. What cannot be determined is shown as an error; the exit code is 0."""
     document = describe_environment()
-    if arguments.json:
-        print(json.dumps(document, indent=2))
-        return EXIT_DONE
+    lines = []
     for title, section in document.items():
-        print(f"{title}:")
         rows = [[f"  {name}", printable(_text(value))] for name, value in section.items()]
-        print("\n".join(table(rows)) if rows else "  none")
-    return EXIT_DONE
+        lines += [f"{title}:", *(table(rows) if rows else ["  none"])]
+    return print_document(arguments, document, lines)
 
 
 def describe_environment() -> dict[str, dict[str, Any]]:

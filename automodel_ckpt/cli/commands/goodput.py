@@ -13,7 +13,6 @@ from automodel_ckpt.base.units import counted, exact_time
 from automodel_ckpt.cli.common.arguments import RUN
 from automodel_ckpt.cli.common.paths import run_with_logs
 from automodel_ckpt.cli.common.terminal import print_document, printable, table
-from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from automodel_ckpt.logs.goodput import Goodput, Start
@@ -34,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     directory = run_with_logs(Path(arguments.path))
     found = read_goodput(directory)
-    print_document(arguments, _document(found), _lines(directory, found))
-    return EXIT_DONE
+    return print_document(arguments, _document(found), _lines(directory, found))
 
 
 def _lines(directory: Path, found: Goodput) -> Iterator[str]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from automodel_ckpt.cli.common.paths import whole_checkpoint
-from automodel_ckpt.cli.common.terminal import printable
-from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.cli.common.terminal import print_document, printable
 
 _PATH = "path PATH | a checkpoint, or a pointer such as checkpoints/LATEST"
 USAGE = f"Protect a checkpoint from removal.\n\n{_PATH}"
@@ -30,10 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
         pinned = maintenance.pin_at(path) or maintenance.run_of(whole_checkpoint(path))
         run_directory, name = pinned
         changed = maintenance.unpin(run_directory, name)
-    if arguments.json:
-        print(json.dumps({"checkpoint": name, "pinned": is_pin, "changed": changed}))
-    elif changed:
-        print(f"{arguments.command}ned {printable(name)}")
-    else:
-        print(f"{printable(name)} was not pinned")
-    return EXIT_DONE
+    document = {"checkpoint": name, "pinned": is_pin, "changed": changed}
+    text = f"{arguments.command}ned {name}" if changed else f"{name} was not pinned"
+    return print_document(arguments, document, [printable(text)])

@@ -79,8 +79,7 @@ def _show_remote(arguments: argparse.Namespace) -> int:
     with sparse_copy(run, name, manifest) as copy:
         document = _document(copy, manifest, False)
     document["path"] = f"{run.store}/{name}"
-    print_document(arguments, document, _lines(document, everything=arguments.tensors))
-    return EXIT_DONE
+    return print_document(arguments, document, _lines(document, everything=arguments.tensors))
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import RUN
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import printable
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.cli.common.terminal import print_document, printable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.logs.trackers import TRACKERS
 
 USAGE = f"""
@@ -79,11 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
             value=reasons[0],
             hint="correct the cause, then run this command again: it uploads what the tracker lacks",
         )
-    if arguments.json:
-        print(json.dumps({"path": str(run), "tracker": arguments.to, "step": last}))
-    else:
-        print(printable(f"{arguments.to} has {run} up to step {last}"))
-    return EXIT_DONE
+    document = {"path": str(run), "tracker": arguments.to, "step": last}
+    return print_document(
+        arguments, document, [printable(f"{arguments.to} has {run} up to step {last}")]
+    )
 
 
 @contextlib.contextmanager

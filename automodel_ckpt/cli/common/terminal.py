@@ -17,7 +17,14 @@ from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from automodel_ckpt.base.units import size_text
-from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable, without_hidden
+from automodel_ckpt.errors import (
+    EXIT_DONE,
+    OutputFailed,
+    Problem,
+    os_problem,
+    printable,
+    without_hidden,
+)
 
 __all__ = ["printable", "size_text"]
 
@@ -240,9 +247,10 @@ def json_text(document: Any) -> str:
     return json.dumps(_finite(document), indent=2)
 
 
-def print_document(arguments: argparse.Namespace, document: Any, lines: Iterable[str]) -> None:
-    """Print the result of a command: *document* with ``--json``, else *lines*."""
+def print_document(arguments: argparse.Namespace, document: Any, lines: Iterable[str]) -> int:
+    """Print the result of a command, *document* with ``--json``, else *lines*; return the exit code of success."""
     print(json_text(document) if arguments.json else "\n".join(lines))
+    return EXIT_DONE
 
 
 def problem_json(problem: Problem) -> dict[str, str]:

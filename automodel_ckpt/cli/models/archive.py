@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.arguments import WHERE, number_at_least
 from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
-from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
+from automodel_ckpt.cli.common.terminal import print_document, print_path, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _OTHER_FORMATS = (".tar", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".lz4", ".7z", ".zip")
@@ -64,14 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     log = _ignore if arguments.json else print
     names, nbytes, archive_bytes = archive(source, target, level=arguments.level, log=log)
     if arguments.json:
-        document = {
-            "archive": str(target),
-            "checkpoints": names,
-            "nbytes": nbytes,
-            "archive_bytes": archive_bytes,
-        }
-        print(json.dumps(document, indent=2))
-        return EXIT_DONE
+        document = {"archive": str(target), "checkpoints": names, "nbytes": nbytes}
+        return print_document(arguments, {**document, "archive_bytes": archive_bytes}, ())
     ratio = nbytes / max(1, archive_bytes)
     sizes = f"{size_text(nbytes)} -> {size_text(archive_bytes)}"
     print(printable(f"{counted(len(names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)"))
@@ -86,8 +79,7 @@ def run_unarchive(arguments: argparse.Namespace) -> int:
     log = _ignore if arguments.json else print
     paths = extract(Path(arguments.file).expanduser(), Path(arguments.output).expanduser(), log=log)
     if arguments.json:
-        print(json.dumps({"checkpoints": [str(path) for path in paths]}, indent=2))
-        return EXIT_DONE
+        return print_document(arguments, {"checkpoints": [str(path) for path in paths]}, ())
     for path in paths:
         print_path(path)
     return EXIT_DONE

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common.arguments import WHERE, option_flag, without_effect
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
-from automodel_ckpt.cli.common.terminal import print_error, printable, size_text
+from automodel_ckpt.cli.common.terminal import print_document, print_error, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def run_push(arguments: argparse.Namespace) -> int:
     if done.was_there:
         text = f"{page} has it already, at commit {done.commit[:12]}"
     document = {"url": page, "seconds": seconds, **asdict(done)}
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
@@ -122,8 +121,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     )
     size = f"{size_text(done.nbytes)} in {seconds:.1f} s, {checked}"
     text = f"downloaded {done.path}: commit {done.commit[:12]}, {size}"
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def run_card(arguments: argparse.Namespace) -> int:

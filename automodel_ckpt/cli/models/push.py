@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.common.remote import locate, locate_one
-from automodel_ckpt.cli.common.terminal import printable, size_text
+from automodel_ckpt.cli.common.terminal import print_document, printable, size_text
 from automodel_ckpt.cli.models import hub
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -103,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if nbytes == 0:
         text = f"{url} is there already"
     document = {"url": url, "nbytes": nbytes, "seconds": seconds}
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
@@ -164,8 +162,7 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
     with_exports = f", with {' and '.join(names)}" if names else ""
     text = f"downloaded {path}: {size_text(nbytes)} in {seconds:.1f} s, verified{with_exports}"
     document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def _check_is_url(text: str, where: str) -> None:
