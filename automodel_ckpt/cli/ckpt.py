@@ -1,7 +1,7 @@
 """``ckpt``: inspect, verify, convert and manage checkpoints. Runs on CPU, without a network, and starts without torch
 (``generate`` and ``chat`` use both).
 
-A new command is a module in ``cli/commands/`` with ``add_arguments`` and ``run``, and a line in :data:`_TABLE`. The
+A new command is a module in ``cli/commands/`` with ``USAGE`` and ``run``, and a line in :data:`_TABLE`. The
 module is imported when its command is run.
 """
 
@@ -13,13 +13,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from automodel_ckpt.base.version import __version__
 from automodel_ckpt.cli.commands import completion
-from automodel_ckpt.cli.common.arguments import resolve_paths
+from automodel_ckpt.cli.common.arguments import add_usage, resolve_paths
 from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.cli.common.remote import reject_urls
 from automodel_ckpt.cli.common.terminal import (
@@ -49,9 +49,10 @@ from automodel_ckpt.errors import (
 class Verb:
     """A command of ``ckpt``.
 
-    *module* is in ``cli/``: ``add_arguments`` sets the description of the command's parser and adds its options, and
-    ``run`` executes it and returns the exit code. A second command of a module has ``add_NAME_arguments`` and, if it
-    differs, ``run_NAME``. *help* is its line in ``ckpt --help``. The words in *traits*:
+    *module* is in ``cli/``: ``USAGE`` has its description and arguments (:func:`add_usage`), and ``run`` executes it
+    and returns the exit code. Of several commands in a module, each has a ``USAGE_NAME``, and may have a
+    ``run_NAME``.
+    *help* is its line in ``ckpt --help``. The words in *traits*:
 
     * writes: it writes files. If a system call or a store fails, the exit code is then 4 instead of 3.
     * urls: a path may be the URL of a store.
@@ -72,13 +73,13 @@ class Verb:
     def accepts_urls(self) -> bool:
         return "urls" in self.traits
 
-    def function(self, before: str, after: str = "") -> Callable[..., Any]:
-        """Import the function of the command, such as ``run_NAME``, or that of its module, such as ``run``."""
+    def part(self, name: str) -> Any:
+        """Import the module of the command, and return its ``NAME_COMMAND``, or the module's ``NAME``."""
         module = importlib.import_module(f"automodel_ckpt.cli.{self.module}")
-        shared = "_".join(filter(None, (before, after)))
-        own = "_".join(filter(None, (before, self.name, after)))
-        found: Callable[..., Any] = getattr(module, own, None) or getattr(module, shared)
-        return found
+        own = f"{name}_{self.name}"
+        return getattr(module, own.upper() if name.isupper() else own, None) or getattr(
+            module, name, None
+        )
 
 
 _TABLE = """
@@ -162,7 +163,7 @@ def parser(only: str = "") -> argparse.ArgumentParser:
         command = commands.add_parser(verb.name, help=verb.help)
         if only not in ("", verb.name):
             continue
-        verb.function("add", "arguments")(command)
+        add_usage(command, verb.part("USAGE"), verb.part("TYPES"))
         if "text" not in verb.traits:
             command.add_argument("--json", action="store_true", help="print JSON")
     return result
@@ -189,7 +190,7 @@ def _run(words: list[str]) -> int:
             check_working_directory()
         if not verb.accepts_urls:
             reject_urls(arguments)
-        code: int = verb.function("run")(arguments)
+        code: int = verb.part("run")(arguments)
         sys.stdout.flush()
         return code
     # Before OSError, its base class: a reader such as head(1) that has enough is no failure.

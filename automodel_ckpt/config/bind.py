@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.config.other_names import OTHER_NAMES
@@ -46,8 +47,10 @@ from automodel_ckpt.config.tree.yaml_tree import (
     DEFAULT,
     NULL_WORDS,
     Node,
+    is_misread,
     node_of,
     read_text,
+    scalar_text,
     untyped,
 )
 from automodel_ckpt.errors import Problem
@@ -56,6 +59,8 @@ _LISTS = (list, tuple, set, Sequence, Iterable)
 _MAPPINGS = (dict, Mapping)
 # Not None, which is a valid value of many fields.
 INVALID = object()
+CORRECT = "correct the value, or remove the key to use its default"
+"""The hint for a value without a better one."""
 REMOTE_CODE = "trust_remote_code"
 """A key of this name is always a boolean: transformers would take the text ``no`` as true."""
 
@@ -76,7 +81,10 @@ _COLON = re.compile(r"\w+:\S")  # a key and its value without the space between 
 class Binder:
     """Converts nodes to typed values; problems are appended to ``problems``.
 
-    It also adds nodes for defaults, and parses the text of flags. Give it a copy of the tree (:meth:`Node.copy`).
+    It also adds nodes for defaults, parses the text of flags, and writes each value so that every YAML reader parses
+    the same: YAML 1.1 and 1.2 differ (``1e-5`` and ``017`` are text and a number in one, a number and text in the
+    other), and the type decides here. Numbers among the arguments of a plug-in stay as written until the types of its
+    parameters are known. Give it a copy of the tree (:meth:`Node.copy`).
     """
 
     def __init__(
@@ -95,6 +103,7 @@ class Binder:
         self.problems = problems
         self.open_top = open_top
         self.other_keys = frozenset(other_keys)
+        self._is_argument = False
 
     def section(self, cls: type[Any], node: Node, key: str) -> Any:
         """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node.
@@ -116,9 +125,11 @@ class Binder:
                 self._note_unknown(cls, name, child, key)
         values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
         if takes_any:
+            outside, self._is_argument = self._is_argument, True
             values["kwargs"] = {
                 name: self.value(Any, child, join(key, name)) for name, child in others.items()
             }
+            self._is_argument = outside
         else:
             # The order of the schema, so that printed recipes can be compared line by line.
             node.value = {field.name: node.value[field.name] for field in fields} | others
@@ -287,11 +298,10 @@ class Binder:
         try:
             # The node keeps the reference: nodes are printed and saved, and the resolved text may be secret.
             text = resolve(node.value)
-            return typed(
-                "null" if text is None else text,
-                alternatives,
-                quoted=text is not None and node.quoted,
-            )
+            quoted = text is not None and node.quoted
+            value = typed("null" if text is None else text, alternatives, quoted=quoted)
+            self._rewrite(node, value)
+            return value
         except ReferenceFailed as error:
             self.note(f"{key}: {error}", node, node, error.hint)
             return INVALID
@@ -300,6 +310,16 @@ class Binder:
             return self._note_invalid(
                 key, node, describe(alternatives), choices(alternatives), hint
             )
+
+    def _rewrite(self, node: Node, value: Any) -> None:
+        """Write the scalar *node* as its typed *value*. References to environment variables stay as written."""
+        assert isinstance(node.value, str)
+        if is_reference(node.value):
+            return
+        if isinstance(value, str | Path):
+            node.quoted = node.quoted or is_misread(node.value)
+        elif not self._is_argument and (value is None or type(value) in (bool, int, float)):
+            node.value, node.quoted = scalar_text(value), False
 
     def _check_relation(
         self, relation: Relation, values: dict[str, Any], section: Node, key: str
@@ -358,7 +378,7 @@ class Binder:
             f"{key} must be {expected}",
             node,
             node,
-            hint or "correct the value, or remove the key to use its default",
+            hint or CORRECT,
         )
         return INVALID
 

@@ -1,13 +1,7 @@
-"""``load_recipe``: read a recipe file and overrides into a typed configuration, or report all problems together.
-
-A validated recipe is rewritten so that every YAML reader parses the same values. YAML 1.1 and 1.2 differ (``1e-5`` and
-``017`` are text and a number in one, a number and text in the other), and a field's type decides here. Printed and
-saved recipes therefore contain ``true``, ``1.0e-05``, ``17`` or ``'017'``.
-"""
+"""``load_recipe``: read a recipe file and overrides into a typed configuration, or report all problems together."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.base.former_names import current_name
 from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.callables.builders import builder_problems, needs_import
-from automodel_ckpt.config.keys.optimizer import OptionsGroup
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
@@ -31,15 +24,11 @@ from automodel_ckpt.config.tree.extends import (
     without_content,
 )
 from automodel_ckpt.config.tree.references import is_reference, resolve_keys
-from automodel_ckpt.config.tree.rules import Target, own_keys
 from automodel_ckpt.config.tree.urls import shell_variables, url_problems
 from automodel_ckpt.config.tree.yaml_tree import (
     Node,
-    is_misread,
     is_stream,
     lines,
-    scalar_text,
-    untyped,
 )
 from automodel_ckpt.errors import Problem, RecipeError
 
@@ -192,7 +181,10 @@ def bind_recipe(
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
-    _rename_targets(root)
+    # Former names of this package's classes, which recipes and saved configurations have.
+    for _, node in root.walk():
+        if isinstance(node.value, str):
+            node.value = current_name(node.value)
     translation = _translated(root)
     translated = None
     if translation is not None:
@@ -214,7 +206,7 @@ def bind_recipe(
     # It also hides the secrets in URLs from the messages of all problems.
     found += url_problems(root)
     found += shell_variables(root)
-    in_plugins = [*builder_problems(root, binder.schema), *sample_problems(root)]
+    in_plugins = [*builder_problems(root), *sample_problems(root)]
     if check is not None:
         in_plugins += check(root)
     # If other plug-ins have to be imported, these problems wait, so that there is one report.
@@ -223,7 +215,7 @@ def bind_recipe(
     return LoadedRecipe(
         config,
         path,
-        canonical_tree(root, config, with_arguments=False),
+        root,
         parsed,
         tuple(overrides),
         tuple(in_plugins),
@@ -239,13 +231,6 @@ def _translated(root: Node) -> Translation | None:
     from automodel_ckpt.config.automodel.translation import translate
 
     return translate(root)
-
-
-def _rename_targets(node: Node) -> None:
-    """Replace former names of this package's classes, which recipes and saved configurations have."""
-    for _, each in node.walk():
-        if isinstance(each.value, str):
-            each.value = current_name(each.value)
 
 
 def _shown(problems: Iterable[Problem], path: Path) -> list[Problem]:
@@ -305,69 +290,3 @@ def _origins(node: Node, key: str) -> Iterator[tuple[str, str]]:
             yield from _origins(child, join(key, name))
     else:
         yield key, node.origin
-
-
-def canonical_tree(node: Node, value: Any, *, with_arguments: bool) -> Node:
-    """Return a copy of *node* whose scalars are written as the typed *value* that was converted from it.
-
-    References to environment variables are copied as written. Without ``with_arguments``, the numbers among the
-    arguments of a plug-in are copied as written too, because the types of the parameters are not known yet.
-    """
-    if isinstance(node.value, str):
-        return _canonical_scalar(node, value)
-    if isinstance(value, Target | OptionsGroup):
-        values = {name: getattr(value, name) for name in own_keys(value)}
-        arguments = value.kwargs
-    else:
-        values = _items(value)
-        arguments = {}
-    children = {}
-    for name, child in node.children():
-        if name in arguments and not with_arguments:
-            children[name] = _quote_words(child)
-        elif name in arguments or name in values:
-            item = arguments[name] if name in arguments else values[name]
-            children[name] = canonical_tree(child, item, with_arguments=with_arguments)
-        else:
-            children[name] = child.copy()
-    return _with_children(node, children)
-
-
-def _items(value: Any) -> dict[str, Any]:
-    """Map the keys of a section or mapping, or the indices of a list, to the values."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(name): item for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return {str(index): item for index, item in enumerate(value)}
-    return {}
-
-
-def _with_children(node: Node, children: dict[str, Node]) -> Node:
-    """Return a copy of a mapping or list with other children."""
-    if isinstance(node.value, list):
-        return dataclasses.replace(node, value=list(children.values()))
-    return dataclasses.replace(node, value=children)
-
-
-def _quote_words(node: Node) -> Node:
-    """Return a copy with quotes around words that other YAML readers would not parse as text."""
-    if not isinstance(node.value, str):
-        children = {name: _quote_words(child) for name, child in node.children()}
-        return _with_children(node, children)
-    is_text = isinstance(untyped(node.value), str)
-    if node.is_null or not is_text:
-        return node.copy()
-    return _canonical_scalar(node, node.value)
-
-
-def _canonical_scalar(node: Node, value: Any) -> Node:
-    assert isinstance(node.value, str)
-    if is_reference(node.value):
-        return node.copy()
-    if isinstance(value, str | Path):
-        return dataclasses.replace(node, quoted=node.quoted or is_misread(node.value))
-    if value is None or type(value) in (bool, int, float):
-        return dataclasses.replace(node, value=scalar_text(value), quoted=False)
-    return node.copy()

@@ -82,8 +82,8 @@ class CommandLine:
 
 def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -> CommandLine:
     """Parse a command line; flags, recipe and overrides may be in any order."""
-    parser = _Parser(schema)
     words = list(arguments)
+    parser = _Parser(schema, sum(word.endswith(_SUFFIXES) for word in words))
     while words:
         parser.take(words)
     return parser.finish()
@@ -92,8 +92,9 @@ def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -
 class _Parser:
     """Parses arguments from left to right. Binding the launch flags, in :meth:`finish`, is the last step."""
 
-    def __init__(self, schema: type[RecipeConfig]) -> None:
+    def __init__(self, schema: type[RecipeConfig], num_files: int) -> None:
         self.schema = schema
+        self.num_files = num_files
         self.line = CommandLine()
         self.launch: dict[str, Node] = {}
 
@@ -115,7 +116,6 @@ class _Parser:
             self._option(flag, value if equals else None, words)
 
     def finish(self) -> CommandLine:
-        self._restore_recipe_path()
         run_name = self.launch.get("run_name")
         if run_name is not None:
             self.line.overrides.append(Override(_RUN_DIRECTORY, run_name, is_below=True))
@@ -191,7 +191,8 @@ class _Parser:
         if bool in kinds and set(kinds) <= {bool, type(None)}:
             optional = type(None) in kinds
             # The next argument may be the recipe: --deterministic recipe.yaml.
-            if words and _reads_as_boolean(words[0], optional=optional):
+            accepted = TRUE_WORDS | FALSE_WORDS | (NULL_WORDS if optional else frozenset())
+            if words and {words[0], words[0].lower()} & accepted:
                 return words.pop(0)
             return "true"
         is_last = not words or words[0].startswith("--")
@@ -199,8 +200,10 @@ class _Parser:
         is_switch = bool in kinds and any(
             typing.get_origin(kind) is typing.Literal for kind in kinds
         )
-        has_no_value = is_last or words[0].endswith((".yaml", ".yml"))
-        if (Any in kinds and is_last) or (is_switch and has_no_value):
+        has_no_value = is_last or words[0].endswith(_SUFFIXES)
+        # The only recipe is the value of no plug-in's argument: --dataset.streaming recipe.yaml.
+        is_bare = is_last or (has_no_value and self.num_files == 1)
+        if (Any in kinds and is_bare) or (is_switch and has_no_value):
             return "true"
         return self._next(flag, words)
 
@@ -210,19 +213,6 @@ class _Parser:
             return words.pop(0)
         self._note(flag, f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")
         return None
-
-    def _restore_recipe_path(self) -> None:
-        """Handle ``--dataset.streaming recipe.yaml``, where a boolean argument consumed the recipe's path."""
-        for index, override in enumerate(self.line.overrides):
-            if self.line.words:
-                return
-            text = str(override.node.value)
-            is_untyped = annotation_at(self.schema, override.key) in (Any, None)
-            if is_untyped and text.endswith(_SUFFIXES):
-                self.line.words.append(text)
-                self.line.overrides[index] = Override(
-                    override.key, Node("true", override.node.origin)
-                )
 
     def _recipe(self, flag: str, value: str | None, words: list[str]) -> None:
         """Take the recipe of ``-c FILE``, as other programs name it."""
@@ -238,12 +228,6 @@ class _Parser:
 
     def _note(self, flag: str, what: str, hint: str) -> None:
         self.line.problems.append(Problem(what, flag, "", hint))
-
-
-def _reads_as_boolean(word: str, *, optional: bool) -> bool:
-    if optional and word in NULL_WORDS:
-        return True
-    return word.lower() in TRUE_WORDS | FALSE_WORDS
 
 
 def graft(root: Node, override: Override, problems: list[Problem]) -> None:

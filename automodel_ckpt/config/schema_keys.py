@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from automodel_ckpt.config.tree.convert import (
@@ -23,15 +23,8 @@ EXTENDS = "extends"
 """The key of a recipe that names the files below it."""
 
 
-def hints_of(section: Any) -> dict[str, Any]:
-    """Resolved types of a dataclass's fields."""
-    # mypy does not accept a class as the argument of a cached function, which has to be hashable.
-    return _cached_hints(section)
-
-
-@functools.cache  # every override looks up the type of its key
-def _cached_hints(section: Any) -> dict[str, Any]:
-    return typing.get_type_hints(section)
+hints_of: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+"""Resolved types of a dataclass's fields. Every override looks up the type of its key."""
 
 
 def has_hints(section: type[Any]) -> bool:

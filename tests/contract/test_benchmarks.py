@@ -19,14 +19,12 @@ import torch
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.keys.monitoring import HarnessConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.logs.follow import values_of
 from automodel_ckpt.models.measure.harness import HarnessTasks, TaskMetric
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.measure.evaluated_model import tasks_of
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,
@@ -225,19 +223,6 @@ def test_the_library_must_be_installed_and_task_files_be_trusted(
         check_targets(loaded, Trust(["tests", str(trusted)]))
 
 
-def test_each_key_reaches_the_library() -> None:
-    settings = HarnessConfig(
-        tasks=["pick"],
-        limit=3,
-        num_fewshot=2,
-        include_path="~/tasks",
-        batch_size=4,
-        chat_template=True,
-    )
-    directory = Path("~/tasks").expanduser()
-    assert tasks_of(settings) == HarnessTasks(["pick"], directory, 2, 3, 4, True)
-
-
 # ---------------------------------------------------------------- the library itself
 
 
@@ -297,17 +282,3 @@ def test_values_are_those_of_ckpt_eval_and_training_is_the_same(
     text = RECIPE
     trained(tmp_path, "without", text, *words[:-1], num_ranks=2)
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "without")
-
-
-@needs_harness
-def test_names_and_data_are_checked_before_weights_are_read(tasks: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, RECIPE + HARNESS)
-    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
-    with pytest.raises(RecipeError, match="there is no such task"):
-        run_with_library(recipe, tasks, run, "--evaluation.harness.tasks=[pock]")
-    (tmp_path / "broken").mkdir()
-    text = TASK.format(data=tmp_path / "missing.jsonl")
-    (tmp_path / "broken/pick.yaml").write_text(text)
-    with pytest.raises(RecipeError, match="lm-evaluation-harness failed"):
-        run_with_library(recipe, tmp_path / "broken", run)
-    assert not (tmp_path / "run").exists()

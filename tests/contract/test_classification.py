@@ -95,17 +95,6 @@ def test_a_mistake_is_reported_with_its_place(
     assert not Path("checkpoints").exists()
 
 
-def test_samples_are_shown_with_their_labels(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([recipe, "--show-samples", "3"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count(", label json") + shown.count(", label tarfile") == 3
-    assert "trained" not in shown
-    assert main([recipe, "--dry-run"]) == 0
-    assert "LlamaForSequenceClassification" in capsys.readouterr().out
-
-
 BOOLEANS = "[true, false]"
 STARS = "['1 star', '2 stars', '3 stars', '4 stars', '5 stars']"
 NUMBERS = "['1', '2', '3']"
@@ -230,20 +219,6 @@ def test_classes_of_the_data_are_found_by_their_names(
     assert "the data has positive, negative, and the labels are neg, pos" in error
     assert shown("[pos, neg]", "--dataset.label_values=indices", *options) == ["pos", "neg"]
     assert shown("[]", "--classification.num_labels=2", *options) == ["LABEL_0", "LABEL_1"]
-
-
-def test_the_readme_of_a_directory_names_the_classes(
-    label_recipe: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("data").mkdir()
-    Path("data/train.jsonl").write_text(
-        '{"text": "good", "label": 0}\n{"text": "bad", "label": 1}\n'
-    )
-    Path("data/README.md").write_text(
-        "---\ndataset_info:\n  features:\n  - name: text\n    dtype: string\n  - name: label\n    dtype:\n"
-        "      class_label:\n        names:\n          '0': positive\n          '1': negative\n---\n"
-    )
-    assert shown_labels(capsys, "[negative, positive]", file="data") == ["positive", "negative"]
 
 
 def loaded_as_the_model_card_says(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

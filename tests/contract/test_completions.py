@@ -141,42 +141,6 @@ def test_ranks_that_share_a_model_generate_together(
         assert completions_of(alone)[2] == completions
 
 
-def completions_with(model: Path, **settings: Any) -> list[Any]:
-    """The completions of a model that no run trains, with these keys of the section."""
-    recipe = SimpleNamespace(
-        trainable=Trainable(AutoModelForCausalLM.from_pretrained(model)),
-        preprocessor=AutoTokenizer.from_pretrained(model),
-        layout=SimpleNamespace(device=torch.device("cpu"), world_size=1),
-        rng=StatefulRNG(0, 0, (1,)),
-    )
-    section = GenerationConfig(**({"prompts": ["Hello"], "max_new_tokens": 5} | settings))
-    made = Completions(section, recipe)
-    return [(each.prompt, each.text, each.num_tokens) for each in made.at(3)]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"prompts": ["Hello", "Bye"]},
-        {"system": "Answer in a sentence."},
-        {"raw": True},
-        {"max_new_tokens": 3},
-        {"temperature": 3.0},
-    ],
-    ids=str,
-)
-def test_every_key_of_generation_changes_the_completions(
-    recipe: Path, changed: dict[str, Any]
-) -> None:
-    """The keys of the section ``generation``, one by one."""
-    model = recipe.parent / "chat"
-    before = completions_with(model)
-    assert completions_with(model) == before
-    after = completions_with(model, **changed)
-    assert after != before
-    assert completions_with(model, **changed) == after
-
-
 def test_the_model_evaluates_in_its_dtype_and_continues_training_as_before(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

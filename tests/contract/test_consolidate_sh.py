@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -232,29 +231,6 @@ def test_sourced_a_failure_is_a_status_and_the_shell_lives_on(
     assert done.stdout == "status 3\n" and "nothing was exported" in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed here")
-def test_sourced_in_zsh_it_works_too(tmp_path: Path, stub: dict[str, str]) -> None:
-    model = model_directory(tmp_path / "model")
-    done = subprocess.run(
-        ["zsh", "-c", f'source "{model}/consolidate.sh"; echo "$?"'],
-        env=stub,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == f"{model}/consolidated\n0\n", done.stderr
-
-
-def test_another_shell_is_told_to_use_bash(tmp_path: Path, stub: dict[str, str]) -> None:
-    shell = next((found for name in ("dash", "busybox") if (found := shutil.which(name))), None)
-    if shell is None:
-        pytest.skip("no shell but bash here")
-    model = model_directory(tmp_path / "model")
-    done = subprocess.run(
-        [shell, model / "consolidate.sh"], env=stub, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "bash" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -277,63 +253,6 @@ def test_what_is_wrong_is_said_and_the_status_is_not_zero(
     assert calls(stub) == [] and not (tmp_path / "PWNED").exists()
 
 
-def test_more_workers_than_cpus_are_warned_about(tmp_path: Path, stub: dict[str, str]) -> None:
-    model = model_directory(tmp_path / "model")
-    for change, warned in (
-        ({"NUM_THREADS": "4096"}, True),
-        ({"NUM_THREADS": "1"}, False),
-        ({"NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "1"}, True),
-    ):
-        done = bash(model / "consolidate.sh", env={**stub, **change})
-        assert done.returncode == 0 and ("exceeds" in done.stderr) is warned, done.stderr
-
-
-def test_the_default_number_of_threads_is_no_more_than_the_cpus(
-    tmp_path: Path, stub: dict[str, str]
-) -> None:
-    model = model_directory(tmp_path / "model")
-    cpus = min(len(os.sched_getaffinity(0)), 2)
-    for change, threads in (
-        ({"SLURM_CPUS_PER_TASK": str(cpus)}, cpus),
-        ({"SLURM_CPUS_PER_TASK": "1"}, 1),
-    ):
-        done = bash(model / "consolidate.sh", env={**stub, **change})
-        assert done.returncode == 0 and "exceeds" not in done.stderr, done.stderr
-        words: Any = calls(stub)[-1]["argv"]
-        assert words[words.index("--num-threads") + 1] == str(threads)
-
-
-def test_a_spooled_copy_says_that_it_lost_its_place(tmp_path: Path, stub: dict[str, str]) -> None:
-    model = model_directory(tmp_path / "model")
-    spool = tmp_path / "spool"
-    spool.mkdir()
-    shutil.copy(model / "consolidate.sh", spool / "slurm_script")
-    done = bash(spool / "slurm_script", env={**stub, "SLURM_JOB_ID": "7"}, cwd=model)
-    assert done.returncode != 0 and "--wrap" in done.stderr and calls(stub) == []
-    wrapped = ["sh", "-c", f"NUM_THREADS=2 bash {model}/consolidate.sh"]
-    assert (
-        subprocess.run(wrapped, env={**stub, "SLURM_JOB_ID": "7"}, capture_output=True).returncode
-        == 0
-    )
-    assert len(calls(stub)) == 1
-
-
-def test_a_link_to_the_script_finds_the_checkpoint(tmp_path: Path, stub: dict[str, str]) -> None:
-    model = model_directory(tmp_path / "model")
-    (tmp_path / "link.sh").symlink_to(model / "consolidate.sh")
-    assert bash(tmp_path / "link.sh", env=stub).stdout == f"{model}/consolidated\n"
-
-
-def test_the_tool_in_the_current_directory_comes_before_the_package(
-    tmp_path: Path, stub: dict[str, str]
-) -> None:
-    model = model_directory(tmp_path / "model")
-    (tmp_path / "tools").mkdir()
-    Path(stub.pop("CONSOLIDATION_TOOL")).rename(tmp_path / "tools" / "offline_hf_consolidation.py")
-    assert bash(model / "consolidate.sh", env=stub, cwd=tmp_path).returncode == 0
-    assert len(calls(stub)) == 1
-
-
 def test_the_interpreter_that_trained_is_used_if_it_is_there(
     tmp_path: Path, stub: dict[str, str]
 ) -> None:
@@ -345,17 +264,6 @@ def test_the_interpreter_that_trained_is_used_if_it_is_there(
     assert bash(model / "consolidate.sh", env=stub).returncode == 0 and (tmp_path / "used").exists()
     shutil.rmtree(ours.parent)
     assert bash(model / "consolidate.sh", env=stub).returncode == 0
-
-
-def test_an_interpreter_without_the_package_is_named(tmp_path: Path) -> None:
-    model = model_directory(tmp_path / "model")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    python.chmod(0o755)
-    done = bash(
-        model / "consolidate.sh", env={**environment(), "PYTHON": str(python)}, cwd=tmp_path
-    )
-    assert done.returncode != 0 and f"{python} has no package automodel_ckpt" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["package", "tool"])

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main
-from tests.support.models.mtp import FAMILIES
 from tests.support.runs.forecast_cases import CASES, write_recipe
 from tests.support.servers.command_server import CommandServer
 
@@ -113,45 +112,6 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(
     Path("link").symlink_to("gone")
     assert main(["--dry-run", "recipe.yaml", "--checkpoint.checkpoint_dir", "link/run"]) == 2
     assert re.search(r"link is a link to \S+gone, which does not exist", capsys.readouterr().err)
-
-
-def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml")
-    kept = []
-    for width in (64, 256):
-        assert (
-            main(["--dry-run", recipe, f"--model.from_config.vision_config.hidden_size={width}"])
-            == 0
-        )
-        kept.append(foretold("activations SIZE", capsys.readouterr().out))
-    assert kept[1] > 1.2 * kept[0], "the layers for text, and what they see, are as wide as before"
-
-
-@pytest.mark.usefixtures("recipe")
-def test_recomputed_and_selected_activations_are_foretold(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kept = []
-    for mode in ("false", "selective", "full"):
-        assert main(["--dry-run", "recipe.yaml", f"--model.activation_checkpointing={mode}"]) == 0
-        kept.append(foretold("activations SIZE", capsys.readouterr().out))
-    none, selective, full = kept
-    assert none > selective > full
-
-
-@pytest.mark.usefixtures("recipe")
-def test_layers_for_further_tokens_are_foretold(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = FAMILIES["qwen3_5_text"] | {"layer_types": ["full_attention"] * 2}
-    model = f"--model.from_config={ {'model_type': 'qwen3_5_text', **settings} }"
-    length = "--dataset.seq_length=32"
-    vocabulary = "--tokenizer.vocab_size=300"
-    kept = []
-    for mtp in ("null", "{num_depths: 1}", "{num_depths: 2, repeat_layer: true}"):
-        words = ["--dry-run", "recipe.yaml", model, length, vocabulary, f"--model.mtp={mtp}"]
-        assert main(words) == 0
-        kept.append(foretold("activations SIZE", capsys.readouterr().out))
-    without, one, two = kept
-    assert two > 1.2 * one > 1.4 * without
 
 
 def test_a_base_that_does_not_exist_yet_is_not_created(

@@ -129,36 +129,6 @@ def test_what_a_template_leaves_out_or_does_not_know_is_counted(
     assert any(word in message for word in (key, repr(value), "text", "tool"))
 
 
-def test_special_tokens_in_the_text_of_users_are_counted(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    typed = {"role": "user", "content": "What does </s> mean?"}
-    rows = talk(typed, {"role": "assistant", "content": "The end"})
-    expected = "control token"
-    for template in (CHATML, CHATML.replace("{{ m.content }}", MARKED)):
-        caplog.clear()
-        assert shown(model, tmp_path, rows, template=template) == 0
-        assert expected in caplog.text
-
-
-MARKED = (
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}"
-)
-
-
-def test_a_conversation_can_begin_with_the_assistant(
-    model: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    rows = talk(
-        {"role": "assistant", "content": "Hello"}, ASKED, {"role": "assistant", "content": "Yes"}
-    )
-    assert shown(model, tmp_path, rows) == 0
-    text = capsys.readouterr().out
-    assert ">>>Hello" in text
-    assert ">>>Yes" in text
-
-
 def test_rows_with_tools_use_the_named_template_for_tools(
     model: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -219,19 +219,6 @@ def test_values_of_other_kinds_in_an_adapter_config_are_errors_with_a_hint(
     assert "hint:" in message
 
 
-def test_beam_search_in_the_generation_config_completes_texts(
-    capsys: pytest.CaptureFixture[str], place: Path
-) -> None:
-    path = place / "base" / "generation_config.json"
-    more = {"num_beams": 4, "num_return_sequences": 2, "return_dict_in_generate": True}
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), **more}))
-    words = ["generate", "base", "-p", "Name", "--max-new-tokens", "4"]
-    assert main([*words, "--json"]) == 0
-    (completion,) = json.loads(capsys.readouterr().out)["completions"]
-    assert main(words) == 0
-    assert capsys.readouterr().out == completion["text"] + "\n"
-
-
 # ---------------------------------------------------------------- missing and unreadable files
 
 
@@ -317,14 +304,6 @@ def test_adapters_have_the_end_of_turns_and_the_template_beside_them(
         assert ends[-1] == tokenizer.convert_tokens_to_ids("<eot>")
         assert tokenizer.chat_template == GIVEN_TEMPLATE
     assert generated(capsys, str(model), "--max-new-tokens", "2")["tokens"] <= 2
-
-
-def test_a_template_whose_turns_end_with_no_token_is_warned_of(
-    commands: CommandServer, place: Path
-) -> None:
-    (place / "given.jinja").write_text(GIVEN_TEMPLATE.replace("<eot>", "##"))
-    done = train(commands, "--dataset.chat_template", "given.jinja")
-    assert done.returncode == 0 and "no special token ends the answers" in done.stderr
 
 
 def test_all_files_that_the_class_of_the_tokenizer_names_are_exported(

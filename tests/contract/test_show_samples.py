@@ -42,18 +42,6 @@ def shown(capsys: Capture, directory: Path, *words: str, num: str = "2") -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("is_link", [True, False])
-def test_only_a_template_is_read_as_one(capsys: Capture, directory: Path, is_link: bool) -> None:
-    file = directory / f"secret-{is_link}"
-    (directory / "id_rsa").write_text("-----BEGIN hunter2-----\n")
-    file.symlink_to("id_rsa") if is_link else file.write_text("hunter2\n")
-    words = [str(directory / "recipe.yaml"), f"--dataset.chat_template={file}"]
-    for mode in (["--show-samples=1"], ["--dry-run"], []):
-        assert main([*words, *mode]) == EXIT_USAGE
-        text = capsys.readouterr()
-        assert "is not a chat template" in text.err and "hunter2" not in text.err + text.out
-
-
 def test_answers_are_marked_and_nothing_is_written(capsys: Capture, directory: Path) -> None:
     text = shown(capsys, directory)
     assert "trained tokens are between >>> and <<<" in text
@@ -115,17 +103,6 @@ def test_a_stream_is_measured_by_its_first_samples(capsys: Capture, directory: P
     assert "6 samples" in text
 
 
-def test_tokens_without_a_tokenizer_are_numbers(capsys: Capture, directory: Path) -> None:
-    text = shown(
-        capsys,
-        directory,
-        "--tokenizer=null",
-        "--dataset={_target_: automodel_ckpt.examples.data.mock.random_tokens, num_samples: 3, seq_length: 4}",
-    )
-    assert text.count(">>>") == 3
-    assert "3 samples" in text
-
-
 REPEATED = {
     "preference.pairs": ("dpo", ("chosen", "rejected")),
     "kto.split_pairs": ("kto", ("chosen", "rejected")),
@@ -163,20 +140,6 @@ def test_answers_that_begin_with_their_prompt_are_counted(
     text = shown(capsys, directory, *words, *sizes, *templates, num="9")
     assert "begins with the text" not in caplog.text
     assert text.count("Question") == 3 * len(fields)
-
-
-def test_messages_that_repeat_their_prompt_are_written_once(
-    capsys: Capture, directory: Path, tmp_path: Path
-) -> None:
-    prompt = [{"role": "user", "content": "Question"}]
-    whole = [*prompt, {"role": "assistant", "content": "Answer"}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": whole}))
-    dataset = (
-        f"{{_target_: automodel_ckpt.data.text.prompt_completion, path: {tmp_path}/rows.jsonl}}"
-    )
-    text = shown(capsys, directory, f"--dataset={dataset}")
-    assert text.count("Question") == 1
-    assert ">>>Answer<eot>" in text
 
 
 @pytest.mark.parametrize("num", ["x", "-1", "1.5", "99999999"])

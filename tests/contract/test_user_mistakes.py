@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt import load_recipe
-from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import EXIT_SAVE_FAILED, EXIT_UNUSABLE, EXIT_USAGE, describe
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, build
@@ -428,21 +427,6 @@ def test_each_mistake_ends_the_run_with_a_message_of_ours(tmp_path: Path) -> Non
         or not {"where:", "hint:"} <= {*message.split()}
     }
     assert wrong == {}
-
-
-def test_a_recipe_that_cannot_be_read_is_all_that_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    listed = tmp_path / "list.yaml"
-    listed.write_text("- seed: 1\n")
-    for words, what in (
-        ([str(listed), "--no-such-flag"], "a recipe must be a mapping of sections"),
-        (["x" * 300 + ".yaml"], "recipe file not found"),
-        (["/dev/null", "--no-such-flag"], "a recipe must be a mapping of sections"),
-    ):
-        assert main(words) == EXIT_USAGE
-        said = capsys.readouterr().err
-        assert what in said and "from_pretrained" not in said
 
 
 def test_a_recipe_of_somebody_else_cannot_be_read(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from automodel_ckpt.config.callables.builders import Plugin, argument, plugins, signature
-from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.callables.builders import Plugin, plugins
 from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
@@ -16,10 +15,10 @@ def missing_data_files(root: Node) -> Iterator[Problem]:
 
     Names on the Hub and directories are not checked: the builders do that.
     """
-    for plugin in plugins(root, RecipeConfig):
-        parameters = signature(plugin.name) or {}
+    for plugin in plugins(root):
         # Megatron's files are named by a prefix, and divided into parts: their builder checks them.
-        has_rows = {"path", "split"} <= parameters.keys() and "part" not in parameters
+        names = plugin.parameters.keys()
+        has_rows = {"path", "split"} <= names and "part" not in names
         if has_rows and plugin.node.at("path") is not None:
             yield from _problems(plugin)
 
@@ -27,11 +26,11 @@ def missing_data_files(root: Node) -> Iterator[Problem]:
 def _problems(plugin: Plugin) -> Iterator[Problem]:
     from automodel_ckpt.data.rows.source import Source
 
-    path = argument(plugin, "path")
+    path = plugin.argument("path")
     if path is None:
         return
     try:
-        source = Source.of(path, argument(plugin, "name"), argument(plugin, "split", "train"))
+        source = Source.of(path, plugin.argument("name"), plugin.argument("split", "train"))
         if source.is_file:
             _ = source.files  # resolves patterns, and raises if a file does not exist
     except RecipeError as error:

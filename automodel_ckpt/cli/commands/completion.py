@@ -30,13 +30,12 @@ complete -o bashdefault -o default -F _ckpt ckpt
 complete -o bashdefault -o default -F _ckpt_train ckpt-train"""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt completion``."""
-    command.description = (
-        'Print a completion script for ckpt and ckpt-train. bash: add eval "$(ckpt completion bash)" to '
-        '~/.bashrc. zsh: add eval "$(ckpt completion zsh)" to ~/.zshrc.'
-    )
-    command.add_argument("shell", choices=("bash", "zsh"))
+USAGE = """
+Print a completion script for ckpt and ckpt-train. bash: add eval "$(ckpt completion bash)" to ~/.bashrc. zsh: add eval
+"$(ckpt completion zsh)" to ~/.zshrc.
+
+shell {bash,zsh} | the shell
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -65,21 +65,17 @@ class Side:
     url: str = ""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt diff``."""
-    command.description = (
-        "Show what changed from checkpoint A to B: recipe, environment, ranks, the model's config and tensors. Tensors "
-        "with equal digests are not read, unless their files are those of an export or have changed since the manifest "
-        "was written: then their bytes are compared with the digests first. Tensors of a checkpoint in a store are "
-        "compared by their digests alone. The exit code is 3 if a tensor is damaged. `ckpt-train --dry-run` shows what "
-        "a recipe changes in the run that it resumes."
-    )
-    for name in ("a", "b"):
-        command.add_argument(
-            name,
-            metavar=name.upper(),
-            help=f"{WHERE}, a URL of one in a store, or a directory or file of another program",
-        )
+_ONE = f"{WHERE}, a URL of one in a store, or a directory or file of another program"
+USAGE = f"""
+Show what changed from checkpoint A to B: recipe, environment, ranks, the model's config and tensors. Tensors with equal
+digests are not read, unless their files are those of an export or have changed since the manifest was written: then
+their bytes are compared with the digests first. Tensors of a checkpoint in a store are compared by their digests
+alone. The exit code is 3 if a tensor is damaged. `ckpt-train --dry-run` shows what a recipe changes in the run that it
+resumes.
+
+a A | {_ONE}
+b B | {_ONE}
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,9 +20,9 @@ from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.saving.environment import version_of
-from automodel_ckpt.cli.common.terminal import printable, table
+from automodel_ckpt.cli.common.terminal import print_document, printable, table
+from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME
-from automodel_ckpt.errors import EXIT_DONE
 
 _LIBRARIES = (
     "numpy",
@@ -46,87 +46,70 @@ _EXTRAS = (
 )
 """Distributions whose version matters, if they are installed. They are not imported."""
 _PREFIXES = (
-    *(
-        "AUTOMODEL_CKPT_",
-        "CUDA_",
-        "CUBLAS_",
-        "NCCL_",
-        "GLOO_",
-        "NVIDIA_",
-        "TORCH",
-        "PYTORCH_",
-        "TRITON_",
-    ),
-    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "SLURM_NTASKS", "PYTHON"),
+    *("AUTOMODEL_CKPT_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "NVIDIA_", "TORCH", "PYTORCH_"),
+    *("TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "PYTHON"),
+    *("SLURM_NTASKS", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "WORLD_SIZE", "VIRTUAL_ENV"),
 )
-_NAMES = (
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "TMPDIR",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "VIRTUAL_ENV",
-)
+"""The beginnings of the names of variables that affect training."""
 _USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
 _IMPORT_SECONDS = 180.0
 _COMMAND_SECONDS = 20.0
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt env``."""
-    command.description = (
-        "Print versions, devices and facts about this machine for a bug report. Values of environment "
-        "variables that look like secrets are not shown."
-    )
+USAGE = """
+Print versions, devices and facts about this machine for a bug report. Values of environment variables that look like
+secrets are not shown.
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt env``. What cannot be determined is shown as an error; the exit code is 0."""
     document = describe_environment()
-    if arguments.json:
-        print(json.dumps(document, indent=2))
-        return EXIT_DONE
+    lines = []
     for title, section in document.items():
-        print(f"{title}:")
         rows = [[f"  {name}", printable(_text(value))] for name, value in section.items()]
-        print("\n".join(table(rows)) if rows else "  none")
-    return EXIT_DONE
+        lines += [f"{title}:", *(table(rows) if rows else ["  none"])]
+    return print_document(arguments, document, lines)
 
 
 def describe_environment() -> dict[str, dict[str, Any]]:
     """Describe the program, the libraries, the GPUs, the machine, the directory and the environment, by section."""
-    return {
+    facts: dict[str, dict[str, Callable[[], Any]]] = {
         "automodel_ckpt": {
-            "version": automodel_ckpt.__version__,
-            "commit": _attempt(_commit),
-            "location": str(Path(automodel_ckpt.__file__).parent),
-            "python": f"{platform.python_version()} ({platform.python_implementation()})",
-            "executable": sys.executable,
+            "version": lambda: automodel_ckpt.__version__,
+            "commit": _commit,
+            "location": lambda: str(Path(automodel_ckpt.__file__).parent),
+            "python": lambda: f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": lambda: sys.executable,
         },
-        "libraries": {**_imported(_LIBRARIES), **_installed(_EXTRAS)},
-        "gpu": {"driver": _attempt(_driver)},
+        "libraries": {},
+        "gpu": {"driver": _driver},
         "machine": {
-            "system": _attempt(_system),
-            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "libc": " ".join(platform.libc_ver()) or None,
-            "processor": _attempt(_processor),
-            "cpus": _attempt(_cpus),
-            "memory": _attempt(_memory),
+            "system": lambda: platform.freedesktop_os_release()["PRETTY_NAME"],
+            "kernel": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
+            "libc": lambda: " ".join(platform.libc_ver()) or None,
+            "cpus": lambda: f"{os.cpu_count()}, of which this process may use {cores()}",
+            "memory": lambda: size_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         },
         "current directory": {
-            "path": _attempt(os.getcwd),
-            "file system": _attempt(lambda: file_system_of(Path.cwd())),
-            "free": _attempt(_free_space),
+            "path": os.getcwd,
+            "file system": lambda: file_system_of(Path.cwd()),
+            "free": _free_space,
         },
-        "environment variables": shown_variables(os.environ),
     }
+    document: dict[str, dict[str, Any]] = {}
+    for title, section in facts.items():
+        document[title] = {name: _attempt(determine) for name, determine in section.items()}
+    installed = {name: version_of(name) for name in _EXTRAS}
+    found = {name: version for name, version in installed.items() if version is not None}
+    document["libraries"] = {**_imported(_LIBRARIES), **found}
+    document["environment variables"] = shown_variables(os.environ)
+    return document
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect training, sorted by name, without values that look like secrets."""
     shown = {}
     for name in sorted(environment):
-        if not name.startswith(_PREFIXES) and name not in _NAMES:
+        if not name.startswith(_PREFIXES):
             continue
         if SECRET_NAME.search(name):
             shown[name] = "(set, not shown)"
@@ -206,16 +189,6 @@ def _failed_import(name: str, error: str) -> str:
     return f"error: {version} is installed, but cannot be imported: {error}"
 
 
-def _installed(distributions: Sequence[str]) -> dict[str, str]:
-    """Return the versions of those *distributions* that are installed."""
-    found = {}
-    for name in distributions:
-        version = version_of(name)
-        if version is not None:
-            found[name] = version
-    return found
-
-
 def _driver() -> list[str] | None:
     """Return name, memory and driver version of each NVIDIA GPU; None without the driver's program."""
     program = shutil.which("nvidia-smi")
@@ -224,34 +197,6 @@ def _driver() -> list[str] | None:
     return _output(
         program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     ).splitlines()
-
-
-def _system() -> str:
-    if sys.platform != "linux":
-        return platform.platform()
-    return platform.freedesktop_os_release()["PRETTY_NAME"]
-
-
-def _processor() -> str | None:
-    for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return None
-
-
-def _cpus() -> str:
-    usable = len(os.sched_getaffinity(0))
-    return f"{os.cpu_count()}, of which this process may use {usable}"
-
-
-def _memory() -> str:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists():
-        text = limit.read_text().strip()
-        if text.isdecimal():
-            return f"{size_text(total)}, limited to {size_text(int(text))}"
-    return size_text(total)
 
 
 def _free_space() -> str:

@@ -10,25 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted, exact_time
-from automodel_ckpt.cli.common.arguments import add_run
+from automodel_ckpt.cli.common.arguments import RUN
 from automodel_ckpt.cli.common.paths import run_with_logs
 from automodel_ckpt.cli.common.terminal import print_document, printable, table
-from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from automodel_ckpt.logs.goodput import Goodput, Start
 
 _MAX_LINES = 10
 """Starts and slow ranks that are listed; ``--json`` has all."""
+USAGE = f"""
+Show how the time of a run was spent, from its first start to its last end: steps, start-up, validation, saves, steps
+that were lost, restarts. The goodput is the share of the steps that the run has.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt goodput``."""
-    command.description = (
-        "Show how the time of a run was spent, from its first start to its last end: steps, start-up, "
-        "validation, saves, steps that were lost, restarts. The goodput is the share of the steps that the run has."
-    )
-    add_run(command)
+{RUN}
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     directory = run_with_logs(Path(arguments.path))
     found = read_goodput(directory)
-    print_document(arguments, _document(found), _lines(directory, found))
-    return EXIT_DONE
+    return print_document(arguments, _document(found), _lines(directory, found))
 
 
 def _lines(directory: Path, found: Goodput) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.cli.common.arguments import add_path
+from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
     RunRow,
@@ -29,7 +29,6 @@ from automodel_ckpt.cli.common.terminal import (
     printable,
     size_text,
 )
-from automodel_ckpt.errors import EXIT_DONE
 
 _TITLES = (
     "checkpoint",
@@ -47,22 +46,18 @@ _TITLES = (
 _DROPPED_FIRST = ("epoch", "verified", "train loss", "size", "age", "complete", "val loss")
 _RUN_TITLES = ("run", "checkpoints", "newest", "train loss", "val loss", "lowest", "size", "age")
 _RUN_DROPPED_FIRST = ("train loss", "size", "val loss", "checkpoints", "age", "lowest")
+USAGE = f"""
+List the checkpoints of a run, the runs in a directory, or checkpoints of other programs whose names state steps and
+metrics.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt ls``."""
-    command.description = (
-        "List the checkpoints of a run, the runs in a directory, or checkpoints of other programs whose names state "
-        "steps and metrics."
-    )
-    add_path(command)
+{PATH}
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt ls``. Raises :class:`CheckpointUnusable` if there is neither a run nor a checkpoint."""
     if is_url(arguments.path):
-        _print(remote_rows(arguments.path), arguments)
-        return EXIT_DONE
+        return _print(remote_rows(arguments.path), arguments)
     from automodel_ckpt.convert.imports.external import named_checkpoints
 
     path = Path(arguments.path)
@@ -71,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if run != path and path.is_dir() and not path.is_symlink():
         runs = list(runs_below(path))
     if runs and runs != [run]:
-        _print_runs([run_row(path, each) for each in runs], arguments)
-        return EXIT_DONE
+        return _print_runs([run_row(path, each) for each in runs], arguments)
     named = [] if run else named_checkpoints(path)
     if named:
         rows = named_rows(named)
@@ -80,18 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
         rows = rows_of(run)
     else:
         rows = [single_row(path)]
-    _print(rows, arguments)
-    return EXIT_DONE
+    return _print(rows, arguments)
 
 
-def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
     cells = [_TITLES, *map(_cells, rows)]
-    head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST, wrap_last=True)
+    head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST)
     coloured_lines = [coloured(head, "bold", sys.stdout)]
     for row, line in zip(rows, lines, strict=True):
         is_usable = (row.complete or row.foreign) and not row.damaged
         coloured_lines.append(line if is_usable else coloured(line, "red", sys.stdout))
-    print_document(arguments, [asdict(row) for row in rows], coloured_lines)
+    return print_document(arguments, [asdict(row) for row in rows], coloured_lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -118,11 +111,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _print_runs(rows: Sequence[RunRow], arguments: argparse.Namespace) -> None:
+def _print_runs(rows: Sequence[RunRow], arguments: argparse.Namespace) -> int:
     cells = [_RUN_TITLES, *map(_run_cells, rows)]
     head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
     head = coloured(head, "bold", sys.stdout)
-    print_document(arguments, [asdict(row) for row in rows], [head, *lines])
+    return print_document(arguments, [asdict(row) for row in rows], [head, *lines])
 
 
 def _run_cells(row: RunRow) -> tuple[str, ...]:

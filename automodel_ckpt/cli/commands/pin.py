@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from automodel_ckpt.cli.common.paths import whole_checkpoint
-from automodel_ckpt.cli.common.terminal import printable
-from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.cli.common.terminal import print_document, printable
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt pin``."""
-    command.description = "Protect a checkpoint from removal."
-    _add_path(command)
-
-
-def add_unpin_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt unpin``."""
-    command.description = "Remove a pin."
-    _add_path(command)
-
-
-def _add_path(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "path", metavar="PATH", help="a checkpoint, or a pointer such as checkpoints/LATEST"
-    )
+_PATH = "path PATH | a checkpoint, or a pointer such as checkpoints/LATEST"
+USAGE = f"Protect a checkpoint from removal.\n\n{_PATH}"
+USAGE_UNPIN = f"Remove a pin.\n\n{_PATH}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,10 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
         pinned = maintenance.pin_at(path) or maintenance.run_of(whole_checkpoint(path))
         run_directory, name = pinned
         changed = maintenance.unpin(run_directory, name)
-    if arguments.json:
-        print(json.dumps({"checkpoint": name, "pinned": is_pin, "changed": changed}))
-    elif changed:
-        print(f"{arguments.command}ned {printable(name)}")
-    else:
-        print(f"{printable(name)} was not pinned")
-    return EXIT_DONE
+    document = {"checkpoint": name, "pinned": is_pin, "changed": changed}
+    text = f"{arguments.command}ned {name}" if changed else f"{name} was not pinned"
+    return print_document(arguments, document, [printable(text)])

@@ -28,29 +28,20 @@ _MAX_DIFFERENCES = 100
 """Keys of recipes in the table of differences, at most."""
 _MAX_TEXT_WIDTH = 40
 """The largest width of the texts on both sides of a curve on a terminal."""
+USAGE = """
+Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient norm, learning rate,
+throughput, and the cost of saves. Without --output, small plots are printed.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt plot``."""
-    command.description = (
-        "Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient "
-        "norm, learning rate, throughput, and the cost of saves. Without --output, small plots are printed."
-    )
-    command.add_argument(
-        "paths",
-        nargs="*",
-        default=["."],
-        metavar="RUN",
-        help="run directories, or paths inside them (default: current directory)",
-    )
-    command.add_argument("--output", "-o", metavar="FILE", help="write a standalone .html page")
+paths * RUN      | run directories, or paths inside them (default: current directory)
+--output -o FILE | write a standalone .html page
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt plot``. Raises :class:`CheckpointUnusable` if a path contains no run."""
     from automodel_ckpt.logs.history import read_history
 
-    directories = [run_with_logs(Path(path)) for path in arguments.paths]
+    directories = [run_with_logs(Path(path)) for path in arguments.paths or ["."]]
     runs = []
     for path, name in zip(directories, _names(directories), strict=True):
         runs.append(read_history(path, name))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import duration
 from automodel_ckpt.cli.common.arguments import (
-    add_run,
-    number_at_least,
+    RUN,
     option_flag,
     without_effect,
 )
@@ -39,64 +38,24 @@ _NEEDED = {
 """Options that select what to keep, and the option without which each has no effect."""
 _MAX_STEPS = 10
 """Steps that a message lists."""
+USAGE = f"""
+Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the targets of LATEST,
+LOWEST_VAL, pins and other links in the run directory, and anything that is not a complete checkpoint, except with
+--incomplete.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt prune``."""
-    command.description = (
-        "Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the "
-        "targets of LATEST, LOWEST_VAL, pins and other links in the run directory, and anything that is not a "
-        "complete checkpoint, except with --incomplete."
-    )
-    add_run(command)
-    command.add_argument(
-        "--keep-last", type=number_at_least(1), metavar="N", help="keep the newest N"
-    )
-    command.add_argument(
-        "--keep-best",
-        type=number_at_least(0),
-        default=0,
-        metavar="K",
-        help="keep the best K by --metric (default: 0)",
-    )
-    command.add_argument(
-        "--keep-every-steps",
-        type=number_at_least(1),
-        metavar="N",
-        help="keep checkpoints whose step is a multiple of N",
-    )
-    command.add_argument(
-        "--keep-steps",
-        type=number_at_least(0),
-        nargs="+",
-        default=[],
-        metavar="S",
-        help="keep the checkpoints of these steps",
-    )
-    command.add_argument(
-        "--metric", help=f"key in losses.json for --keep-best (default: {_METRIC})"
-    )
-    command.add_argument("--max", action="store_true", help="higher values of --metric are better")
-    command.add_argument(
-        "--superseded", action="store_true", help="also remove superseded checkpoints"
-    )
-    command.add_argument(
-        "--drop-optimizer",
-        action="store_true",
-        help="remove only the optimizer state, and keep the weights",
-    )
-    command.add_argument(
-        "--incomplete",
-        action="store_true",
-        help="in a store, also remove uploads that were interrupted and never continued",
-    )
-    command.add_argument(
-        "--min-hours",
-        type=number_at_least(1),
-        metavar="H",
-        help=f"keep an incomplete upload that wrote an object in the last H hours (default: {_MIN_HOURS})",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+{RUN}
+--keep-last >=1 N       | keep the newest N
+--keep-best >=0 =0 K    | keep the best K by --metric (default: 0)
+--keep-every-steps >=1 N | keep checkpoints whose step is a multiple of N
+--keep-steps >=0 + S    | keep the checkpoints of these steps
+--metric METRIC         | key in losses.json for --keep-best (default: {_METRIC})
+--max                   | higher values of --metric are better
+--superseded            | also remove superseded checkpoints
+--drop-optimizer        | remove only the optimizer state, and keep the weights
+--incomplete            | in a store, also remove uploads that were interrupted and never continued
+--min-hours >=1 H       | keep an incomplete upload that wrote an object in the last H hours (default: {_MIN_HOURS})
+--dry-run               | only print what would be removed
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -217,7 +176,7 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
         arguments.keep_last,
         arguments.keep_best,
         arguments.keep_every_steps,
-        frozenset(arguments.keep_steps),
+        frozenset(arguments.keep_steps or ()),
         "max" if arguments.max else "min",
     )
 
@@ -236,7 +195,7 @@ def _check_selection(
     """
     from automodel_ckpt.checkpoint.run.policy import metric_of
 
-    missing = sorted(set(arguments.keep_steps) - known)
+    missing = sorted(set(arguments.keep_steps or ()) - known)
     if missing:
         existing = ", ".join(map(str, sorted(known)[-_MAX_STEPS:]))
         raise RecipeError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import counted, values_text
 from automodel_ckpt.cli.common import external_checkpoints
-from automodel_ckpt.cli.common.arguments import add_path
+from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_tables import (
     damage_in,
     file_lines,
@@ -41,26 +41,15 @@ if TYPE_CHECKING:
 _UNSET = frozenset({"null", "[]", "{}"})
 """Values of a recipe that are not counted as set."""
 _WIDTH = 78
+USAGE = f"""
+Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same shape whose names differ
+only in numbers are grouped. The exit code is 3 if a part cannot be read.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt show``."""
-    command.description = (
-        "Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same "
-        "shape whose names differ only in numbers are grouped. The exit code is 3 if a part cannot be read."
-    )
-    add_path(command)
-    command.add_argument(
-        "--tensors",
-        action="store_true",
-        help="list all tensors and files, the recipe and the environment",
-    )
-    command.add_argument(
-        "--stats",
-        action="store_true",
-        help="read all tensors and print min, max, mean, standard deviation and norm of the finite values, and the "
-        "number of zeros, NaN and inf. The exit code is 3 if a tensor is damaged",
-    )
+{PATH}
+--tensors | list all tensors and files, the recipe and the environment
+--stats   | read all tensors and print min, max, mean, standard deviation and norm of the finite values, and the
+  number of zeros, NaN and inf. The exit code is 3 if a tensor is damaged
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,8 +79,7 @@ def _show_remote(arguments: argparse.Namespace) -> int:
     with sparse_copy(run, name, manifest) as copy:
         document = _document(copy, manifest, False)
     document["path"] = f"{run.store}/{name}"
-    print_document(arguments, document, _lines(document, everything=arguments.tensors))
-    return EXIT_DONE
+    return print_document(arguments, document, _lines(document, everything=arguments.tensors))
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:

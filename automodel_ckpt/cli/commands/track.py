@@ -5,45 +5,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.cli.common.arguments import add_run
+from automodel_ckpt.cli.common.arguments import RUN
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import printable
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.cli.common.terminal import print_document, printable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.logs.trackers import TRACKERS
 
+USAGE = f"""
+Upload the entries of a run's log that the tracker does not have yet: losses, gradient norm, learning rate, throughput,
+saves. During training, use logging.trackers instead.
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt track``."""
-    command.description = (
-        "Upload the entries of a run's log that the tracker does not have yet: losses, gradient norm, "
-        "learning rate, throughput, saves. During training, use logging.trackers instead."
-    )
-    add_run(command)
-    command.add_argument(
-        "--to",
-        choices=tuple(TRACKERS),
-        required=True,
-        help="the tracker; its library must be installed",
-    )
-    command.add_argument(
-        "--again",
-        action="store_true",
-        help="upload the whole log, including entries that were already uploaded",
-    )
-    command.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the tracker, such as project=x",
-    )
+{RUN}
+--to {{{",".join(TRACKERS)}}} required | the tracker; its library must be installed
+--again                | upload the whole log, including entries that were already uploaded
+--option repeat KEY=VALUE | an option of the tracker, such as project=x
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,11 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
             value=reasons[0],
             hint="correct the cause, then run this command again: it uploads what the tracker lacks",
         )
-    if arguments.json:
-        print(json.dumps({"path": str(run), "tracker": arguments.to, "step": last}))
-    else:
-        print(printable(f"{arguments.to} has {run} up to step {last}"))
-    return EXIT_DONE
+    document = {"path": str(run), "tracker": arguments.to, "step": last}
+    return print_document(
+        arguments, document, [printable(f"{arguments.to} has {run} up to step {last}")]
+    )
 
 
 @contextlib.contextmanager
@@ -123,11 +104,9 @@ def _collecting_failures(reasons: list[str]) -> Iterator[None]:
 
 def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
     """Raise :class:`RecipeError` for an option that the tracker does not have."""
-    from automodel_ckpt.config.keys.monitoring import tracker_options
+    from automodel_ckpt.config.keys.monitoring import TRACKER_OPTIONS
 
-    known = tracker_options(tracker) if options else None
-    if known is None:
-        return
+    known = TRACKER_OPTIONS.get(tracker, options)
     for name in options:
         if name not in known:
             raise RecipeError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.cli.common.arguments import add_path, number_at_least
+from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
 from automodel_ckpt.cli.common.terminal import (
@@ -29,27 +29,13 @@ _REMOVED = "not verified, since its run or another command removed it meanwhile"
 
 Result = tuple[Path, list[Problem]]
 """A checkpoint or an export, and all problems that were found in it."""
+USAGE = f"""
+Verify the digest of every file of a checkpoint and its exports, or of all checkpoints of a run.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt verify``."""
-    command.description = (
-        "Verify the digest of every file of a checkpoint and its exports, or of all checkpoints "
-        "of a run."
-    )
-    add_path(command)
-    command.add_argument(
-        "--deep",
-        action="store_true",
-        help="also verify each slice, and report files that are not in the manifest",
-    )
-    command.add_argument(
-        "--num-threads",
-        type=number_at_least(1),
-        default=2,
-        metavar="N",
-        help="number of reader threads (default: 2)",
-    )
+{PATH}
+--deep                | also verify each slice, and report files that are not in the manifest
+--num-threads >=1 =2 N | number of reader threads (default: 2)
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,11 @@
-"""Arguments that several commands of ``ckpt`` have."""
+"""The arguments of ``ckpt``'s commands: their form in a table, and what several commands have."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
@@ -12,9 +13,16 @@ from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.errors import RecipeError
 
 WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
+PATH = f"path ? =. PATH | {WHERE} (default: current directory)"
+RUN = "path ? =. RUN | a run directory, or a path inside it (default: current directory)"
+CHECKPOINT_NAME = """
+--step >=0 S  | step in the checkpoint's name (default: {0})
+--epoch >=0 E | epoch in the checkpoint's name (default: {0})
+"""
+"""The name of the checkpoint that is written; ``{0}`` is what the defaults are."""
 
 PATHS = frozenset(
-    {
+    [
         "a",
         "b",
         "path",
@@ -33,9 +41,67 @@ PATHS = frozenset(
         "include_path",
         "model_config",
         "names",
-    }
+    ]
 )
 """The arguments of all commands whose value is a path, or a list of paths."""
+
+Types = Mapping[str, Callable[[str], Any]]
+
+
+def options_in(text: str, types: Types | None = None) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the names and the settings of argparse of each argument in a table.
+
+    A line is ``NAMES WORDS | help``. Lines that begin with two spaces continue the help before. Words are a metavar,
+    ``>=N`` for a whole number, ``int``, ``path``, ``=DEFAULT``, ``{A,B}`` for choices, ``?`` ``+`` ``*`` for the number
+    of values, ``required``, ``repeat``, and ``to:ATTRIBUTE``. An option without a metavar and choices is a flag.
+    *types* has the types of other arguments by name.
+    """
+    for line in filter(None, text.replace("\n  ", " ").splitlines()):
+        words, _, description = line.partition("| ")
+        name, *others = words.split()
+        names = [name]
+        settings: dict[str, Any] = {"help": description}
+        if types and name in types:
+            settings["type"] = types[name]
+        for word in others:
+            if word.startswith("-"):
+                names.append(word)
+            else:
+                settings |= _setting(word)
+        if name.startswith("-") and not settings.keys() & {"metavar", "choices"}:
+            settings["action"] = "store_true"
+        yield names, settings
+
+
+def _setting(word: str) -> dict[str, Any]:
+    """The setting of argparse that a word of a table is."""
+    fixed: dict[str, dict[str, Any]] = {
+        "required": {"required": True},
+        "repeat": {"action": "append", "default": []},
+        "int": {"type": int},
+        "path": {"type": Path},
+    }
+    if word in fixed:
+        return fixed[word]
+    if word in ("?", "+", "*"):
+        return {"nargs": word}
+    if word.startswith(">="):
+        return {"type": number_at_least(int(word[2:]))}
+    if word.startswith("="):
+        return {"default": word[1:]}
+    if word.startswith("to:"):
+        return {"dest": word[3:]}
+    if word.startswith("{"):
+        return {"choices": word[1:-1].split(",")}
+    return {"metavar": word}
+
+
+def add_usage(command: argparse.ArgumentParser, usage: str, types: Types | None = None) -> None:
+    """Set the description of a command's parser, and add its arguments, which follow after a blank line."""
+    description, _, arguments = usage.strip().partition("\n\n")
+    command.description = description.replace("\n", " ")
+    for names, settings in options_in(arguments, types):
+        command.add_argument(*names, **settings)
 
 
 def resolve_paths(arguments: argparse.Namespace) -> None:
@@ -44,9 +110,8 @@ def resolve_paths(arguments: argparse.Namespace) -> None:
     Shells do this for ``-o ~/model``, but not for ``--output=~/model``. Raises :class:`RecipeError` for an empty path,
     and for a relative one if the working directory was removed.
     """
-    for name, value in vars(arguments).items():
-        if name not in PATHS:
-            continue
+    for name in PATHS & vars(arguments).keys():
+        value = getattr(arguments, name)
         # Path("") is the current directory: `ckpt prune "$RUN"` must not prune it if the variable is not set.
         if value == "" or (isinstance(value, list) and "" in value):
             raise RecipeError(
@@ -87,24 +152,6 @@ def without_effect(command: str, option: str, value: Any, condition: str) -> Rec
     )
 
 
-def add_path(command: argparse.ArgumentParser) -> None:
-    """Add the optional PATH argument, which defaults to the current directory."""
-    command.add_argument(
-        "path", nargs="?", default=".", metavar="PATH", help=f"{WHERE} (default: current directory)"
-    )
-
-
-def add_run(command: argparse.ArgumentParser) -> None:
-    """Add the optional RUN argument, which defaults to the current directory."""
-    command.add_argument(
-        "path",
-        nargs="?",
-        default=".",
-        metavar="RUN",
-        help="a run directory, or a path inside it (default: current directory)",
-    )
-
-
 def number_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
     """Return the type of an argument that is an integer from *least* to *most*."""
 
@@ -120,19 +167,3 @@ def number_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
         return number
 
     return whole_number
-
-
-def add_checkpoint_name(command: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--step`` and ``--epoch`` of the checkpoint that is written; *default* describes their default."""
-    command.add_argument(
-        "--step",
-        type=number_at_least(0),
-        metavar="S",
-        help=f"step in the checkpoint's name (default: {default})",
-    )
-    command.add_argument(
-        "--epoch",
-        type=number_at_least(0),
-        metavar="E",
-        help=f"epoch in the checkpoint's name (default: {default})",
-    )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.files.layout import CheckpointName
     from automodel_ckpt.checkpoint.parts.manifest import Summary
     from automodel_ckpt.checkpoint.run.verification_results import Note
+
+
+_SUPERSEDED = "superseded: the run was resumed from an earlier step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +76,14 @@ def rows_of(run: Path) -> list[Row]:
 
     pointers = _pointers(run)
     notes = recall(run)
+    # Pointers and pins are links to checkpoints, which have their own rows; a link with the name of a checkpoint leads
+    # to one that was moved to another disk.
+    named = {str(name) for name in resume.checkpoint_names(run)}
     candidates = []
     for entry in os.scandir(run):
-        # Pointers and pins are links to checkpoints, which have their own rows.
-        if entry.is_dir(follow_symlinks=False):
+        is_moved = entry.is_symlink() and entry.name in named
+        if is_moved or entry.is_dir(follow_symlinks=False):
             candidates.append(Path(entry.path))
-    for name in resume.checkpoint_names(run):
-        path = run / str(name)
-        # It was moved to another disk, with a link to it.
-        if path.is_symlink():
-            candidates.append(path)
     rows = []
     for path in candidates:
         if _looks_like_checkpoint(path):
@@ -111,7 +112,7 @@ def remote_rows(url: str) -> list[Row]:
             return _summary_row(Path(str(name)), found.summary, names, None)
         reason = "incomplete: an upload is in progress or was interrupted"
         if run.is_superseded(str(name)):
-            reason = "superseded: the run was resumed from an earlier step"
+            reason = _SUPERSEDED
         return _unusable_row(str(name), reason, names)
 
     rows = in_parallel(row, named)
@@ -142,11 +143,9 @@ def run_row(above: Path, run: Path) -> RunRow:
     if not complete:
         return RunRow(name)
     newest = max(complete, key=lambda row: (row.step or 0, row.epoch or 0))
-    val_losses = []
-    for row in complete:
-        # min() of values with NaN depends on their order.
-        if row.val_loss is not None and not math.isnan(row.val_loss):
-            val_losses.append(row.val_loss)
+    # min() of values with NaN depends on their order.
+    losses = [row.val_loss for row in complete if row.val_loss is not None]
+    val_losses = [loss for loss in losses if not math.isnan(loss)]
     # Checkpoints can share files, which take their bytes once.
     repeated = repeated_bytes([run / row.name for row in complete])
     return RunRow(
@@ -188,12 +187,12 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
             place = f"{order.index(path.name) + 1} of {len(order)}"
             value = f"{ranking.metric} {metrics[ranking.metric]:g}"
             row = replace(row, reason=f"{value}: {place}; {row.reason}")
-        own: dict[str, Any] = {
-            "train_loss": metrics.get("train_loss", metrics.get("loss")),
-            "val_loss": metrics.get("val_loss"),
-        }
         # What the files state counts more than the name.
-        own = {name: value for name, value in own.items() if getattr(row, name) is None}
+        train, val = metrics.get("train_loss", metrics.get("loss")), metrics.get("val_loss")
+        own = {
+            "train_loss": train if row.train_loss is None else row.train_loss,
+            "val_loss": val if row.val_loss is None else row.val_loss,
+        }
         rows.append(replace(row, **own, consumed_samples=found.consumed_samples, metrics=metrics))
     return sorted(rows, key=_row_order)
 
@@ -235,16 +234,13 @@ def _summary_row(path: Path, summary: Summary, pointers: tuple[str, ...], note: 
     from automodel_ckpt.checkpoint.run.late_validations import recall
 
     is_damaged = note is not None and not note.ok
-    if is_damaged:
-        reason = "damaged: run `ckpt verify` for details"
-    elif layout.is_superseded(path.name):
-        reason = "superseded: the run was resumed from an earlier step"
-    elif not summary.has_optimizer:
-        reason = "weights only"
-    elif path.is_symlink():
-        reason = f"moved to {os.readlink(path)}"
-    else:
-        reason = ""
+    reasons = {
+        "damaged: run `ckpt verify` for details": is_damaged,
+        _SUPERSEDED: layout.is_superseded(path.name),
+        "weights only": not summary.has_optimizer,
+        f"moved to {path.is_symlink() and os.readlink(path)}": path.is_symlink(),
+    }
+    reason = next((text for text, applies in reasons.items() if applies), "")
     # A published checkpoint never changes: later validations are stored beside it.
     losses = {**summary.losses, **recall(path, summary.digest)}
     return Row(
@@ -276,9 +272,8 @@ def _row_without_manifest(
         fields["train_loss"] = _number(fields["train_loss"])
         fields["val_loss"] = _number(fields["val_loss"])
         # As in an import, the files count more than the name: NeMo AutoModel's names count steps from 0.
-        stated_step, stated_epoch = fields.pop("step"), fields.pop("epoch")
-        step = step if stated_step is None else stated_step
-        epoch = epoch if stated_epoch is None else stated_epoch
+        step = external_checkpoints.first(fields.pop("step"), step)
+        epoch = external_checkpoints.first(fields.pop("epoch"), epoch)
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 

@@ -65,8 +65,8 @@ def row_fields(path: Path) -> dict[str, Any] | None:
     }
 
 
-def _first(stated: int | None, named: int | None) -> int | None:
-    """The value that the files state, else that of the name: NeMo AutoModel counts steps from 0 in names."""
+def first(stated: int | None, named: int | None) -> int | None:
+    """The number that the files state, else the one in the name."""
     return named if stated is None else stated
 
 
@@ -98,8 +98,8 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         "foreign": True,
         "kind": found.kind,
         "note": _EXPORT if layout.EXPORT_MANIFEST in found.files else _UNVERIFIABLE,
-        "step": _first(stated.step, name and name.step),
-        "epoch": _first(stated.epoch, name and name.epoch),
+        "step": first(stated.step, name and name.step),
+        "epoch": first(stated.epoch, name and name.epoch),
         "created": found.written,
         "nbytes": found.nbytes,
         "losses": dict(found.losses),

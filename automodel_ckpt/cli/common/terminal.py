@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,36 +17,21 @@ from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from automodel_ckpt.base.units import size_text
-from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable, without_hidden
+from automodel_ckpt.errors import (
+    EXIT_DONE,
+    OutputFailed,
+    Problem,
+    os_problem,
+    printable,
+    without_hidden,
+)
 
-__all__ = [
-    "age_facts",
-    "age_text",
-    "coloured",
-    "fitted",
-    "forgiving_streams",
-    "hiding_values",
-    "json_text",
-    "leave_reader",
-    "naming_output",
-    "occupy_standard_streams",
-    "output_failure",
-    "print_document",
-    "print_error",
-    "print_path",
-    "printable",
-    "printable_lines",
-    "problem_from_json",
-    "problem_json",
-    "size_text",
-    "table",
-]
+__all__ = ["printable", "size_text"]
 
 _COMBINING = ("Mn", "Me")
 """Unicode categories of marks that are printed over the character before."""
-_MIN_NOTE_WIDTH = 24
-"""In columns; a narrower column of text would be one word per line."""
 _STANDARD_OUTPUT = "standard output"
+_PROBLEM_KEYS = ("what", "where", "value", "remedy")
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
@@ -208,54 +192,24 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def fitted(
-    rows: Sequence[Sequence[str]],
-    right: Collection[int],
-    dropped_first: Sequence[str],
-    *,
-    wrap_last: bool = False,
+    rows: Sequence[Sequence[str]], right: Collection[int], dropped_first: Sequence[str]
 ) -> list[str]:
     """Format rows like :func:`table`, so that they fit the terminal. The first row contains the titles.
 
-    With *wrap_last*, the text of the last column continues on further lines if 24 columns are left for it. If the
-    terminal is still too narrow, columns are dropped: first the empty ones with a title in *dropped_first*, then the
+    If the terminal is too narrow, columns are dropped: first the empty ones with a title in *dropped_first*, then the
     others in that order, until the rest fits. Output that does not go to a terminal is not changed.
     """
     lines = table(rows, right)
     width = shutil.get_terminal_size().columns
-    if not sys.stdout.isatty() or max(map(_width, lines)) <= width:
-        return lines
     titles, *others = rows
     order = sorted(dropped_first, key=lambda title: any(row[titles.index(title)] for row in others))
-    for count in range(len(order) + 1):
-        kept = [number for number, title in enumerate(titles) if title not in order[:count]]
-        fewer = [[row[number] for number in kept] for row in rows]
+    dropped = 0
+    while sys.stdout.isatty() and max(map(_width, lines)) > width and dropped < len(order):
+        dropped += 1
+        kept = [number for number, title in enumerate(titles) if title not in order[:dropped]]
         still_right = [place for place, number in enumerate(kept) if number in right]
-        if wrap_last:
-            before = table([row[:-1] for row in fewer], still_right)
-            left = width - max(map(_width, before)) - 2
-            pairs = zip(before, fewer, strict=True)
-            lines = [_wrapped(line, row[-1], width, left) for line, row in pairs]
-            fits = left >= min(_MIN_NOTE_WIDTH, max(_width(row[-1]) for row in fewer))
-        else:
-            lines = table(fewer, still_right)
-            fits = max(map(_width, lines)) <= width
-        if fits:
-            break
+        lines = table([[row[number] for number in kept] for row in rows], still_right)
     return lines
-
-
-def _wrapped(line: str, note: str, width: int, columns_left: int) -> str:
-    """Append a note in the last *columns_left* columns of *width*; the rest of the note continues below."""
-    if not note:
-        return line
-    columns_left = max(columns_left, _MIN_NOTE_WIDTH)
-    indent = max(0, width - columns_left)
-    first, *others = textwrap.wrap(note, columns_left)
-    padding = " " * (indent - _width(line))
-    lines = [f"{line}{padding}{first}"]
-    for other in others:
-        lines.append(" " * indent + other)
-    return "\n".join(lines)
 
 
 def _width(text: str) -> int:
@@ -277,10 +231,9 @@ def age_text(created: float) -> str:
     seconds = time.time() - created
     if not 0 <= seconds < math.inf:
         return ""
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 86_400:.0f} d"
+    units = ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"), (math.inf, 86_400, "d"))
+    unit, name = next((unit, name) for limit, unit, name in units if seconds < limit)
+    return f"{seconds / unit:.0f} {name}"
 
 
 def age_facts(created: float) -> list[str]:
@@ -294,9 +247,10 @@ def json_text(document: Any) -> str:
     return json.dumps(_finite(document), indent=2)
 
 
-def print_document(arguments: argparse.Namespace, document: Any, lines: Iterable[str]) -> None:
-    """Print the result of a command: *document* with ``--json``, else *lines*."""
+def print_document(arguments: argparse.Namespace, document: Any, lines: Iterable[str]) -> int:
+    """Print the result of a command, *document* with ``--json``, else *lines*; return the exit code of success."""
     print(json_text(document) if arguments.json else "\n".join(lines))
+    return EXIT_DONE
 
 
 def problem_json(problem: Problem) -> dict[str, str]:
@@ -304,17 +258,13 @@ def problem_json(problem: Problem) -> dict[str, str]:
 
     The key of the hint is ``remedy``, its name when ``--json`` was introduced: scripts read it.
     """
-    return {
-        "what": problem.what,
-        "where": problem.where,
-        "value": str(problem.value),
-        "remedy": problem.advice,
-    }
+    values = (problem.what, problem.where, str(problem.value), problem.advice)
+    return dict(zip(_PROBLEM_KEYS, values, strict=True))
 
 
 def problem_from_json(document: Mapping[str, str]) -> Problem:
     """Convert the mapping of :func:`problem_json` back to a problem."""
-    return Problem(document["what"], document["where"], document["value"], document["remedy"])
+    return Problem(*(document[key] for key in _PROBLEM_KEYS))
 
 
 def _finite(value: Any) -> Any:

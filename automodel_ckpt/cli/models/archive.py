@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.arguments import WHERE
+from automodel_ckpt.cli.common.arguments import WHERE, number_at_least
 from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
-from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
+from automodel_ckpt.cli.common.terminal import print_document, print_path, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _OTHER_FORMATS = (".tar", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".lz4", ".7z", ".zip")
 """Ends of file names that state another format than the one that is written."""
+USAGE = f"""
+Write a checkpoint, or all complete checkpoints of a run directory, to one compressed file, for cold storage or uploads.
+`ckpt unarchive` restores them bit for bit. Exports and superseded checkpoints are not included. Needs the extra
+[archive].
 
+path PATH                         | {WHERE}
+-o --output required FILE.tar.zst | the archive to write
+--level =3 N                      | compression level of zstd, 1 to 19 (default: 3)
+--force                           | replace an existing file
+"""
+USAGE_UNARCHIVE = """
+Extract the checkpoints of an archive into a run directory. Every file is compared with the digests of its manifest
+before the checkpoint is published. Checkpoints that exist already are skipped. Needs the extra [archive].
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt archive``."""
-    command.description = (
-        "Write a checkpoint, or all complete checkpoints of a run directory, to one compressed file, for cold storage "
-        "or uploads. `ckpt unarchive` restores them bit for bit. Exports and superseded checkpoints are not included. "
-        "Needs the extra [archive]."
-    )
-    command.add_argument("path", metavar="PATH", help=WHERE)
-    command.add_argument(
-        "-o", "--output", required=True, metavar="FILE.tar.zst", help="the archive to write"
-    )
-    command.add_argument(
-        "--level",
-        type=int,
-        choices=range(1, 20),
-        default=3,
-        metavar="N",
-        help="compression level of zstd, 1 to 19 (default: 3)",
-    )
-    command.add_argument("--force", action="store_true", help="replace an existing file")
-
-
-def add_unarchive_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt unarchive``."""
-    command.description = (
-        "Extract the checkpoints of an archive into a run directory. Every file is compared with the digests of its "
-        "manifest before the checkpoint is published. Checkpoints that exist already are skipped. Needs the extra "
-        "[archive]."
-    )
-    command.add_argument("file", metavar="FILE.tar.zst", help="a file that `ckpt archive` wrote")
-    command.add_argument(
-        "-o", "--output", required=True, metavar="RUN", help="run directory for the checkpoints"
-    )
+file FILE.tar.zst        | a file that `ckpt archive` wrote
+-o --output required RUN | run directory for the checkpoints
+"""
+TYPES = {"--level": number_at_least(1, 19)}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,14 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     log = _ignore if arguments.json else print
     names, nbytes, archive_bytes = archive(source, target, level=arguments.level, log=log)
     if arguments.json:
-        document = {
-            "archive": str(target),
-            "checkpoints": names,
-            "nbytes": nbytes,
-            "archive_bytes": archive_bytes,
-        }
-        print(json.dumps(document, indent=2))
-        return EXIT_DONE
+        document = {"archive": str(target), "checkpoints": names, "nbytes": nbytes}
+        return print_document(arguments, {**document, "archive_bytes": archive_bytes}, ())
     ratio = nbytes / max(1, archive_bytes)
     sizes = f"{size_text(nbytes)} -> {size_text(archive_bytes)}"
     print(printable(f"{counted(len(names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)"))
@@ -103,8 +79,7 @@ def run_unarchive(arguments: argparse.Namespace) -> int:
     log = _ignore if arguments.json else print
     paths = extract(Path(arguments.file).expanduser(), Path(arguments.output).expanduser(), log=log)
     if arguments.json:
-        print(json.dumps({"checkpoints": [str(path) for path in paths]}, indent=2))
-        return EXIT_DONE
+        return print_document(arguments, {"checkpoints": [str(path) for path in paths]}, ())
     for path in paths:
         print_path(path)
     return EXIT_DONE

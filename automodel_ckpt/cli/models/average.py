@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.arguments import add_checkpoint_name, number_at_least
+from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
 from automodel_ckpt.cli.common.terminal import size_text, table
 from automodel_ckpt.cli.models.import_ import finish, side_files_text, start_from
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -19,56 +19,31 @@ if TYPE_CHECKING:
 _MAX_NAMES = 5
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt average``."""
-    command.description = (
-        "Combine the weights of several checkpoints, in any format that ckpt reads, into a checkpoint of weights. "
-        "Arithmetic is in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. "
-        "Names, shapes and dtypes must agree."
-    )
-    command.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help="a checkpoint, a run directory (its newest checkpoint), or a directory or file of another program",
-    )
-    command.add_argument(
-        "-o", "--output", required=True, metavar="RUN", help="run directory for the result"
-    )
-    command.add_argument(
-        "--last",
-        type=number_at_least(1),
-        metavar="N",
-        help="average the newest N checkpoints of the run directory SOURCE",
-    )
-    command.add_argument(
-        "--weights",
-        type=_numbers,
-        metavar="W,W,...",
-        help="weight of each source (default: equal weights)",
-    )
-    command.add_argument(
-        "--ema",
-        type=float,
-        metavar="DECAY",
-        help="exponential moving average: each source replaces 1 - DECAY of the average of those before it",
-    )
-    command.add_argument(
-        "--integers",
-        choices=("equal", "first", "last"),
-        default="equal",
-        help="tensors of integers, bool and 8-bit floats must be equal (default), or are copied from one source",
-    )
-    add_checkpoint_name(command, "that of the newest source")
-    command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
-
-
 def _numbers(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
         what = f"these are not numbers, separated by commas, such as 0.5,0.3,0.2: {text}"
         raise argparse.ArgumentTypeError(what) from error
+
+
+USAGE = f"""
+Combine the weights of several checkpoints, in any format that ckpt reads, into a checkpoint of weights. Arithmetic is
+in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. Names and shapes must
+agree. So must dtypes, except those of floats of 16 and 32 bits, whose average is in float32.
+
+sources + SOURCE         | a checkpoint, a run directory (its newest checkpoint), or a directory or file of another
+  program
+-o --output required RUN | run directory for the result
+--last >=1 N             | average the newest N checkpoints of the run directory SOURCE
+--weights W,W,...        | weight of each source (default: equal weights)
+--ema DECAY              | exponential moving average: each source replaces 1 - DECAY of the average of those before it
+--integers {{equal,first,last}} =equal | tensors of integers, bool and 8-bit floats must be equal (default), or are
+  copied from one source
+{CHECKPOINT_NAME.format("that of the newest source")}
+--dry-run                | only print what would be averaged
+"""
+TYPES = {"--weights": _numbers, "--ema": float}
 
 
 def run(arguments: argparse.Namespace) -> int:

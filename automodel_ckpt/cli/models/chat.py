@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common.terminal import coloured, print_error
 from automodel_ckpt.cli.models.generate import (
-    add_model_arguments,
+    MODEL_OPTIONS,
+    SAMPLING,
     load_model,
     sampling_of,
     summary,
@@ -22,14 +23,12 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.measure.generation import Sampling
 
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+USAGE = f"""
+Talk to a model, one line per message. {HELP}. Its tokenizer must have a chat template.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt chat``."""
-    command.description = (
-        f"Talk to a model, one line per message. {HELP}. Its tokenizer must have a chat template."
-    )
-    add_model_arguments(command)
+{MODEL_OPTIONS}
+"""
+TYPES = SAMPLING
 
 
 def run(arguments: argparse.Namespace) -> int:

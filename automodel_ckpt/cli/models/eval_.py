@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import measure_text
-from automodel_ckpt.cli.common.arguments import number_at_least
 from automodel_ckpt.cli.common.terminal import json_text, print_error, printable
 from automodel_ckpt.cli.entry import ending_on_interrupt
-from automodel_ckpt.cli.models.generate import add_source_arguments, load_model
+from automodel_ckpt.cli.models.generate import SOURCE_OPTIONS, load_model
 from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
@@ -19,49 +17,6 @@ if TYPE_CHECKING:
 
 _TASKS = "--tasks"
 _FIELDS = ("name", "task", "metric", "value", "stderr")
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt eval``."""
-    command.description = (
-        "Run tasks of EleutherAI's lm-evaluation-harness on a model (pip install 'automodel_ckpt[eval]'). The data of "
-        "the library's tasks are downloaded from the Hugging Face Hub. Task files can contain code, which is executed."
-    )
-    add_source_arguments(command)
-    command.add_argument(
-        _TASKS,
-        required=True,
-        type=_names,
-        metavar="NAME,...",
-        help="tasks or groups of tasks; `lm_eval ls tasks` lists those of the library",
-    )
-    command.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="a directory with task files of your own"
-    )
-    command.add_argument(
-        "--num-fewshot",
-        type=number_at_least(0),
-        metavar="N",
-        help="examples in each prompt (default: as the task states)",
-    )
-    command.add_argument(
-        "--limit",
-        type=number_at_least(1),
-        metavar="N",
-        help="only the first N samples of each task",
-    )
-    command.add_argument(
-        "--batch-size",
-        type=number_at_least(1),
-        default=1,
-        metavar="N",
-        help="samples per forward pass (default: 1)",
-    )
-    command.add_argument(
-        "--chat-template",
-        action="store_true",
-        help="render prompts as messages of a user with the tokenizer's chat template",
-    )
 
 
 def _names(text: str) -> list[str]:
@@ -72,6 +27,21 @@ def _names(text: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError("there is no name of a task")
     return names
+
+
+USAGE = f"""
+Run tasks of EleutherAI's lm-evaluation-harness on a model (pip install 'automodel_ckpt[eval]'). The data of the
+library's tasks are downloaded from the Hugging Face Hub. Task files can contain code, which is executed.
+
+{SOURCE_OPTIONS}
+{_TASKS} required NAME,... | tasks or groups of tasks; `lm_eval ls tasks` lists those of the library
+--include-path path DIR | a directory with task files of your own
+--num-fewshot >=0 N   | examples in each prompt (default: as the task states)
+--limit >=1 N         | only the first N samples of each task
+--batch-size >=1 =1 N | samples per forward pass (default: 1)
+--chat-template       | render prompts as messages of a user with the tokenizer's chat template
+"""
+TYPES = {_TASKS: _names}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
 from automodel_ckpt.cli.targets.hf import run_hf
-from automodel_ckpt.cli.targets.table import OPTIONS, TARGETS, Target, attribute
+from automodel_ckpt.cli.targets.table import TARGETS, Target, attribute, options_of, unused_option
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _EMA = "--ema"
@@ -20,71 +20,34 @@ _EMA = "--ema"
 _WITH_OWN_RULES = ("gguf", "megatron", "qnemo")
 """The targets that have a rule for each tensor of their models, and report others themselves."""
 _TARGETS: Mapping[str, Target] = {target.name: target for target in TARGETS}
+_AVERAGE = f"{_EMA} | export the average of the weights (section ema of the recipe)"
+USAGE_EXPORT = f"""
+Export the model of a checkpoint to: {"; ".join(f"{each.name} ({each.summary})" for each in TARGETS)}.
 
+path DIR        | {WHERE}, its model/ directory, a directory of shards, or a model of another program
+--to {{{",".join(_TARGETS)}}} =hf | output format (default: hf)
+{_AVERAGE}
+--output -o OUT | output path (default for {"; ".join(f"{each.name}: {each.output}" for each in TARGETS)})
+{options_of(TARGETS)}
+"""
+USAGE_CONSOLIDATE = f"""
+Alias of `ckpt export --to hf`: export the model of a checkpoint to Hugging Face files, and verify its digests.
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt export``."""
-    summaries = "; ".join(f"{target.name} ({target.summary})" for target in TARGETS)
-    command.description = f"Export the model of a checkpoint to: {summaries}."
-    command.add_argument(
-        "path",
-        metavar="DIR",
-        help=f"{WHERE}, its model/ directory, a directory of shards, or a model of another program",
-    )
-    command.add_argument(
-        "--to", choices=list(_TARGETS), default="hf", help="output format (default: hf)"
-    )
-    _add_average(command)
-    outputs = "; ".join(f"{target.name}: {target.output}" for target in TARGETS)
-    command.add_argument(
-        "--output", "-o", metavar="OUT", help=f"output path (default for {outputs})"
-    )
-    for flag, settings in OPTIONS.items():
-        users = ", ".join(target.name for target in TARGETS if flag in target.options)
-        command.add_argument(flag, **{**settings, "help": f"{users}: {settings['help']}"})
-
-
-def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt consolidate``, which has the options of ``ckpt export --to hf``."""
-    command.description = (
-        "Alias of `ckpt export --to hf`: export the model of a checkpoint to Hugging Face files, and verify its "
-        "digests."
-    )
-    command.set_defaults(to="hf")
-    command.add_argument(
-        "path",
-        metavar="DIR",
-        help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest",
-    )
-    command.add_argument(
-        "--output",
-        "-o",
-        metavar="OUT",
-        help="output directory (default: consolidated/ in the model's directory)",
-    )
-    _add_average(command)
-    for flag in _TARGETS["hf"].options:
-        command.add_argument(flag, **OPTIONS[flag])
-
-
-def _add_average(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        _EMA,
-        action="store_true",
-        help="export the average of the weights (section ema of the recipe)",
-    )
+path DIR        | {WHERE}, its model/ directory, or a directory of shards without a manifest
+--output -o OUT | output directory (default: consolidated/ in the model's directory)
+{_AVERAGE}
+{options_of(TARGETS[:1])}
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
     from automodel_ckpt.checkpoint.files import layout
 
-    target = _TARGETS[arguments.to]
-    for flag, settings in OPTIONS.items():
-        default = settings.get("default")
-        given = getattr(arguments, attribute(flag), default)
-        if given != default and flag not in target.options:
-            raise without_effect(arguments.command, flag, given, f"with --to {target.name}")
+    target = _TARGETS[getattr(arguments, "to", "hf")]
+    if (flag := unused_option(arguments, target)) is not None:
+        given = getattr(arguments, attribute(flag))
+        raise without_effect(arguments.command, flag, given, f"with --to {target.name}")
     source = find_checkpoint(Path(arguments.path))
     is_average = source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
     if target.resumes and (arguments.ema or is_average):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.arguments import number_at_least
 from automodel_ckpt.cli.common.terminal import json_text, print_error, printable_lines
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.errors import EXIT_DONE, RecipeError, os_problem
@@ -23,79 +22,6 @@ if TYPE_CHECKING:
 _PATH = "a run directory, a checkpoint, an export, an adapter, or a model of the Hub"
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt generate``."""
-    command.description = (
-        "Complete prompts with a model. A prompt is rendered as a message of the user by the chat template of the "
-        "tokenizer, if it has one. Text is printed while it is generated."
-    )
-    add_model_arguments(command)
-    command.add_argument(
-        "--prompt",
-        "-p",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a prompt; can be repeated; - reads standard input",
-    )
-    command.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="an image before the prompt, for models that take images; can be repeated",
-    )
-    command.add_argument(
-        "--raw", action="store_true", help="continue the text itself, without a chat template"
-    )
-
-
-def add_model_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that ``ckpt generate`` and ``ckpt chat`` have in common."""
-    add_source_arguments(command)
-    command.add_argument("--system", metavar="TEXT", help="the system message")
-    command.add_argument(
-        "--max-new-tokens",
-        type=number_at_least(1),
-        default=256,
-        metavar="N",
-        help="maximum number of generated tokens (default: 256)",
-    )
-    command.add_argument(
-        "--temperature",
-        type=_number(lambda value: 0 <= value < math.inf, "a number of 0 or more"),
-        metavar="T",
-        help="0: always the most probable token; default: as the model's generation_config.json states, else 0",
-    )
-    command.add_argument(
-        "--top-p",
-        type=_number(lambda value: 0 < value <= 1, "above 0 and at most 1"),
-        metavar="P",
-        help="sample from the tokens with this probability",
-    )
-    command.add_argument(
-        "--top-k", type=number_at_least(1), metavar="K", help="sample from the K best tokens"
-    )
-    command.add_argument("--seed", type=number_at_least(0), metavar="N", help="seed for sampling")
-
-
-def add_source_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that state which model is loaded, and where to."""
-    command.add_argument("path", metavar="PATH", help=_PATH)
-    command.add_argument(
-        "--base", metavar="DIR", help="directory of the base model of an adapter, if it was moved"
-    )
-    command.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
-    )
-    command.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="data type of the weights (default: auto, as in the files)",
-    )
-
-
 def _number(is_valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
     def number(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -105,6 +31,39 @@ def _number(is_valid: Callable[[float], bool], what: str) -> Callable[[str], flo
         raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
     return number
+
+
+SOURCE_OPTIONS = f"""
+path PATH       | {_PATH}
+--base DIR      | directory of the base model of an adapter, if it was moved
+--device DEVICE | cpu, cuda or cuda:N (default: a GPU if there is one)
+--dtype {{auto,float32,bfloat16,float16}} =auto | data type of the weights (default: auto, as in the files)
+"""
+"""Which model is loaded, and where to."""
+MODEL_OPTIONS = f"""
+{SOURCE_OPTIONS}
+--system TEXT   | the system message
+--max-new-tokens >=1 =256 N | maximum number of generated tokens (default: 256)
+--temperature T | 0: always the most probable token; default: as the model's generation_config.json states, else 0
+--top-p P       | sample from the tokens with this probability
+--top-k >=1 K   | sample from the K best tokens
+--seed >=0 N    | seed for sampling
+"""
+"""What ``ckpt generate`` and ``ckpt chat`` have in common."""
+SAMPLING = {
+    "--temperature": _number(lambda value: 0 <= value < math.inf, "a number of 0 or more"),
+    "--top-p": _number(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}
+TYPES = SAMPLING
+USAGE = f"""
+Complete prompts with a model. A prompt is rendered as a message of the user by the chat template of the tokenizer, if
+it has one. Text is printed while it is generated.
+
+{MODEL_OPTIONS}
+--prompt -p repeat TEXT | a prompt; can be repeated; - reads standard input
+--image repeat FILE     | an image before the prompt, for models that take images; can be repeated
+--raw                   | continue the text itself, without a chat template
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

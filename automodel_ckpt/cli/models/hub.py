@@ -7,14 +7,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common.arguments import WHERE, option_flag, without_effect
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
-from automodel_ckpt.cli.common.terminal import print_error, printable, size_text
+from automodel_ckpt.cli.common.terminal import print_document, print_error, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
@@ -23,51 +23,27 @@ if TYPE_CHECKING:
 
 _WRITTEN = ("license", "eval")
 """The options about the content of a card that is written."""
+_FACTS = """
+--base-model ORG/NAME | name of the base model on the Hub, if it was in a local directory
+--license ID          | license, instead of that of the base
+--eval repeat FILE    | results of `ckpt eval --json` for the card; can be repeated
+"""
+PUSH_OPTIONS = f"""
+--public          | with hub:ORG/NAME: publish the model; otherwise a new repository is private, and a public one is an
+  error
+--revision BRANCH | with hub:ORG/NAME: branch (default: main)
+--card FILE       | README.md to upload instead of a written one
+{_FACTS}
+"""
+"""The options of ``ckpt push`` that apply to the Hub."""
+USAGE_CARD = f"""
+Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it (or to
+write it: `ckpt card PATH > README.md`). It contains no paths, users or hosts.
 
-
-def add_card_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt card``."""
-    command.description = (
-        "Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it "
-        "(or to write it: `ckpt card PATH > README.md`). "
-        "It contains no paths, users or hosts."
-    )
-    command.add_argument("path", metavar="PATH", help=f"{WHERE}, or an export")
-    command.add_argument(
-        "repo", nargs="?", metavar="hub:ORG/NAME", help="repository that the card is for"
-    )
-    _add_facts(command.add_argument)
-
-
-def add_push_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``ckpt push`` that apply to the Hub."""
-    group = command.add_argument_group("with hub:ORG/NAME[@BRANCH]")
-    group.add_argument(
-        "--public",
-        action="store_true",
-        help="publish the model; otherwise a new repository is private, and a public one is an error",
-    )
-    group.add_argument("--revision", metavar="BRANCH", help="branch (default: main)")
-    group.add_argument(
-        "--card", metavar="FILE", help="README.md to upload instead of a written one"
-    )
-    _add_facts(group.add_argument)
-
-
-def _add_facts(add: Callable[..., Any]) -> None:
-    add(
-        "--base-model",
-        metavar="ORG/NAME",
-        help="name of the base model on the Hub, if it was in a local directory",
-    )
-    add("--license", metavar="ID", help="license, instead of that of the base")
-    add(
-        "--eval",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="results of `ckpt eval --json` for the card; can be repeated",
-    )
+path PATH           | {WHERE}, or an export
+repo ? hub:ORG/NAME | repository that the card is for
+{_FACTS}
+"""
 
 
 def run_push(arguments: argparse.Namespace) -> int:
@@ -126,8 +102,7 @@ def run_push(arguments: argparse.Namespace) -> int:
     if done.was_there:
         text = f"{page} has it already, at commit {done.commit[:12]}"
     document = {"url": page, "seconds": seconds, **asdict(done)}
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
@@ -146,8 +121,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     )
     size = f"{size_text(done.nbytes)} in {seconds:.1f} s, {checked}"
     text = f"downloaded {done.path}: commit {done.commit[:12]}, {size}"
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def run_card(arguments: argparse.Namespace) -> int:

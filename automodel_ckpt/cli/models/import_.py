@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.adapter_models import adapter_builder
-from automodel_ckpt.cli.common.arguments import add_checkpoint_name
+from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
 from automodel_ckpt.cli.common.model_parameters import compare_names, parameters_in
 from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -21,49 +21,23 @@ if TYPE_CHECKING:
     from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
 
 _MAX_NAMES = 5
+USAGE = f"""
+Import the weights of another program's checkpoint, in any format that ckpt reads, into a run directory, as a checkpoint
+that a recipe can start from. With --training-state, a recipe continues the other program's run. The source is neither
+executed nor modified. State that is not imported is listed.
 
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt import``."""
-    command.description = (
-        "Import the weights of another program's checkpoint, in any format that ckpt reads, into a run directory, as a "
-        "checkpoint that a recipe can start from. With --training-state, a recipe continues the other program's run. "
-        "The source is neither executed nor modified. State that is not imported is listed."
-    )
-    command.add_argument(
-        "source", metavar="SOURCE", help="a directory or a file of the other program"
-    )
-    command.add_argument(
-        "run",
-        nargs="?",
-        default="checkpoints",
-        metavar="RUN",
-        help="run directory (default: checkpoints)",
-    )
-    add_checkpoint_name(command, "that in the files or the name of the source, else 0")
-    command.add_argument(
-        "--training-state",
-        action="store_true",
-        help="also import the optimizer, learning-rate schedule, step and epoch, to continue the run",
-    )
-    command.add_argument(
-        "--names",
-        metavar="FILE",
-        help="YAML or JSON mapping of names in the source to names in the checkpoint; {i} is any number, and an empty "
-        "name leaves a tensor out",
-    )
-    command.add_argument(
-        "--config",
-        metavar="DIR",
-        help="directory of the Hugging Face model's config.json and tokenizer, for a source without them; the names of "
-        "Megatron, and of torchtitan's Llama, are converted to those of this model",
-    )
-    command.add_argument(
-        "--base",
-        metavar="DIR",
-        help="base model of an adapter: a directory, or a name on the Hub (default: the one that the adapter names)",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
+source SOURCE       | a directory or a file of the other program
+run ? =checkpoints RUN | run directory (default: checkpoints)
+{CHECKPOINT_NAME.format("that in the files or the name of the source, else 0")}
+--training-state    | also import the optimizer, learning-rate schedule, step and epoch, to continue the run
+--names FILE        | YAML or JSON mapping of names in the source to names in the checkpoint; {{i}} is any number, and
+  an empty name leaves a tensor out
+--config DIR        | directory of the Hugging Face model's config.json and tokenizer, for a source without them; the
+  names of Megatron, and of torchtitan's Llama, are converted to those of this model
+--base DIR          | base model of an adapter: a directory, or a name on the Hub (default: the one that the adapter
+  names)
+--dry-run           | only print what would be imported
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:

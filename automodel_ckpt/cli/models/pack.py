@@ -15,29 +15,21 @@ from automodel_ckpt.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.formats.nemo.archives import ArchiveReport
+USAGE_UNPACK = """
+Unpack a .nemo or .qnemo file, compressed or not, into a directory. Archives with links, with other special members or
+with paths outside of the directory are rejected. Nothing in the files is executed.
 
+source FILE | a .nemo or .qnemo file
+output DIR  | a directory that does not exist, or is empty
+"""
+USAGE_PACK = """
+Pack a directory as a .nemo file (it contains model_config.yaml) or a .qnemo file (config.json and rank0.safetensors).
+The same files always give the same bytes.
 
-def add_unpack_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt unpack``."""
-    command.description = (
-        "Unpack a .nemo or .qnemo file, compressed or not, into a directory. Archives with links, with other special "
-        "members or with paths outside of the directory are rejected. Nothing in the files is executed."
-    )
-    command.add_argument("source", metavar="FILE", help="a .nemo or .qnemo file")
-    command.add_argument(
-        "output", metavar="DIR", help="a directory that does not exist, or is empty"
-    )
-
-
-def add_pack_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt pack``."""
-    command.description = (
-        "Pack a directory as a .nemo file (it contains model_config.yaml) or a .qnemo file (config.json and "
-        "rank0.safetensors). The same files always give the same bytes."
-    )
-    command.add_argument("source", metavar="DIR", help="a directory of `ckpt unpack`")
-    command.add_argument("output", metavar="FILE", help="the file to write")
-    command.add_argument("--force", action="store_true", help="overwrite an existing file")
+source DIR  | a directory of `ckpt unpack`
+output FILE | the file to write
+--force     | overwrite an existing file
+"""
 
 
 def run_unpack(arguments: argparse.Namespace) -> int:

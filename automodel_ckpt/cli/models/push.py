@@ -3,89 +3,45 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.cli.common.arguments import number_at_least
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.common.remote import locate, locate_one
-from automodel_ckpt.cli.common.terminal import printable, size_text
+from automodel_ckpt.cli.common.terminal import print_document, printable, size_text
 from automodel_ckpt.cli.models import hub
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
 _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, file)"
+_THREADS = """
+--num-threads >=1 =8 N | number of files, and parts of large files, at the same time (default: 8)
+"""
+USAGE_PUSH = f"""
+Upload a checkpoint with its exports to an object store, or its model to the Hugging Face Hub, where it is complete or
+absent. An interrupted upload is continued. Credentials are those of the environment (for the Hub, `hf auth login`).
 
+path PATH                 | a checkpoint, a pointer, or a run (its newest checkpoint)
+url URL                   | {_URL}; or hub:ORG/NAME for an export or adapter with its model card
+--metric METRIC           | key in losses.json that selects LOWEST_VAL in the store (default: val_loss)
+--max                     | higher values of --metric are better
+--max-mb-per-second >=1 R | maximum rate, in 10^6 bytes per second
+{_THREADS}{hub.PUSH_OPTIONS}
+"""
+USAGE_PULL = f"""
+Download a checkpoint with its exports from an object store into a run directory, or a model from the Hugging Face Hub,
+and verify it. It appears there when it is complete. An interrupted download from the Hub is continued. A run directory
+without logs gets those of the run.
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt push``."""
-    command.description = (
-        "Upload a checkpoint with its exports to an object store, or its model to the Hugging Face Hub, where it is "
-        "complete or absent. "
-        "An interrupted upload is continued. Credentials are those of the environment (for the Hub, `hf auth login`)."
-    )
-    command.add_argument(
-        "path", metavar="PATH", help="a checkpoint, a pointer, or a run (its newest checkpoint)"
-    )
-    command.add_argument(
-        "url",
-        metavar="URL",
-        help=f"{_URL}; or hub:ORG/NAME for an export or adapter with its model card",
-    )
-    command.add_argument(
-        "--metric",
-        help="key in losses.json that selects LOWEST_VAL in the store (default: val_loss)",
-    )
-    command.add_argument("--max", action="store_true", help="higher values of --metric are better")
-    command.add_argument(
-        "--max-mb-per-second",
-        type=number_at_least(1),
-        metavar="R",
-        help="maximum rate, in 10^6 bytes per second",
-    )
-    _add_threads(command)
-    hub.add_push_options(command)
-
-
-def add_pull_arguments(command: argparse.ArgumentParser) -> None:
-    """Describe the command ``ckpt pull``."""
-    command.description = (
-        "Download a checkpoint with its exports from an object store into a run directory, or a model from the Hugging "
-        "Face Hub, and verify it. It appears there when it is complete. An interrupted download from the Hub is "
-        "continued. A run directory without logs gets those of the run."
-    )
-    command.add_argument(
-        "url",
-        metavar="URL",
-        help=f"{_URL}, or a checkpoint or pointer in it; or hub:ORG/NAME@REVISION",
-    )
-    command.add_argument(
-        "directory",
-        nargs="?",
-        metavar="DIR",
-        help="run directory, or directory of the model (default: the last name in the URL)",
-    )
-    command.add_argument(
-        "--no-exports",
-        action="store_true",
-        help="with a store: download the checkpoint without its exports (consolidated/, merged/)",
-    )
-    _add_threads(command)
-
-
-def _add_threads(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--num-threads",
-        type=number_at_least(1),
-        default=8,
-        metavar="N",
-        help="number of files, and parts of large files, at the same time (default: 8)",
-    )
+url URL         | {_URL}, or a checkpoint or pointer in it; or hub:ORG/NAME@REVISION
+directory ? DIR | run directory, or directory of the model (default: the last name in the URL)
+--no-exports    | with a store: download the checkpoint without its exports (consolidated/, merged/)
+{_THREADS}
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -145,8 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     if nbytes == 0:
         text = f"{url} is there already"
     document = {"url": url, "nbytes": nbytes, "seconds": seconds}
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
@@ -206,8 +161,7 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
     with_exports = f", with {' and '.join(names)}" if names else ""
     text = f"downloaded {path}: {size_text(nbytes)} in {seconds:.1f} s, verified{with_exports}"
     document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
-    print(json.dumps(document) if arguments.json else printable(text))
-    return EXIT_DONE
+    return print_document(arguments, document, [printable(text)])
 
 
 def _check_is_url(text: str, where: str) -> None:

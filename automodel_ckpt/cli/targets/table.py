@@ -9,115 +9,68 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.arguments import number_at_least
+from automodel_ckpt.cli.common.arguments import options_in
 from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
 from automodel_ckpt.errors import RecipeError
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "--cast-dtype": {
-        "help": "cast floating-point tensors to bf16, fp16, fp32 or fp64 (gguf and compressed-tensors: not fp64)",
-        "metavar": "T",
-    },
-    "--nproc": {
-        "help": "number of processes (default: 1)",
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-    },
-    "--num-threads": {
-        "help": "threads per process (default: 5)",
-        "type": int,
-        "default": 5,
-        "metavar": "N",
-    },
-    "--merge": {
-        "help": "merge the adapter into its base model (default of OUT: merged/ in the model's directory)",
-        "action": "store_true",
-        "default": False,
-    },
-    "--base": {
-        "help": "with --merge: directory of the base model, if it was moved",
-        "metavar": "BASE",
-    },
-    "--type": {
-        "help": "type of the tensors: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: as stored)",
-        "metavar": "KIND",
-        "dest": "tensor_type",
-    },
-    "--force": {
-        "help": "overwrite an existing file",
-        "action": "store_true",
-        "default": False,
-        "dest": "overwrite",
-    },
-    "--prefix": {
-        "help": "prefix of all names in the state dict (default for lightning: model.)",
-        "metavar": "P",
-    },
-    "--callback": {
-        "help": "class of a callback with state (ExportableState) that the Trainer will have; repeat for several. "
-        "EarlyStoppingCallback is always among them",
-        "metavar": "CLASS",
-        "action": "append",
-        "dest": "callbacks",
-    },
-    "--names": {
-        "help": "names of the tensors of a Llama: those that torchtitan loads (default: those of Hugging Face)",
-        "choices": ["torchtitan"],
-    },
-    "--scheme": {
-        "help": "W8A8 (int8), W8A16 or W4A16 (integers, a scale per 128 columns), or FP8_DYNAMIC",
-        "metavar": "S",
-    },
-    "--model-config": {
-        "help": "config of the NeMo class, to which references to the tokenizer's files are added",
-        "metavar": "YAML",
-        "type": Path,
-    },
-    "--target": {
-        "help": "the NeMo class, as the key `target` of the config (default: none; NeMo 3 rejects classes of other "
-        "packages)",
-        "metavar": "CLASS",
-        "dest": "model_class",
-    },
-    "--megatron-names": {
-        "help": "write the tensors and the config of a GPT model of Megatron-Core, as NeMo 1 has them",
-        "action": "store_true",
-        "default": False,
-    },
-    "--vocabulary-multiple": {
-        "help": "pad the rows of the embedding and the output layer with zeros to a multiple of N (default: 1, no "
-        "padding)",
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-    },
-    "--tensor-parallel": {
-        "help": "number of tensor-parallel ranks, each with its own file of weights (default: 1)",
-        "type": number_at_least(1),
-        "default": 1,
-        "metavar": "N",
-        "dest": "num_ranks",
-    },
-    "--compress": {
-        "help": "true: one .qnemo file; false: a directory (default: true)",
-        "choices": ("true", "false"),
-        "default": "true",
-    },
-}
-"""The options that some targets use, with their arguments of argparse."""
+OPTIONS = """
+--cast-dtype T     | cast floating-point tensors to bf16, fp16, fp32 or fp64 (gguf and compressed-tensors: not fp64)
+--nproc int =1 N   | number of processes (default: 1)
+--num-threads int =5 N | threads per process (default: 5)
+--merge            | merge the adapter into its base model (default of OUT: merged/ in the model's directory)
+--base BASE        | with --merge: directory of the base model, if it was moved
+--type to:tensor_type KIND | type of the tensors: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: as stored)
+--force to:overwrite | overwrite an existing file
+--prefix P         | prefix of all names in the state dict (default for lightning: model.)
+--callback repeat to:callbacks CLASS | class of a callback with state (ExportableState) that the Trainer will have;
+  repeat for several. EarlyStoppingCallback is always among them
+--names {torchtitan} | names of the tensors of a Llama: those that torchtitan loads (default: those of Hugging Face)
+--scheme S         | W8A8 (int8), W8A16 or W4A16 (integers, a scale per 128 columns), or FP8_DYNAMIC
+--model-config path YAML | config of the NeMo class, to which references to the tokenizer's files are added
+--target to:model_class CLASS | the NeMo class, as the key `target` of the config (default: none; NeMo 3 rejects
+  classes of other packages)
+--megatron-names   | write the tensors and the config of a GPT model of Megatron-Core, as NeMo 1 has them
+--vocabulary-multiple int =1 N | pad the rows of the embedding and the output layer with zeros to a multiple of N
+  (default: 1, no padding)
+--tensor-parallel >=1 =1 to:num_ranks N | number of tensor-parallel ranks, each with its own file of weights
+  (default: 1)
+--compress {true,false} =true | true: one .qnemo file; false: a directory (default: true)
+"""
+"""The options that some targets use."""
+_LINES = {line.split()[0]: line for line in OPTIONS.replace("\n  ", " ").strip().splitlines()}
+_SETTINGS = {names[0]: settings for names, settings in options_in(OPTIONS)}
 
 
 def attribute(flag: str) -> str:
     """Return the attribute of the parsed arguments, which is the keyword argument of the target's function."""
-    name: str = OPTIONS[flag].get("dest", flag.removeprefix("--").replace("-", "_"))
+    name: str = _SETTINGS[flag].get("dest", flag.removeprefix("--").replace("-", "_"))
     return name
+
+
+def unused_option(arguments: argparse.Namespace, target: Target) -> str | None:
+    """Return an option on the command line that *target* does not use; None if there is none."""
+    for flag, settings in _SETTINGS.items():
+        default = settings.get("default", False if "action" in settings else None)
+        default = settings.get("type", str)(default) if isinstance(default, str) else default
+        if flag not in target.options and getattr(arguments, attribute(flag), default) != default:
+            return flag
+    return None
+
+
+def options_of(targets: Sequence[Target]) -> str:
+    """Return the lines of the options that *targets* use, for several targets with their names."""
+    lines = []
+    for flag, line in _LINES.items():
+        users = ", ".join(target.name for target in targets if flag in target.options)
+        if users:
+            lines.append(line if len(targets) == 1 else line.replace("| ", f"| {users}: ", 1))
+    return "\n".join(lines)
 
 
 class Target(NamedTuple):

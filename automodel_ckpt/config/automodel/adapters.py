@@ -57,7 +57,7 @@ def freeze(section: Section) -> None:
     """)
     if not section.work.has_images or section.node is None:
         return
-    has_adapters = section.work.source.at("peft") is not None
+    has_adapters = section.theirs("peft") is not None
     if has_adapters:
         section.drop("freeze_embeddings")
     elif (node := section.peek("freeze_embeddings")) and is_true(node):
@@ -82,7 +82,7 @@ def freeze(section: Section) -> None:
     key = "model.freeze_if_present"
     if has_adapters:
         key = "peft.exclude_if_present"
-        before = section.work.result.at(key)
+        before = section.ours(key)
         known = before.value if before is not None and isinstance(before.value, list) else []
         patterns = list({str(node.value): node for node in [*known, *patterns]}.values())
     replace(section, to="").put(key, Node(patterns, section.origin), was=", ".join(given))
@@ -90,7 +90,7 @@ def freeze(section: Section) -> None:
 
 def _has_audio(section: Section) -> bool:
     """Whether the data set of the recipe is one of AutoModel's with audio. It is translated after this section."""
-    target = section.work.source.at("dataset._target_")
+    target = section.theirs("dataset._target_")
     return target is not None and ".datasets.audio." in str(target.value)
 
 
@@ -101,7 +101,7 @@ def adapters(section: Section) -> None:
         return
     _adapted_layers(section)
     section.apply(_PEFT)
-    model = section.work.result.at("model.from_config")
+    model = section.ours("model.from_config")
     if model is not None:
         # An adapter names its base: the random one is written to this directory.
         section.put("base_dir", Node("automodel_base", model.origin))
@@ -145,7 +145,7 @@ def _output_layer(
 
 def _experts(section: Section, names: Node) -> None:
     """Adapt fused experts too, as AutoModel's pattern ``*`` does, unless another option excludes it."""
-    if value_of(section.peek("dropout")) or is_true(section.peek("use_dora")):
+    if value_of(section.peek("dropout")) or section.is_on("use_dora"):
         text = "fused experts get no adapters, because of dropout or use_dora"
         section.degraded("target_modules", replace(names, value="'*'"), text)
         return
@@ -171,11 +171,11 @@ def quantization(section: Section) -> None:
         "load_in_4bit": section.peek("bnb_4bit_quant_type") or Node("fp4", AUTOMODEL_DEFAULT),
         "load_in_8bit": Node("int8", section.origin),
     }
-    name = next((each for each in kinds if section.switch(each)), "")
+    name = next((each for each in kinds if section.is_on(each)), "")
     node = section.take(name) if name else None
     if node is None:
         section.drop("bnb_4bit_use_double_quant")
-    elif section.work.result.at("peft") is not None:
+    elif section.ours("peft") is not None:
         kind = kinds[name]
         origin = node.origin if name == "load_in_8bit" else kind.origin
         kind = replace(kind, origin=origin)

@@ -40,7 +40,7 @@ def dataloader(section: Section) -> None:
     collator(section, "dataset")
     node = section.peek("batch_size")
     size = value_of(node)
-    local = value_of(section.work.source.at("step_scheduler.local_batch_size"))
+    local = value_of(section.theirs("step_scheduler.local_batch_size"))
     if node is not None and isinstance(size, int) and size != (1 if local is None else local):
         # AutoModel computes the accumulation with the other size.
         section.take("batch_size")
@@ -53,11 +53,10 @@ def dataloader(section: Section) -> None:
         - _target_ pin_memory persistent_workers prefetch_factor batch_size group_by_length
         - shuffle_buffer_size dataloader_type
     """)
-    result = section.work.result
-    target = result.at("dataset._target_")
+    target = section.ours("dataset._target_")
     is_nanogpt = target is not None and str(target.value).endswith(".token_files.nanogpt")
-    is_stream = is_nanogpt or is_true(result.at("dataset.streaming"))
-    if is_stream and result.at("dataloader.shuffle") is None:
+    is_stream = is_nanogpt or is_true(section.ours("dataset.streaming"))
+    if is_stream and section.ours("dataloader.shuffle") is None:
         # AutoModel does not shuffle data that are read in order unless the recipe says so.
         section.put_default("shuffle", "false")
 
@@ -85,13 +84,6 @@ def collator(section: Section, data: str) -> None:
     if name.removeprefix("nemo_automodel.components.") not in _COLLATORS.split():
         what = "this collate function is not supported"
         hint = "remove collate_fn to use the processor's own conversion of text, images and audio"
-        if name.endswith(".phi4_mm_collate_fn"):
-            # Its files on the Hub have another processor, whose code names its arguments and inputs differently.
-            what = "the processor in the repository of Phi-4-multimodal is not supported"
-            hint = (
-                "remove collate_fn and trust_remote_code, and use files for the class of transformers (model_type "
-                "phi4_multimodal)"
-            )
         section.reject("collate_fn", target, what, hint)
         return
     section.no_effect("collate_fn", node)
@@ -102,14 +94,14 @@ def collator(section: Section, data: str) -> None:
     if divisor is not None and data == "dataset":
         section.put("pad_to_multiple_of", divisor, was="collate_fn.pad_seq_len_divisible")
     limit = node.at("max_length")
-    if limit is not None and section.work.result.at(data) is not None:
+    if limit is not None and section.ours(data) is not None:
         ours.put("seq_length", limit)
         policy = "skip" if is_true(node.at("drop_overlong")) else "right"
         ours.put("truncation", Node(policy, limit.origin))
 
 
 def _answer_prefix(data: Section, origin: str) -> None:
-    if data.work.result.at(data.to) is not None:
+    if data.ours(data.to) is not None:
         data.put("answer_prefix", Node(EMPTY_THINKING, origin, quoted=True))
 
 
@@ -130,8 +122,7 @@ def packing(section: Section) -> None:
     sizes = [section.peek(name) for name in ("packed_sequence_size", "pack_size")]
     if not any(value_of(size) for size in sizes):
         # Keys of ours, such as an override of packed_sequence.size, are not AutoModel's.
-        names = [name for name, _ in section.node.children() if name not in ("size", "strategy")]
-        section.drop(*names)
+        section.drop(*[name for name in section.names() if name not in ("size", "strategy")])
         return
     if sizes[1] is not None:
         _image_packs(section)
@@ -182,7 +173,7 @@ def processor(section: Section) -> None:
     name = _own_name(section)
     if name is not None:
         section.put("from_pretrained", name, was=_NAME)
-    for key, _ in section.node.children():
+    for key in section.names():
         if key not in ("from_pretrained", "kwargs"):
             section.rename(key, f"kwargs.{key}")
 
@@ -193,10 +184,9 @@ def _is_pretrained(section: Section, auto_class: str) -> bool:
     AutoModel's own classes, such as its processors for MiniMax M3, Step 3.7 and Inkling, are in transformers. Returns
     False for another ``_target_``, such as the user's own code.
     """
-    node = section.peek("_target_")
-    target = "" if node is None else str(node.value)
+    target = section.text("_target_")
     is_auto = re.fullmatch(rf"[\w.]*\.{auto_class}\.from_pretrained", target) is not None
-    if node is not None and not is_auto and not is_of_automodel(target):
+    if target and not is_auto and not is_of_automodel(target):
         return False
     section.implied("_target_", section.to)
     section.drop("trust_remote_code")
@@ -217,5 +207,5 @@ def _own_name(section: Section) -> Node | None:
 
 def name_of_model(section: Section) -> Node | None:
     """Return the name of the model, which its tokenizer and processor have if nothing else is given."""
-    model = section.work.result.at("model.from_pretrained")
+    model = section.ours("model.from_pretrained")
     return None if model is None else replace(model, origin=AUTOMODEL_DEFAULT)

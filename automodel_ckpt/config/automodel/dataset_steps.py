@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from string import Formatter
 
 from automodel_ckpt.config.automodel.batches import name_of_model
 from automodel_ckpt.config.automodel.rows import (
@@ -17,7 +15,7 @@ from automodel_ckpt.config.automodel.rows import (
 )
 from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.tree.convert import FALSE_WORDS
-from automodel_ckpt.config.tree.yaml_tree import Node, untyped
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 _DATA_FILE = re.compile(
     r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv|txt)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE
@@ -55,14 +53,14 @@ def _columns(section: Section) -> None:
 def _labels(section: Section) -> None:
     """Translate which tokens have labels: the keys that restrict them to the answer or to the last answer."""
     answers_only = section.take("answer_only_loss_mask")
-    if answers_only is not None and not is_true(answers_only):
-        section.put("learn", Node("all", answers_only.origin), was="answer_only_loss_mask")
-    elif answers_only is not None:
+    if answers_only is not None and is_true(answers_only):
         section.no_effect("answer_only_loss_mask", answers_only)
+    elif answers_only is not None:
+        section.put("learn", replace(answers_only, value="all"), was="answer_only_loss_mask")
     for name in ("mask_history", "train_on_last_turn_only"):
         last_only = section.flag(name)
         if last_only is not None:
-            section.put("learn", Node("last", last_only.origin), was=name)
+            section.put("learn", replace(last_only, value="last"), was=name)
 
 
 def _split(section: Section) -> None:
@@ -76,7 +74,7 @@ def _split(section: Section) -> None:
         return
     name, bracket, limits = str(node.value).partition("[")
     # The user's override has our name.
-    path = section.peek("path") or section.work.result.at(join(section.to, "path"))
+    path = section.peek("path") or section.ours(join(section.to, "path"))
     given = [] if path is None else path.value if isinstance(path.value, list) else [path]
     are_files = bool(given) and all(_DATA_FILE.search(str(each.value)) for each in given)
     if name == "train" or not are_files:
@@ -97,7 +95,7 @@ def _limit(section: Section) -> None:
 
 def _limit_of_split(section: Section) -> None:
     """Translate a limit that AutoModel ignores if the split, which has been translated before, is a slice."""
-    split = section.work.result.at(join(section.to, "split"))
+    split = section.ours(join(section.to, "split"))
     if split is not None and "[" in str(split.value):
         section.drop("limit_dataset_samples")
     _limit(section)
@@ -119,7 +117,7 @@ def _length(section: Section, *, is_ours: bool = False) -> None:
     limit = section.take("seq_length")
     packed = _pack_size(section)
     truncates = given is not None and str(given.value).lower() not in _UNTRUNCATED
-    drops = any(is_true(section.peek(name)) for name in ("filter_overlong", "truncate_history"))
+    drops = section.is_on("filter_overlong") or section.is_on("truncate_history")
     has_limit = limit is not None and (is_ours or truncates or drops or limit.is_flag)
     if limit is not None and not has_limit:
         where = "the model's context" if packed is None else "the size of a pack"
@@ -175,7 +173,7 @@ def _image_length(section: Section) -> None:
 def _pack_size(section: Section) -> Node | None:
     """Return the node of the tokens per pack of the training data; None without packing."""
     for name in ("packed_sequence_size", "pack_size"):
-        node = section.work.source.at(f"packed_sequence.{name}")
+        node = section.theirs(f"packed_sequence.{name}")
         if section.path == "dataset" and node is not None and value_of(node):
             return node
     return None
@@ -190,7 +188,7 @@ def _tokenizer(section: Section) -> None:
     name = inner.peek("pretrained_model_name_or_path")
     model = name_of_model(section)
     is_another = name is not None and (model is None or str(model.value) != str(name.value))
-    has_own = section.work.source.at("tokenizer") is not None or section.work.has_images
+    has_own = section.theirs("tokenizer") is not None or section.work.has_images
     if is_another and section.path == "dataset" and not has_own:
         inner.apply(
             "pretrained_model_name_or_path -> from_pretrained\n- _target_ trust_remote_code"
@@ -220,11 +218,10 @@ def _source(section: Section) -> None:
         section.rename("source_key", "source_field", default="question")
     else:
         section.drop("source_key")
-        written = _in_jinja(str(template.value))
-        if written is None:
+        written = re.sub(r"\{(\w+)\}", r"{{ \1 }}", str(template.value))
+        if re.search(r"[{}]", re.sub(r"\{\{ \w+ \}\}", "", written)):
             hint = 'write it as a Jinja template in source_field, such as "{{ question }}"'
-            what = "this template is not supported"
-            section.reject("source_template", template, what, hint)
+            section.reject("source_template", template, "this template is not supported", hint)
             return
         node = Node(written, template.origin, quoted=True)
         section.put("source_field", node, was="source_template")
@@ -235,23 +232,6 @@ def _source(section: Section) -> None:
         f"{{% else %}}{{{{ {name} | trim }}}}{{% endif %}}"
     )
     section.put("target_field", Node(text, given.origin, quoted=True), was="target_key")
-
-
-def _in_jinja(template: str) -> str | None:
-    """A template of ``str.format`` as one of Jinja; None if it formats values, or is not valid."""
-    parts = []
-    try:
-        for literal, name, spec, conversion in Formatter().parse(template):
-            has_braces = "{" in literal or "}" in literal
-            parts.append(f"{{{{ {json.dumps(literal)} }}}}" if has_braces else literal)
-            if name is None:
-                continue
-            if not name.isidentifier() or spec or conversion:
-                return None
-            parts.append(f"{{{{ {name} }}}}")
-    except ValueError:
-        return None
-    return "".join(parts)
 
 
 def _source_length(section: Section) -> None:
@@ -278,12 +258,7 @@ def _megatron(section: Section) -> None:
     AutoModel's samples of N tokens have a label for the last one, too, and so N + 1 tokens here, which a model with a
     context of N tokens would not accept. Samples of N tokens have N - 1 labels here, and each token is predicted once.
     """
-    node = section.peek("paths")
-    if node is not None and (problem := _unreadable(node)):
-        section.take("paths")
-        section.reject("paths", node, *problem)
-    else:
-        section.rename("paths", "path")
+    section.rename("paths", "path")
     shares = section.take("split")
     if shares is None:
         section.put_default("split", "900, 50, 50")
@@ -292,25 +267,12 @@ def _megatron(section: Section) -> None:
         if isinstance(listed, list):
             listed = ", ".join(str(each.value) for each in listed)
         section.put("split", replace(shares, value=listed, quoted=True))
-    part = section.peek("splits_to_build")
+    part = section.text("splits_to_build")
     section.rename("splits_to_build", "part")
     limits = {"validation": "num_val_samples", "test": "num_test_samples"}
-    if part is not None and part.value in limits:
-        section.rename(limits[str(part.value)], "max_samples")
+    if part in limits:
+        section.rename(limits[part], "max_samples")
     section.drop("num_train_samples", *limits.values())
-
-
-def _unreadable(paths: Node) -> tuple[str, str] | None:
-    """The error and the hint for files that are not read here: those of a store, and blends with weights."""
-    given = paths.value if isinstance(paths.value, list) else [paths]
-    if any("://" in str(each.value) for each in given):
-        return "reading tokens from object storage is not supported", "copy the files first"
-    texts = [str(each.value) for each in given]
-    are_mixed = len(texts) > 1 and any(not isinstance(untyped(text), str) for text in texts)
-    if isinstance(paths.value, dict) or are_mixed or str(paths.value).endswith(".json"):
-        hint = "give each data section its paths; automodel_ckpt.data.mixture.mixture mixes files by weights"
-        return "blends of Megatron's files are not supported", hint
-    return None
 
 
 def _nanogpt(section: Section) -> None:

@@ -267,8 +267,8 @@ def dataset(section: Section) -> None:
     if builder is None:
         section.reject("_target_", node, "this data set is not supported", OTHER_DATA)
         # Its arguments would all be reported as unknown keys.
-        assert section.node is not None
-        section.node.value = {}
+        for each in section.names():
+            section.take(each)
         return
     if builder.ours == _CHAT and section.work.has_images:
         builder = Builder("data.vlm.conversations", _CONVERSATION_WITHOUT_IMAGES)
@@ -284,8 +284,7 @@ def validation(section: Section) -> None:
     """Translate the validation data: one set, or further ones whose names follow ``validation_dataset_``."""
     dataset(section)
     root = section.work.section("")
-    assert root.node is not None
-    for name in [name for name, _ in root.node.children()]:
+    for name in root.names():
         label = name.removeprefix("validation_dataset_")
         if label == name:
             continue
@@ -295,5 +294,5 @@ def validation(section: Section) -> None:
             continue
         dataset(named)
         # The user's own builder moves as it is.
-        for key, _ in named.node.children():
+        for key in named.names():
             named.rename(key)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel.rows import (
     Section,
     above_1,
-    is_enabled,
     is_of_automodel,
-    is_true,
     value_of,
 )
 from automodel_ckpt.config.tree.yaml_tree import Node
@@ -21,10 +18,8 @@ AUTO_CLASS = re.compile(
     r"(?P<task>CausalLM|ImageTextToText|MultimodalLM|Seq2SeqLM|SequenceClassification)\.(?P<method>from_pretrained|from_config)"
 )
 _CONFIG_CLASS = re.compile(r"(nemo_automodel|transformers)\.[\w.]+\.from_pretrained")
-_WRITTEN_OUT = re.compile(
-    r"transformers\.(models\.(?P<type>\w+)\.configuration_\w+\.)?(?P<name>\w+Config)"
-)
-_ONE_CONFIG = "use transformers.AutoConfig.from_pretrained, or a configuration class of transformers with its keys"
+_WRITTEN_OUT = re.compile(r"transformers\.models\.(?P<type>\w+)\.configuration_\w+\.\w+Config")
+_ONE_CONFIG = "use transformers.AutoConfig.from_pretrained, or transformers.models.TYPE.configuration_TYPE.NAMEConfig"
 STUDENTS = ("distill", "vlm_distill")
 """Our recipes that distill a teacher."""
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
@@ -32,15 +27,11 @@ _ROUTER_LOSS = (
     "the loss is computed over the experts of all layers together; AutoModel adds one loss per layer, each divided by "
     "the experts per token. For the same strength, multiply by layers / experts per token"
 )
-_BACKEND = {
-    "backend.fake_balanced_gate": "the router chooses experts by its weights; with random ones, loads are nearly equal",
-    "backend.te_fp8": "matrix products are computed in bfloat16; fp8.recipe computes those of linear layers in FP8",
-}
-"""What AutoModel's layers compute differently. The rest of the section backend selects its kernels."""
-_ATTENTION = ("te", "ffpa", "magi", "cudnn", "tilelang")
-"""Attention implementations of AutoModel that transformers does not have."""
 _MODEL = """
+attn_implementation @attentions
 torch_dtype -> dtype @dtypes
+~ backend.fake_balanced_gate: the router chooses experts by its weights; with random ones, loads are nearly equal
+~ backend.te_fp8: matrix products are computed in bfloat16; fp8.recipe computes those of linear layers in FP8
 num_labels -> /classification.num_labels
 - backend use_liger_kernel use_sdpa_patching sdpa_method force_hf output_hidden_states kda_mode
 - load_base_model cache_dir text_config.use_cache text_config.output_hidden_states text_config.cp_full_attn_backend
@@ -52,26 +43,19 @@ num_labels -> /classification.num_labels
 def model(section: Section) -> None:
     """Translate the section model; a section with a ``_target_`` of the user's own code stays as it is."""
     target = section.peek("_target_")
-    name = "" if target is None else str(target.value)
-    found = AUTO_CLASS.fullmatch(name)
+    found = AUTO_CLASS.fullmatch(section.text("_target_"))
     if target is not None and found is None:
-        if is_of_automodel(name):
+        if is_of_automodel(str(target.value)):
             section.take("_target_")
             section.reject("_target_", target, "this model class is not supported", _ONE_MODEL)
         return
     section.implied("_target_", "recipe")
     from_config = found is not None and found["method"] == "from_config"
-    _attention(section)
-    if is_true(section.peek("quantization_config.dequantize")):
+    if section.is_on("quantization_config.dequantize"):
         # A base in FP8 is dequantized whenever its weights are trained.
         section.drop("quantization_config")
     _name(section, from_config=from_config)
     _router_loss(section)
-    for key, text in _BACKEND.items():
-        node = section.peek(key)
-        if node is not None and is_enabled(node):
-            section.take(key)
-            section.degraded(key, node, text)
     section.apply(_MODEL)
     _default_dtype(section, from_config=from_config)
     _remote_code(section)
@@ -81,7 +65,7 @@ def model(section: Section) -> None:
         ("config", "config_overrides"),
     ):
         part = section.inner(name, to=f"model.{to}")
-        for key, _ in part.node.children() if part.node is not None else ():
+        for key in part.names():
             part.rename(key)
 
 
@@ -91,13 +75,12 @@ def _default_dtype(section: Section, *, from_config: bool) -> None:
     It is that of the files. A model of ``from_config`` is in bfloat16, and a student whose optimizer is one of torch in
     float32 (``components/optim/precision_warnings.py``, which only distillation calls).
     """
-    given = section.work.result.at("model.dtype")
+    given = section.ours("model.dtype")
     if given is not None and (given.is_flag or given.value != "auto"):
         return
-    source = section.work.source
-    optimizer = source.at("optimizer._target_")
+    optimizer = section.theirs("optimizer._target_")
     is_of_torch = optimizer is not None and str(optimizer.value).startswith("torch.optim.")
-    if section.work.recipe in STUDENTS and is_of_torch and source.at("peft") is None:
+    if section.work.recipe in STUDENTS and is_of_torch and section.theirs("peft") is None:
         # Null is float32, but frozen weights may keep the 16 bits of their files.
         section.put_default("dtype", "null")
     elif from_config:
@@ -106,67 +89,37 @@ def _default_dtype(section: Section, *, from_config: bool) -> None:
         section.put_default("dtype", "auto")
 
 
-def _attention(section: Section) -> None:
-    """Translate the attention. transformers chooses ``sdpa`` for all models that support it, which GPT-OSS does not."""
-    name = "attn_implementation"
-    node = section.peek(name)
-    if node is not None and node.value in _ATTENTION:
-        section.take(name)
-        text = "transformers does not have this attention; its default is used"
-        section.degraded(name, node, text)
-    elif node is not None and node.value == "sdpa" and not node.is_flag:
-        section.drop(name)
-    else:
-        section.rename(name)
-
-
 def _name(section: Section, *, from_config: bool) -> None:
     """Translate the model's name, which is given in one of three places, and whether its weights are loaded."""
-    has_weights = not from_config or is_true(section.peek("load_base_model"))
-    to = "from_pretrained" if has_weights else "from_config"
-    name = "pretrained_model_name_or_path"
+    to = (
+        "from_config" if from_config and not section.is_on("load_base_model") else "from_pretrained"
+    )
+    config, name = section.peek("config"), "pretrained_model_name_or_path"
     if section.peek(name) is not None:
         section.rename(name, to)
         section.drop("config._target_", f"config.{name}")
-        return
-    config = section.peek("config")
-    if config is None:
-        return
-    if isinstance(config.value, str):
+    elif config is not None and isinstance(config.value, str):
         section.rename("config", to)
-        return
-    inner = section.inner("config")
-    node = inner.implied("_target_", f"model.{to}")
-    target = "" if node is None else str(node.value)
-    given = inner.take(name)
-    if given is not None and (not target or _CONFIG_CLASS.fullmatch(target)):
-        section.put(to, given, was=f"config.{name}")
-    elif target:
-        _config_class(section, target)
+    elif config is not None:
+        target = section.text("config._target_")
+        section.implied("config._target_", f"model.{to}")
+        given = section.take(f"config.{name}")
+        if given is not None and (not target or _CONFIG_CLASS.fullmatch(target)):
+            section.put(to, given, was=f"config.{name}")
+        elif target:
+            _config_class(section, target)
 
 
 def _config_class(section: Section, target: str) -> None:
     """Translate a configuration that is written out: ``_target_`` is the class of a transformers configuration."""
-    found = _WRITTEN_OUT.fullmatch(target)
-    model_type = (found["type"] or _model_type(found["name"])) if found is not None else None
     section.drop("config.architectures", "config.use_cache", "config.name_or_path")
-    config = section.take("config")
+    found, config = _WRITTEN_OUT.fullmatch(target), section.take("config")
     assert config is not None and isinstance(config.value, dict)
-    if model_type is None:
+    if found is None:
         section.reject("config", config, f"the class {target} is not supported", _ONE_CONFIG)
         return
-    values = {"model_type": Node(model_type, config.origin), **config.value}
+    values = {"model_type": Node(found["type"], config.origin), **config.value}
     section.put("from_config", replace(config, value=values), was="config")
-
-
-def _model_type(class_name: str) -> str | None:
-    """The type of the models that a configuration class of transformers describes; None if there is no such class."""
-    auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    if class_name not in auto.CONFIG_MAPPING_NAMES.values():
-        return None
-    config_class = getattr(importlib.import_module("transformers"), class_name)
-    # Several types can share a class; this is the one that its models are saved with.
-    return str(config_class.model_type)
 
 
 def _router_loss(section: Section) -> None:
@@ -182,11 +135,10 @@ def _router_loss(section: Section) -> None:
 
 def _remote_code(section: Section) -> None:
     """Translate the permission to run code of the model's repository, which also needs a flag here."""
+    ours = section.ours("model.from_config")
+    is_written_out = ours is not None and isinstance(ours.value, dict)
     for name in ("trust_remote_code", "config.trust_remote_code"):
-        ours = section.work.result.at("model.from_config")
-        is_written_out = ours is not None and isinstance(ours.value, dict)
-        is_given = section.work.result.at("model.trust_remote_code") is not None
-        if is_written_out or is_given:
+        if is_written_out or section.ours("model.trust_remote_code") is not None:
             section.drop(name)
         elif (node := section.flag(name)) is not None:
             section.put("trust_remote_code", node, was=name)
@@ -220,23 +172,18 @@ def _further_tokens(section: Section) -> None:
     is_used = "loss_scaling_factor" in first
     if "num_depths" in first:
         is_used = bool(value_of(first["num_depths"][1]))
-    mesh = section.work.source.at("distributed") or Node({}, "")
-    blocking = [name for name in ("pp_size", "tp_size") if above_1(mesh.at(name))]
+    sizes = ("distributed.pp_size", "distributed.tp_size")
+    blocking = [name for name in sizes if above_1(section.theirs(name))]
     for to, (name, node) in first.items():
         if not is_used:
             section.no_effect(name, node)
         elif blocking:
-            text = "the model is trained without multi-token prediction, because of distributed."
-            section.degraded(name, node, f"{text}{blocking[0]}")
+            text = f"the model is trained without multi-token prediction, because of {blocking[0]}"
+            section.degraded(name, node, text)
         else:
             section.put(f"mtp.{to}", node, was=name)
 
 
-_TASKS = {
-    "distill": ("CausalLM", "NeMoAutoModelForCausalLM"),
-    "vlm_distill": ("ImageTextToText", "NeMoAutoModelForImageTextToText"),
-}
-"""Our recipe: the task of the class of its teacher, and the name of this class in AutoModel."""
 _NOT_DISTILLED = (
     "! teacher_model: a teacher in this recipe | set recipe: KnowledgeDistillationRecipeForNextTokenPrediction or "
     "KnowledgeDistillationRecipeForVLM, or remove the section"
@@ -245,20 +192,14 @@ _NOT_DISTILLED = (
 
 def teacher(section: Section) -> None:
     """Translate the model that is distilled."""
-    if section.work.recipe not in _TASKS:
+    if section.work.recipe not in STUDENTS:
         section.work.section("").apply(_NOT_DISTILLED)
         return
-    task, name = _TASKS[section.work.recipe]
     section = section.work.section(section.path, "distill.teacher")
-    target = section.implied("_target_", "recipe")
-    found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
-    if target is not None and (
-        found is None or found["method"] != "from_pretrained" or found["task"] != task
-    ):
-        hint = f"use {name}.from_pretrained"
-        section.reject("_target_", target, "this teacher is not supported", hint)
-        return
+    if AUTO_CLASS.fullmatch(section.text("_target_")):
+        section.implied("_target_", "recipe")
     section.apply("""
+        _target_
         pretrained_model_name_or_path -> from_pretrained
         torch_dtype -> dtype @dtypes = auto
         attn_implementation
@@ -270,21 +211,18 @@ def teacher(section: Section) -> None:
 
 def divergence(section: Section) -> None:
     """Translate the divergence. AutoModel's class KDLoss is the forward one, which is the default here."""
-    if section.work.recipe not in _TASKS:
-        return
-    section = section.work.section(section.path, "distill")
-    target = section.implied("_target_", "distill.divergence")
-    name = "" if target is None else str(target.value)
-    if target is not None and not (is_of_automodel(name) and name.endswith(".KDLoss")):
-        hint = "use KDLoss, or remove kd_loss_fn and set distill.divergence"
-        section.reject("_target_", target, "this divergence is not supported", hint)
-        return
-    section.apply("temperature\n- ignore_index fp32_upcast chunk_size tp_group")
+    if section.work.recipe in STUDENTS:
+        section = section.work.section(section.path, "distill")
+        section.apply("""
+            ! _target_ not in nemo_automodel.components.loss.kd_loss.KDLoss: this divergence | set distill.divergence
+            temperature
+            - ignore_index fp32_upcast chunk_size tp_group
+        """)
 
 
 def distillation(section: Section) -> None:
     """Translate the keys beside the sections."""
-    if section.work.recipe in _TASKS:
+    if section.work.recipe in STUDENTS:
         section.apply("""
             kd_ratio -> /distill.kd_ratio
             offload_teacher_model -> /distill.offload_teacher

@@ -51,7 +51,7 @@ def checkpoint(section: Section) -> None:
         section.note("restore_from", restored, _SAVED_HERE)
     name = "model_save_format"
     saved = section.peek(name)
-    if saved is not None and saved.value == "torch_save" and section.work.result.at("peft"):
+    if saved is not None and saved.value == "torch_save" and section.ours("peft"):
         section.take(name)
         section.degraded(name, saved, "adapters are saved as safetensors")
     else:
@@ -75,12 +75,12 @@ def trackers(section: Section) -> None:
     """Translate the experiment trackers."""
     wandb = section.inner("wandb", to="logging.trackers.wandb")
     if wandb.node is not None:
-        enabled = wandb.get("enable") is None or wandb.switch("enable")
+        enabled = wandb.get("enable") is None or wandb.is_on("enable")
         wandb.drop("enable")
         if enabled:
             _tracker(wandb)
         else:
-            wandb.drop(*dict(wandb.node.children()))
+            wandb.drop(*wandb.names())
     mlflow = section.inner("mlflow", to="logging.trackers.mlflow")
     if mlflow.node is not None:
         mlflow.apply("""
@@ -91,17 +91,16 @@ def trackers(section: Section) -> None:
     # Without a tracker, the key has no effect in AutoModel.
     steps = section.work.section("step_scheduler", "logging")
     name = "log_remote_every_steps"
-    if section.work.result.at("logging.trackers") is not None and above_1(steps.peek(name)):
+    if section.ours("logging.trackers") is not None and above_1(steps.peek(name)):
         steps.rename(name, "log_every_steps")
     steps.drop(name)
 
 
 def _tracker(section: Section) -> None:
     """Move the options of a tracker."""
-    assert section.node is not None
-    for name, _ in section.node.children():
+    for name in section.names():
         section.rename(name)
-    if section.work.result.at(section.to) is None:
+    if section.ours(section.to) is None:
         section.put_root(section.to, Node({}, section.origin))
 
 
@@ -132,7 +131,7 @@ def _enabled(section: Section, ours: Sequence[str]) -> Node | None:
     is_ours = any(section.get(key) is not None for key in ours)
     if is_ours and section.get("enabled") is None:
         return None
-    is_on = section.switch("enabled")
+    is_on = section.is_on("enabled")
     enabled = section.take("enabled")
     if is_on and enabled is not None:
         # Errors about the section are reported at this line.
@@ -182,5 +181,4 @@ def fp8(section: Section) -> None:
 def top_level(section: Section) -> None:
     """Translate sections as a whole. AutoModel ignores sections whose names begin with an underscore."""
     section.apply(_WHOLE)
-    assert section.node is not None
-    section.drop(*[name for name, _ in section.node.children() if name.startswith("_")])
+    section.drop(*[name for name in section.names() if name.startswith("_")])

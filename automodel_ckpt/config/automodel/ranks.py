@@ -54,14 +54,6 @@ reshard_after_forward
 """
 
 
-def dist_env(section: Section) -> None:
-    """Translate the backend and its timeout."""
-    section.apply("""
-        backend -> /distributed.backend @not_nccl
-        timeout_minutes -> /distributed.timeout_minutes
-    """)
-
-
 def distributed(section: Section) -> None:
     """Translate the sizes of the device mesh, the strategy and the precision."""
     node = section.take("strategy")
@@ -80,12 +72,11 @@ def distributed(section: Section) -> None:
 def _experts(section: Section) -> None:
     """Translate expert parallelism, which needs fsdp2 without tensor parallelism and adapters on experts here."""
     node = section.peek("ep_size")
-    result = section.work.result
-    strategy = result.at("distributed.strategy")
+    strategy = section.ours("distributed.strategy")
     text = ""
     if strategy is not None and strategy.value != "auto":
         text = "ddp replicates the experts; the same mathematics"
-    elif result.at("peft.target_parameters") or above_1(result.at("distributed.tp_size")):
+    elif section.ours("peft.target_parameters") or above_1(section.ours("distributed.tp_size")):
         text = "experts are sharded by fsdp2 instead; the same mathematics"
     if value_of(node) in (0, 1):
         section.drop("ep_size")
@@ -116,7 +107,7 @@ def _precision(section: Section, *, is_ddp: bool) -> None:
     policy = section.inner("mp_policy")
     node = policy.take("param_dtype")
     if node is None and is_ddp and section.peek("autocast_dtype") is not None:
-        section.rename("autocast_dtype", "mixed_precision", words=DTYPES)
+        section.rename("autocast_dtype", "mixed_precision", words="dtypes")
     elif node is not None:
         value = DTYPES.get(str(node.value), str(node.value))
         value = "null" if value == "float32" else value
@@ -150,7 +141,7 @@ def _checkpointing(section: Section) -> None:
 def _compilation(section: Section) -> None:
     """Translate the compilation of each layer, which is what the section compile does here."""
     node = section.flag("enable_compile")
-    given = section.work.source.at("compile.enabled")
+    given = section.theirs("compile.enabled")
     if node is None:
         return
     if given is not None and (given.is_flag or is_true(given)):
@@ -185,8 +176,5 @@ def _pipeline(section: Section) -> None:
             pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
             name = "1f1b"
         section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
-    layers = pipeline.take("layers_per_stage")
-    if layers is not None:
-        pipeline.no_effect("layers_per_stage", layers)
-    pipeline.drop("pp_schedule")
+    pipeline.drop("layers_per_stage", "pp_schedule")
     pipeline.apply(_PIPELINE)

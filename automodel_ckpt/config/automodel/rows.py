@@ -46,8 +46,16 @@ WORDS: dict[str, dict[str, str]] = {
     "not_default": {"default": ""},
     "metrics": {"default": "val_loss"},
     "schemes": {"int8_dynact_int4weight": "W4A8", "int4_weight_only": "W4A16"},
+    # transformers chooses sdpa for all models that support it, which GPT-OSS does not.
+    "attentions": {
+        "sdpa": "",
+        **dict.fromkeys(
+            ("te", "ffpa", "magi", "cudnn", "tilelang"),
+            "~transformers does not have this attention; its default is used",
+        ),
+    },
 }
-"""Values of AutoModel, and ours; an empty one leaves the key out."""
+"""Values of AutoModel, and ours; an empty one leaves the key out, and one with ``~`` does so with this warning."""
 _NAME = re.compile(
     r"(?P<name>[\w.]+)(?: -> (?P<to>[\w./]+))?(?: @(?P<words>\w+))?(?: = (?P<default>.+))?"
 )
@@ -90,14 +98,26 @@ class Section:
     @property
     def node(self) -> Node | None:
         """The section as far as it has not been translated yet; None if it does not exist or is not a mapping."""
-        node = self.work.source.at(self.path) if self.path else self.work.source
+        node = self.theirs(self.path) if self.path else self.work.source
         return node if node is not None and isinstance(node.value, dict) else None
 
     @property
     def origin(self) -> str:
         """Where the section begins, for messages."""
-        node = self.work.source.at(self.path) if self.path else None
+        node = self.theirs(self.path) if self.path else None
         return "" if node is None else node.origin
+
+    def theirs(self, key: str) -> Node | None:
+        """Return the node at a dotted key of AutoModel's recipe that has not been translated yet."""
+        return self.work.source.at(key)
+
+    def ours(self, key: str) -> Node | None:
+        """Return the node at a dotted key of our recipe."""
+        return self.work.result.at(key)
+
+    def names(self) -> list[str]:
+        """Return the names of the keys that have not been translated yet."""
+        return [] if self.node is None else [name for name, _ in self.node.children()]
 
     def inner(self, name: str, to: str | None = None) -> Section:
         """Return the view of a subsection, translated to *to* (a complete key)."""
@@ -131,14 +151,17 @@ class Section:
             return None
         return node
 
-    def switch(self, name: str) -> bool:
-        """Whether a key that has not been removed is true; False without the key. Another word is an error."""
+    def is_on(self, name: str) -> bool:
+        """Whether a key, which is not removed, is a word that means true. A word without a meaning is an error."""
         node = self.peek(name)
-        if node is None or is_true(node):
-            return node is not None
-        if str(node.value).lower() not in FALSE_WORDS:
+        if node is not None and str(node.value).lower() not in TRUE_WORDS | FALSE_WORDS:
             self.reject(name, node, "must be true or false", "correct the value")
-        return False
+        return is_true(node)
+
+    def text(self, name: str) -> str:
+        """Return the value of a key as text; empty without it. It is not removed."""
+        node = self.peek(name)
+        return "" if node is None else str(node.value)
 
     def put(self, name: str, node: Node, *, was: str = "") -> None:
         """Set a key of our section. *was* is AutoModel's name for it, for the notices."""
@@ -168,14 +191,9 @@ class Section:
         return node
 
     def rename(
-        self,
-        name: str,
-        to: str = "",
-        *,
-        words: Mapping[str, str] | None = None,
-        default: str | None = None,
+        self, name: str, to: str = "", *, words: str = "", default: str | None = None
     ) -> None:
-        """Move a key to ours, or write AutoModel's default. *to* and the others are those of a table's line."""
+        """Move a key to ours, or write AutoModel's default. The arguments are the parts of a table's line."""
         given = self.get(name)
         node = self.take(name)
         target = replace(self, to="") if to.startswith("/") else self
@@ -188,13 +206,15 @@ class Section:
             elif given is not None and is_ours and not needs_a_value(join(target.to, to)):
                 target.put(to, given)
             return
-        word = (words or {}).get(str(node.value))
-        if word == "":
+        word = WORDS[words].get(str(node.value)) if words else None
+        if word is None:
+            target.put(to, node, was=name)
+        elif word.startswith("~"):
+            self.degraded(name, node, word[1:])
+        elif word:
+            target.put(to, replace(node, value=word, quoted=False), was=name)
+        else:
             self.no_effect(name, node)
-            return
-        if word is not None:
-            node = replace(node, value=word, quoted=False)
-        target.put(to, node, was=name)
 
     def drop(self, *names: str) -> None:
         """Remove keys that mean nothing here, or that this program determines itself, and record them."""
@@ -244,7 +264,7 @@ class Section:
                 found = _NAME.fullmatch(line)
                 assert found is not None, line
                 name, to, words, default = found.groups()
-                self.rename(name, to or "", words=WORDS.get(words or ""), default=default)
+                self.rename(name, to or "", words=words or "", default=default)
 
     def _apply_request(self, mark: str, line: str) -> None:
         """Remove a key, and warn of it (~) or reject it (!) if its value requests something."""

@@ -38,19 +38,19 @@ weight_decay
 def optimizer(section: Section) -> None:
     """Translate the optimizer. AutoModel applies weight decay to all parameters, also to norms and biases."""
     node = section.peek("_target_")
-    target = str(node.value) if node is not None else "torch.optim.AdamW"
+    target = section.text("_target_") or "torch.optim.AdamW"
     decay = section.peek("weight_decay")
     if node is not None and target == "dion.Muon":
         _muon(section, node)
         return
     _master_weights(section, target)
+    adam_w = "adam_w_mode"
     is_penalty = target == "torch.optim.Adam"
     if target in TE_ADAM:
-        corrected = section.peek("bias_correction")
-        if corrected is not None and not section.switch("bias_correction"):
-            what = "Adam without bias correction is not supported"
-            section.reject("bias_correction", corrected, what, "remove the key")
-        is_penalty = section.peek("adam_w_mode") is not None and not section.switch("adam_w_mode")
+        is_penalty = section.peek(adam_w) is not None and not section.is_on(adam_w)
+        section.apply(
+            "! bias_correction in false False: Adam without bias correction | remove the key"
+        )
     if is_penalty and value_of(decay):
         _adam(section, node)
         return
@@ -63,7 +63,7 @@ def optimizer(section: Section) -> None:
     if target in ("torch.optim.Adam", *TE_ADAM) and decay is None:
         section.put_default("weight_decay", "0.0")
     section.apply(_OPTIMIZER)
-    found = section.work.result.at("optimizer.weight_decay")
+    found = section.ours("optimizer.weight_decay")
     if found is None or value_of(found):
         section.put_default("no_decay", "none")
 
@@ -74,17 +74,14 @@ def _master_weights(section: Section, target: str) -> None:
     The forward pass computes in bfloat16 in both programs. Adapters are in float32 here anyway.
     """
     name = "master_weights"
-    is_kept = target in TE_ADAM and section.switch(name)
+    is_kept = target in TE_ADAM and section.is_on(name)
     if target == FLASH_ADAMW:
         # 8 or 16 further bits of a bfloat16 weight; 24 bits in all are its default.
         name = "master_weight_bits"
         is_kept = section.get(name) is None or section.peek(name) is not None
-    source, result = section.work.source, section.work.result
-    dtype = result.at("model.dtype")
-    given = (source.at("peft"), result.at("peft"), source.at("model.dtype"))
-    if not is_kept or dtype is None or any(each is not None for each in given):
-        return
-    if dtype.is_flag or dtype.value == "float32":
+    dtype = section.ours("model.dtype")
+    is_stated = section.theirs("model.dtype") or section.theirs("peft") or section.ours("peft")
+    if not is_kept or is_stated or dtype is None or dtype.is_flag or dtype.value == "float32":
         return
     node = section.take(name)
     if node is None:
@@ -93,7 +90,7 @@ def _master_weights(section: Section, target: str) -> None:
     section.translated(name, node, "model.dtype")
     # Null is float32 for what is trained. With float32, frozen weights would not keep the 16 bits of their files.
     section.put_root("model.dtype", Node("null", node.origin))
-    computed = result.at("distributed.mixed_precision")
+    computed = section.ours("distributed.mixed_precision")
     if computed is not None and computed.value == "none" and computed.origin == AUTOMODEL_DEFAULT:
         # With DDP, AutoModel computes in the data type of its weights, which are not the optimizer's copy.
         section.work.section("").put_default("distributed.mixed_precision", "bfloat16")
@@ -104,29 +101,27 @@ def _master_weights(section: Section, target: str) -> None:
 def _muon(section: Section, node: Node) -> None:
     """Translate dion's Muon: torch's for the hidden matrices, AdamW for the other parameters."""
     rate = section.take("lr") or Node("0.01", AUTOMODEL_DEFAULT)
-    other = section.peek("scalar_lr")
-    group = {
+    other = value_of(section.peek("scalar_lr") or rate)
+    options = {
         "params": Node([Node("hidden_matrices", node.origin)], node.origin),
         "_target_": Node("torch.optim.Muon", node.origin),
         "lr": rate,
-    }
-    options = {
         "momentum": section.take("mu"),
         "nesterov": section.take("nesterov"),
         "weight_decay": section.peek("weight_decay"),
         # Otherwise the group would inherit it.
         "eps": section.peek("scalar_eps") and Node("1e-7", AUTOMODEL_DEFAULT),
     }
-    group |= {name: option for name, option in options.items() if option is not None}
+    group = {name: option for name, option in options.items() if option is not None}
     section.put("lr", rate)
     section.rename("scalar_lr", "lr")
     for name in ("embed_lr", "lm_head_lr"):
-        option = section.peek(name)
-        if option is not None and value_of(option) != value_of(other or rate):
-            section.take(name)
+        option = section.take(name)
+        if option is not None and value_of(option) != other:
             section.degraded(name, option, "all parameters outside of matrices have one rate")
-        section.drop(name)
-    section.put("groups", Node([Node(dict(group), node.origin)], node.origin), was="_target_")
+        elif option is not None:
+            section.no_effect(name, option)
+    section.put("groups", Node([Node(group, node.origin)], node.origin), was="_target_")
     section.apply("""
         weight_decay
         - _target_ flatten use_triton scalar_opt
@@ -141,11 +136,13 @@ def _adam(section: Section, node: Node | None) -> None:
     """Translate Adam with weight decay, which is an L2 penalty and not the decay of AdamW."""
     assert node is not None
     section.take("_target_")
-    if node.value in TE_ADAM:
-        section.degraded("_target_", node, "Adam of torch is used")
-        section.apply(_OPTIMIZER)
     section.put("_target_", replace(node, value="torch.optim.Adam"))
-    section.apply("lr\nbetas\neps\nweight_decay\nforeach\nfused\namsgrad")
+    is_torch = node.value not in TE_ADAM
+    if not is_torch:
+        section.degraded("_target_", node, "Adam of torch is used")
+    section.apply(
+        "lr\nbetas\neps\nweight_decay\nforeach\nfused\namsgrad" if is_torch else _OPTIMIZER
+    )
     section.put_default("no_decay", "none")
 
 
@@ -171,14 +168,14 @@ def schedule(section: Section) -> None:
         _decay(section, style)
     if warmup is not None:
         section.rename("lr_warmup_steps", "warmup_steps")
-    elif section.work.source.at("lr_scheduler.warmup_ratio") is None:
+    elif section.theirs("lr_scheduler.warmup_ratio") is None:
         section.put_default("warmup_steps", "auto")
     if warmup is None or value_of(warmup):
-        _first_rate(section)
+        section.put_default("warmup_from", "0.1")
     section.apply("""
         lr_decay_steps -> decay_steps
         - lr_warmup_steps use_checkpoint_opt_param_scheduler override_opt_param_scheduler
-        ~ init_lr: the warmup begins at 0, or there is none
+        ~ init_lr: the warmup begins at a tenth of optimizer.lr, or there is none
         ~ max_lr: the peak is optimizer.lr
         ! start_wd: a schedule of the weight decay | set optimizer.weight_decay
         ! end_wd: a schedule of the weight decay | set optimizer.weight_decay
@@ -186,40 +183,26 @@ def schedule(section: Section) -> None:
     """)
 
 
-def _first_rate(section: Section) -> None:
-    """Write where the warmup begins: at AutoModel's init_lr, a tenth of the peak if none is given."""
-    first = section.peek("init_lr")
-    peak = value_of(section.work.result.at("optimizer.lr"))
-    if first is None:
-        section.put_default("warmup_from", "0.1")
-        return
-    number = value_of(first)
-    if isinstance(number, int | float) and isinstance(peak, int | float) and 0 <= number < peak:
-        section.take("init_lr")
-        section.put("warmup_from", Node(repr(number / peak), first.origin), was="init_lr")
-
-
 def _decay(section: Section, style: Node) -> None:
     """Write a decay to AutoModel's lowest learning rate: a hundredth of the peak if none is given."""
     lowest = section.take("min_lr")
     was = "min_lr" if lowest is not None else ""
     if lowest is None:
-        peak = value_of(section.work.result.at("optimizer.lr"))
+        peak = value_of(section.ours("optimizer.lr"))
         number = peak / 100 if isinstance(peak, int | float) else 0.0
         lowest = Node(repr(number), AUTOMODEL_DEFAULT)
-    is_cosine = style.value == "cosine"
-    name = "cosine_with_min_lr" if is_cosine else "polynomial"
-    section.put("name", replace(style, value=name), was="lr_decay_style")
-    section.put("kwargs.min_lr" if is_cosine else "kwargs.lr_end", lowest, was=was)
-    if not is_cosine:
+    name, key = "cosine_with_min_lr", "kwargs.min_lr"
+    if style.value != "cosine":
+        name, key = "polynomial", "kwargs.lr_end"
         section.put("kwargs.power", Node("1.0", style.origin))
+    section.put("name", replace(style, value=name), was="lr_decay_style")
+    section.put(key, lowest, was=was)
 
 
 def steps(section: Section) -> None:
     """Translate batch sizes and intervals. With pipeline stages, the size of their micro-batches is used."""
-    result = section.work.result
     size = section.peek("local_batch_size")
-    if result.at("step_scheduler.local_batch_size") is not None and not (size and size.is_flag):
+    if section.ours("step_scheduler.local_batch_size") and not (size and size.is_flag):
         section.drop("local_batch_size")
     is_repeated = _is_repeated(section)
     if is_repeated:
@@ -234,7 +217,7 @@ def steps(section: Section) -> None:
         ~ validate_on_checkpoint in false False: each checkpoint is validated if there is validation data
     """)
     # Without either, AutoModel trains for 10 epochs, also if both keys are null in the file.
-    if not any(result.at(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
+    if not any(section.ours(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
         section.put_default("num_epochs", "10")
     every_epoch = section.take("save_checkpoint_every_epoch")
     if is_repeated:
@@ -244,12 +227,14 @@ def steps(section: Section) -> None:
             section.no_effect("save_checkpoint_every_epoch", every_epoch)
     elif every_epoch is not None:
         # Null steps mean the steps of an epoch.
-        has_steps = result.at("step_scheduler.ckpt_every_steps") is not None
+        has_steps = section.ours("step_scheduler.ckpt_every_steps") is not None
         value = "1" if is_true(every_epoch) or not has_steps else "null"
         node = Node(value, every_epoch.origin)
         section.put("ckpt_every_epochs", node, was="save_checkpoint_every_epoch")
     # Without validation data, ours would be an error.
-    if _has_validation(section):
+    sets = ("validation_dataset", "validation_datasets")
+    found = [find(name) for find in (section.ours, section.theirs) for name in sets]
+    if any(node is not None and not node.is_null for node in found):
         section.rename("val_every_steps")
     else:
         section.drop("val_every_steps")
@@ -261,11 +246,9 @@ def _is_repeated(section: Section) -> bool:
     Its streams and the samples of nanoGPT's files never end (``nanogpt_dataset.py``), and Megatron's samples are as
     many as the steps need (``megatron_dataset.py``).
     """
-    target = section.work.result.at("dataset._target_")
-    are_tokens = target is not None and str(target.value).endswith(
-        (".token_files.megatron", ".token_files.nanogpt")
-    )
-    is_stream = is_true(section.work.result.at("dataset.streaming"))
+    target = section.ours("dataset._target_")
+    are_tokens = target is not None and ".token_files." in str(target.value)
+    is_stream = is_true(section.ours("dataset.streaming"))
     return (are_tokens or is_stream) and section.peek("max_steps") is not None
 
 
@@ -282,39 +265,23 @@ def _drop_epochs(section: Section) -> None:
         section.note("num_epochs", node, text)
 
 
-def _has_validation(section: Section) -> bool:
-    """Whether the recipe has validation data, translated or the user's own."""
-    work = section.work
-    names = ("validation_dataset", "validation_datasets")
-    found = [tree.at(name) for tree in (work.result, work.source) for name in names]
-    return any(node is not None and not node.is_null for node in found)
-
-
-def clipping(section: Section) -> None:
-    """Translate the section clip_grad_norm, which is a number here."""
-    norm = section.take("max_norm")
-    if norm is not None:
-        section.put_root("clip_grad_norm", norm)
-
-
 _LOSSES = (
-    "loss.masked_ce.MaskedCrossEntropy",
-    "loss.linear_ce.FusedLinearCrossEntropy",
-    "loss.te_parallel_ce.TEParallelCrossEntropy",
-    "loss.chunked_ce.ChunkedCrossEntropy",
-    "models.gemma4_moe.loss.Gemma4TensorParallelFusedLinearCrossEntropy",
+    "masked_ce.MaskedCrossEntropy",
+    "linear_ce.FusedLinearCrossEntropy",
+    "te_parallel_ce.TEParallelCrossEntropy",
+    "chunked_ce.ChunkedCrossEntropy",
+    "loss.Gemma4TensorParallelFusedLinearCrossEntropy",
 )
-"""Implementations of the cross-entropy of labeled tokens, below nemo_automodel.components."""
+"""The ends of the names of AutoModel's implementations of the cross-entropy of labeled tokens."""
 
 
 def loss(section: Section) -> None:
     """Translate the loss. Ours is the cross-entropy, computed in chunks of the labeled tokens."""
-    node = section.peek("_target_")
-    if node is None or not is_of_automodel(str(node.value)):
+    node, name = section.peek("_target_"), section.text("_target_")
+    if node is None or not is_of_automodel(name):
         return
-    if str(node.value).removeprefix("nemo_automodel.components.") in _LOSSES:
-        assert section.node is not None
-        section.drop(*dict(section.node.children()))
+    if name.endswith(_LOSSES):
+        section.drop(*section.names())
     else:
         hint = "remove loss_fn to train with cross-entropy"
         section.reject("_target_", node, "this loss is not supported", hint)
@@ -323,7 +290,7 @@ def loss(section: Section) -> None:
 
 def compilation(section: Section) -> None:
     """Translate torch.compile. The keys of a disabled section would be an error here."""
-    if section.node is not None and not section.switch("enabled"):
+    if section.node is not None and not section.is_on("enabled"):
         section.drop("enabled", "mode", "backend", "fullgraph", "dynamic")
     else:
         section.apply("enabled\nmode @not_default\nbackend\nfullgraph\ndynamic")

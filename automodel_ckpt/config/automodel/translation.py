@@ -93,13 +93,16 @@ _WITH_TARGETS = ("model", "dataset", "distributed")
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
-SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
+SECTIONS: tuple[tuple[str, Callable[[Section], None] | str], ...] = (
     # Later functions look at what earlier ones have translated: adapters before freezing, data before the steps.
     ("model", model.model),
     ("peft", adapters.adapters),
     ("freeze_config", adapters.freeze),
     ("quantization", adapters.quantization),
-    ("dist_env", ranks.dist_env),
+    (
+        "dist_env",
+        "backend -> /distributed.backend @not_nccl\ntimeout_minutes -> /distributed.timeout_minutes",
+    ),
     ("distributed", ranks.distributed),
     ("dataset", datasets.dataset),
     ("validation_dataset", datasets.validation),
@@ -111,7 +114,7 @@ SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
     ("optimizer", training.optimizer),
     ("lr_scheduler", training.schedule),
     ("step_scheduler", training.steps),
-    ("clip_grad_norm", training.clipping),
+    ("clip_grad_norm", "max_norm -> /clip_grad_norm"),
     ("loss_fn", training.loss),
     ("compile", training.compilation),
     ("teacher_model", model.teacher),
@@ -125,7 +128,7 @@ SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
     ("neftune", others.neftune),
     ("", others.top_level),
 )
-"""The functions that translate sections of AutoModel, in their order."""
+"""The functions or tables that translate sections of AutoModel, in their order."""
 _ONLY_THEIRS = frozenset(
     [
         *others.WHOLE_SECTIONS,
@@ -224,7 +227,10 @@ def translate(root: Node) -> Translation | None:
     work = Work(source, recipe)
     work.section("").put("recipe", Node(recipe, node.origin))
     for path, translate_section in SECTIONS:
-        translate_section(work.section(path))
+        if isinstance(translate_section, str):
+            work.section(path).apply(translate_section)
+        else:
+            translate_section(work.section(path))
     _keep_the_rest(work, source, original, "")
     return Translation(
         work.result,
@@ -255,23 +261,20 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         if full in _ONLY_THEIRS:
             _reject_the_rest(work, node, full)
             continue
-        if node.is_null and (needs_a_value(full) or _is_theirs(work, full)):
+        # Null disables a key that only AutoModel has.
+        is_theirs = full in work.known and annotation_at(RecipeConfig, full) is None
+        if node.is_null and (needs_a_value(full) or is_theirs):
             continue
         # A section that the translation emptied is left out; one that is empty in the file is not.
         if isinstance(node.value, dict) and not node.value and before.value:
             continue
-        if isinstance(node.value, dict) and node.value and _is_section(found):
+        if isinstance(node.value, dict) and node.value and isinstance((found or node).value, dict):
             _keep_the_rest(work, node, before, full)
         elif found is None or node.is_flag or found.origin == AUTOMODEL_DEFAULT:
             put(work.result, full, node)
         elif not node.is_null:
             hint = f"remove one of them; the other is at {found.origin}"
             work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
-
-
-def _is_theirs(work: Work, key: str) -> bool:
-    """Whether only AutoModel has a key: null disables it."""
-    return key in work.known and annotation_at(RecipeConfig, key) is None
 
 
 def _reject_the_rest(work: Work, node: Node, key: str) -> None:
@@ -285,11 +288,6 @@ def _reject_the_rest(work: Work, node: Node, key: str) -> None:
         hint = f"did you mean {join(section, meant)}?" if meant else f"remove it; {GUIDE}"
         problem = Problem(f"unknown key {key}", node.origin, str(node), hint)
         work.unknown.append(problem)
-
-
-def _is_section(node: Node | None) -> bool:
-    """Whether keys can be added at the place of a node: it is a mapping, or nothing is there."""
-    return node is None or isinstance(node.value, dict)
 
 
 __all__ = ["Notice", "Translation", "class_name", "translate"]

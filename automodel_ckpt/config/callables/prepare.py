@@ -36,7 +36,7 @@ from automodel_ckpt.config.callables.trust import (
     trust_hint,
 )
 from automodel_ckpt.config.keys.optimizer import OptionsGroup
-from automodel_ckpt.config.load import LoadedRecipe, canonical_tree, distinct
+from automodel_ckpt.config.load import LoadedRecipe, distinct
 from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
@@ -152,7 +152,6 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
     config = checker.convert(loaded.config, "", ())
     if problems := distinct([*loaded.problems, *checker.problems]):
         raise RecipeError.all_of(problems)
-    tree = canonical_tree(tree, config, with_arguments=True)
     return dataclasses.replace(loaded, config=config, tree=tree)
 
 

@@ -161,7 +161,7 @@ def _variable_problems(value: Value, trust: Trust, *, names_run: bool) -> Iterat
         hint = "remove the reference; libraries read credentials from the environment themselves"
         yield value.problem(what, hint)
         return
-    others = [name for name in value.names if not trust.allows_variable(name)]
+    others = [name for name in value.names if f"env:{name}" not in trust.names]
     if others and not value.is_from_user:
         what = f"a recipe file may not send the value of {', '.join(others)}"
         allowed = " ".join(f"--trust env:{name}" for name in others)

@@ -75,10 +75,6 @@ class Trust:
         trusted = {Path(name).expanduser().resolve() for name in paths}
         return not trusted.isdisjoint([resolved, *resolved.parents])
 
-    def allows_variable(self, name: str) -> bool:
-        """Whether the value of an environment variable may be sent."""
-        return f"env:{name}" in self.names
-
     def allows_host(self, host: str, port: int | None) -> bool:
         """Whether requests with credentials may go to a host that a recipe names."""
         return not self.names.isdisjoint({f"host:{host}", f"host:{host}:{port}"})
@@ -175,9 +171,6 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
 def _not_listed(name: str, purpose: str) -> Rejected:
     names_of_purposes = {"": "an argument", CUSTOM: "a recipe"}
     section = names_of_purposes.get(purpose, purpose)
-    moved = name.replace("automodel_ckpt.data.", "automodel_ckpt.examples.data.", 1)
-    if moved != name and allowlist.may_name(purpose, moved):
-        return Rejected(f"{name} is now a part of the examples", f"use {moved}")
     hint = trust_hint(name)
     allowed = allowlist.suggestion(purpose, name)
     meant = difflib.get_close_matches(name, allowed.split(", "), n=1, cutoff=0.9)
@@ -209,7 +202,10 @@ def _import_object(name: str, trust: Trust) -> Any:
         raise Rejected(f"package {root} not found", hint)
     for part in rest:
         parent = found
-        found = _attribute(parent, part)
+        try:
+            found = getattr(parent, part, None)
+        except Exception as error:  # a library imports it when it is accessed
+            raise import_failure(part, error) from error
         is_package = getattr(parent, "__name__", None) == path and hasattr(parent, "__path__")
         path = f"{path}.{part}"
         if found is None and is_package:
@@ -230,17 +226,6 @@ def _import_module(module: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None
         raise import_failure(module, error) from error
-
-
-def _attribute(parent: Any, name: str) -> Any:
-    """Return an attribute; None if it does not exist.
-
-    Raises :class:`Rejected` if a library imports the attribute when it is accessed, and the import fails.
-    """
-    try:
-        return getattr(parent, name, None)
-    except Exception as error:
-        raise import_failure(name, error) from error
 
 
 def import_failure(name: object, error: Exception) -> Rejected:

@@ -13,13 +13,15 @@ from typing import Any
 
 from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.builders import Parameter, definition, signature
+from automodel_ckpt.config.callables.builders import (
+    PACKAGE,
+    SUPPLIED,
+    Parameter,
+    definition,
+    signature,
+)
 from automodel_ckpt.config.sample_kinds import recipes_of_builder
 from automodel_ckpt.config.tree.convert import describe, members
-
-PACKAGE = "automodel_ckpt."
-SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model", "labels")
-"""Parameters that the recipe's class adds; they are no keys of a recipe."""
 
 DATA = (
     "A data section names a builder in _target_, with the builder's arguments beside it.",

@@ -28,13 +28,13 @@ OPTIONS = Rule(
     "sections of options, as {}",
 )
 
-_OPTIONS = {
+TRACKER_OPTIONS = {
     "tensorboard": ("log_dir",),
     "mlflow": ("tracking_uri", "experiment", "run_name", "tags", "start_time"),
 }
 """The options of the trackers that take no others."""
 RECIPE_OPTIONS = {
-    **_OPTIONS,
+    **TRACKER_OPTIONS,
     "wandb": (
         *("project", "entity", "name", "group", "job_type", "tags", "notes", "id", "mode"),
         *("resume", "dir"),
@@ -42,23 +42,12 @@ RECIPE_OPTIONS = {
     "trackio": ("project", "name", "group", "resume"),
 }
 """The options that a recipe file may give to each tracker. Others name hosts, code or files, or send more."""
-_FUNCTIONS = {"wandb": "wandb.sdk.wandb_init.init", "trackio": "trackio.init"}
-"""The functions of libraries to which the other trackers pass their options."""
-
-
-def tracker_options(tracker: str) -> tuple[str, ...] | None:
-    """The options that *tracker* takes; None if they are not known, because its library is not installed."""
-    from automodel_ckpt.config.callables.builders import keywords_of
-
-    if tracker in _FUNCTIONS:
-        return keywords_of(_FUNCTIONS[tracker])
-    return _OPTIONS.get(tracker)
 
 
 def has_known_options(trackers: Mapping[str, Any]) -> bool:
     """Whether each tracker has only options that it takes, as far as they are known."""
     for tracker, options in trackers.items():
-        known = tracker_options(tracker) if options else None
+        known = TRACKER_OPTIONS.get(tracker)
         if known is not None and not set(options) <= set(known):
             return False
     return True
@@ -67,7 +56,7 @@ def has_known_options(trackers: Mapping[str, Any]) -> bool:
 KNOWN_OPTIONS = Rule(
     has_known_options,
     "sections of options that the trackers have: "
-    + "; ".join(f"{name} has {', '.join(options)}" for name, options in _OPTIONS.items())
+    + "; ".join(f"{name} has {', '.join(options)}" for name, options in TRACKER_OPTIONS.items())
     + "; wandb and trackio have the arguments of their function init",
 )
 

@@ -148,20 +148,15 @@ def merged(base: Node, changes: Node) -> Node:
     """Return *base* with the values of *changes*, both mappings or not. Neither is modified."""
     if not isinstance(base.value, dict) or not isinstance(changes.value, dict):
         return changes.copy()
-    if _is_other_target(base, changes):
+    # The arguments of another _target_ are not those of the base.
+    name, earlier = changes.at("_target_"), base.at("_target_")
+    if name is not None and (earlier is None or earlier.value != name.value):
         return changes.copy()
     children = dict(base.value)
     for name, child in changes.value.items():
         earlier = children.get(name)
         children[name] = merged(earlier, child) if earlier is not None else child.copy()
     return dataclasses.replace(changes, value=children)
-
-
-def _is_other_target(base: Node, changes: Node) -> bool:
-    """Whether *changes* names another ``_target_``, whose arguments are not those of *base*."""
-    name = changes.at("_target_")
-    earlier = base.at("_target_")
-    return name is not None and (earlier is None or earlier.value != name.value)
 
 
 def _keep_recipe_file(base: Node, directory: Path) -> None:

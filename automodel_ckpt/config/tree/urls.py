@@ -46,7 +46,9 @@ def url_problems(root: Node) -> Iterator[Problem]:
         try:
             check_options({name: _resolved(node)}, _OPTIONS)
         except RecipeError as error:
-            _hide_all(node)
+            for _, each in node.walk():
+                if isinstance(each.value, str) and not each.is_null:
+                    hide(each.value, "(not shown)")
             yield _located(error, f"{_OPTIONS}.{name}", node)
 
 
@@ -119,13 +121,6 @@ def _resolved(node: Node) -> object:
         return resolve(node.value)
     except ReferenceFailed:
         return node.value
-
-
-def _hide_all(node: Node) -> None:
-    """Show none of the texts in *node*."""
-    for _, each in node.walk():
-        if isinstance(each.value, str) and not each.is_null:
-            hide(each.value, "(not shown)")
 
 
 def _hide_secrets(url: str) -> None:

@@ -201,40 +201,28 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
     try:
         content = _read_bytes(path)
     except OSError as error:
-        problems.append(
-            os_problem(error, "the recipe cannot be read", hint="grant this user read permission")
-        )
+        what = "the recipe cannot be read"
+        problems.append(os_problem(error, what, hint="grant this user read permission"))
         return None
+    what = where = value = hint = ""
+    root: Node | None = None
     # Before it is decoded: the last character of a longer file can be cut in two.
     if len(content) > MAX_FILE_BYTES:
-        problems.append(
-            Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes", "shorten it")
-        )
-        return None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        problems.append(
-            Problem(
-                "the recipe is not UTF-8 text",
-                f"{origin}, byte {error.start}",
-                "",
-                "save it as UTF-8",
-            )
-        )
-        return None
-    num_before = len(problems)
-    root = read_text(text, origin, problems, lines=True)
-    if not isinstance(root.value, dict) and len(problems) == num_before:
-        problems.append(
-            Problem(
-                "a recipe must be a mapping of sections",
-                origin,
-                str(root),
-                "see examples/ for recipes",
-            )
-        )
-    return root if isinstance(root.value, dict) else None
+        what, value, hint = "the recipe is too large", f"over {MAX_FILE_BYTES} bytes", "shorten it"
+    else:
+        try:
+            found: list[Problem] = []
+            root = read_text(content.decode("utf-8-sig"), origin, found, lines=True)
+            problems += found
+            if not isinstance(root.value, dict) and not found:
+                what, value = "a recipe must be a mapping of sections", str(root)
+                hint = "see examples/ for recipes"
+        except UnicodeDecodeError as error:
+            what, where = "the recipe is not UTF-8 text", f", byte {error.start}"
+            hint = "save it as UTF-8"
+    if what:
+        problems.append(Problem(what, f"{origin}{where}", value, hint))
+    return root if root is not None and isinstance(root.value, dict) else None
 
 
 def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = False) -> Node:
@@ -311,12 +299,10 @@ class _Reader(yaml.SafeLoader):
         return f"{self.origin}:{mark.line + 1}" if self.lines else self.origin
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self._peek()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None):
             hint = "remove the tag; the key determines the type of its value"
-            self.problems.append(
-                Problem("YAML tags are not allowed", self.place(event.start_mark), event.tag, hint)
-            )
+            self._note("YAML tags are not allowed", self.place(event.start_mark), event.tag, hint)
         # PyYAML composes nodes recursively: deep nesting would end in a RecursionError.
         self.depth += 1
         self._limit(self.depth, event.start_mark)
@@ -324,9 +310,8 @@ class _Reader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
-    def _peek(self) -> Any:
-        peek: Any = self.peek_event
-        return peek()
+    def _note(self, what: str, where: str, value: str, hint: str) -> None:
+        self.problems.append(Problem(what, where, value, hint))
 
     def node(self, tree: yaml.Node, origin: str, depth: int = 0) -> Node:
         """Convert the tree with aliases expanded, so that an override changes only one place."""
@@ -335,54 +320,34 @@ class _Reader(yaml.SafeLoader):
         if isinstance(tree, yaml.MappingNode):
             return Node(self._mapping(tree, depth), origin)
         if isinstance(tree, yaml.SequenceNode):
-            return Node(
-                [self.node(item, self.place(item.start_mark), depth + 1) for item in tree.value],
-                origin,
-            )
+            items = [(item, self.place(item.start_mark)) for item in tree.value]
+            return Node([self.node(item, place, depth + 1) for item, place in items], origin)
         assert isinstance(tree, yaml.ScalarNode)
         return Node(tree.value, origin, quoted=tree.style is not None)
 
     def _mapping(self, tree: yaml.MappingNode, depth: int) -> dict[str, Node]:
-        mapping: dict[str, Node] = {}
-        merged: dict[str, Node] = {}
-        merge_key: str | None = None
-        for key, value in tree.value:
+        first: dict[str, str] = {}
+        for key, _ in tree.value:
             where = self.place(key.start_mark)
             if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(Problem("keys must be single words", where, "", UNREADABLE))
-            elif key.tag == "tag:yaml.org,2002:merge":
-                if merge_key is not None:
-                    self._note_duplicate("<<", merge_key, where)
-                merge_key = where
-                merged = self._merged(value, where, depth)
-            elif key.value in mapping:
-                self._note_duplicate(key.value, mapping[key.value].origin, where)
-            else:
-                mapping[key.value] = self.node(value, where, depth + 1)
-        # The keys of the mapping itself take precedence, wherever the merge key is.
-        return merged | mapping
-
-    def _merged(self, value: yaml.Node, where: str, depth: int) -> dict[str, Node]:
-        """The keys that a merge key (``<<``) adds. In a list of mappings, an earlier one takes precedence."""
-        node = self.node(value, where, depth + 1)
-        mappings = node.value if isinstance(node.value, list) else [node]
-        keys: dict[str, Node] = {}
-        for each in mappings:
-            if not isinstance(each.value, dict):
-                what = "a merge key (<<) needs a mapping or a list of mappings"
-                self.problems.append(Problem(what, where, str(each), "write <<: *anchor"))
+                self._note("keys must be single words", where, "", UNREADABLE)
                 return {}
-            keys = each.value | keys
-        return keys
+            if key.value in first:
+                self._note_duplicate(key.value, first[key.value], where)
+            first.setdefault(key.value, where)
+        # The keys of the mapping itself follow those of merge keys (<<), and take precedence.
+        self.flatten_mapping(tree)  # type: ignore[no-untyped-call]
+        mapping: dict[str, Node] = {}
+        for key, value in tree.value:
+            mapping[key.value] = self.node(value, self.place(key.start_mark), depth + 1)
+        return mapping
 
     def _note_duplicate(self, key: str, first: str, second: str) -> None:
         lines = ""
         if self.lines:
             line, other_line = (origin.rpartition(":")[2] for origin in (first, second))
             lines = f" (lines {line} and {other_line})"
-        self.problems.append(
-            Problem(f"duplicate key {key!r}{lines}", second, "", "remove one of them")
-        )
+        self._note(f"duplicate key {key!r}{lines}", second, "", "remove one of them")
 
     def _limit(self, depth: int, mark: yaml.Mark) -> None:
         if depth > MAX_DEPTH:

@@ -42,6 +42,7 @@ def test_the_demo_runs_to_its_end(
     assert re.search(r"in this shell: source \S+/bin/activate\n", said)
 
 
+@pytest.mark.further
 @pytest.mark.timeout(300)
 def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
     tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
@@ -66,36 +67,3 @@ def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
     ranks.run(training, 1, init=False, timeout=250)
     answers = demo_vlm.ask((tmp_path / "run/LATEST/model/consolidated").resolve(), paths[:100])
     assert sum(answer == digit for answer, digit in zip(answers, expected[:100], strict=True)) >= 50
-
-
-@pytest.mark.parametrize("script", ["demo", "demo_vlm"])
-def test_the_help_of_a_demo_removes_no_earlier_run(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    kept = tmp_path / "checkpoints" / "kept"
-    kept.mkdir(parents=True)
-    monkeypatch.setenv("DEMO_DIRECTORY", str(tmp_path))
-    demo: Any = importlib.import_module(f"tools.{script}")
-    for name in ("RUNS", "UNDISTURBED", "KILLED"):
-        monkeypatch.setattr(demo, name, tmp_path, raising=False)
-    monkeypatch.setattr(demo, "subprocess", None)
-    with pytest.raises(SystemExit) as ended:
-        demo.main(["--help"])
-    assert ended.value.code == 0
-    assert kept.is_dir()
-    assert f"make {script.replace('_', '-')}" in capfd.readouterr().out
-
-
-def test_the_demo_with_images_says_that_its_arguments_let_nothing_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NothingTrained:
-        returncode = 0
-
-        def run(self, *_: Any, **__: Any) -> NothingTrained:
-            return self
-
-    monkeypatch.setattr(demo_vlm, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(demo_vlm, "subprocess", NothingTrained())
-    with pytest.raises(SystemExit, match="did not train with these arguments"):
-        demo_vlm.train(["--dry-run"])

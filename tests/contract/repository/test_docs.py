@@ -28,7 +28,12 @@ from tools import features, make_reference
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-LONGER = {"audio", "logging-and-plots", "multi-gpu", "optimizer", "preference", "pretrain"}
+LONGER = frozenset(
+    (
+        *("audio", "classification", "library", "logging-and-plots", "multi-gpu", "multi-node"),
+        *("object-storage", "optimizer", "preference", "pretrain", "resume"),
+    )
+)
 """The guides that take seconds, and whose commands other tests have with other data: `make test-all` follows them."""
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RECIPE_FILES = {".yaml", ".sbatch"}
@@ -48,7 +53,7 @@ FEWER_EPOCHS = re.compile(r"^(  num_epochs:) \d+$", re.MULTILINE)
 SHOWN_ONLY = {"text", "yaml", "json", "toml"}
 MARKS = {
     **dict.fromkeys(LONGER, pytest.mark.further),
-    **dict.fromkeys(("write-a-recipe", "library"), pytest.mark.slow),
+    "write-a-recipe": pytest.mark.slow,
 }
 
 

@@ -95,20 +95,6 @@ def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_overrides(
-    name: str,
-) -> None:
-    first, *lines = SHIPPED[name].read_text().split("\n\n")[0].splitlines()
-    assert first == "# yaml-language-server: $schema=recipe.schema.json"
-    assert all(line == "#" or line.startswith("# ") for line in lines)
-    text = "\n".join(lines)
-    order = [text.index(part) for part in ("# Needs: ", "ckpt-train ", "# Often changed", "#   --")]
-    assert order == sorted(order)
-    assert f"examples/{name}.yaml" in text
-    assert lines[0].endswith("."), "the second line is the title that --list shows"
-
-
-@pytest.mark.parametrize("name", SHIPPED)
 def test_each_command_line_that_an_example_shows_is_understood(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,25 +239,6 @@ def _sources() -> Iterator[Path]:
             # automodel_ckpt/recipes and automodel_ckpt/examples are links.
             if not any(parent.is_symlink() for parent in path.parents):
                 yield path
-
-
-WORKAROUND = re.compile(r"#.*\b(torch|transformers|peft|datasets) (\d+\.\d+)(?!\d| to)")
-
-
-def test_no_comment_explains_a_workaround_for_a_version_that_is_no_longer_supported() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = dict(re.findall(r"([\w-]+)>=([\w.]+)", " ".join(project["dependencies"])))
-    outdated = []
-    for path in _sources():
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            for library, version in WORKAROUND.findall(line):
-                if _release(version) < _release(oldest[library]):
-                    outdated.append(f"{path.relative_to(ROOT)}:{number}: {library} {version}")
-    assert not outdated, f"the lowest versions are {oldest}: remove what these comments explain"
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
 
 
 # Patches: assignments to objects of another library, each with the reason why it is still needed.

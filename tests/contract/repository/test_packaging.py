@@ -238,7 +238,10 @@ def offline_environment(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("form", ["clone", "wheel", pytest.param("git", marks=pytest.mark.further)])
+FURTHER = [pytest.param(each, marks=pytest.mark.further) for each in ("clone", "git")]
+
+
+@pytest.mark.parametrize("form", ["wheel", *FURTHER])
 def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
     form: str, built: Built, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.further
 def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
     directory: Path, commands: CommandServer, nodes: Nodes
 ) -> None:

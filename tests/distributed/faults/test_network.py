@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,13 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.parallel.ranks.network import (
-    address_towards,
-    interface_of,
-    is_loopback,
-    is_own_address,
-    let_gloo_be_found,
-)
 from tests.support.ranks import free_port, without_gloo_greetings
 from tests.support.servers.command_server import CommandServer
 from tests.support.servers.networks import NoNamespacesError, nodes_at
@@ -72,44 +64,6 @@ def test_machines_that_know_themselves_as_localhost_train_together(
     assert [machine.returncode for machine in machines] == [0, 0], ended
     lines = [line for out, _ in ended for line in without_gloo_greetings(out).splitlines()]
     assert sorted(lines) == ["rank 0 trained", "rank 1 trained"]
-
-
-def test_addresses_and_interfaces_are_told() -> None:
-    assert is_own_address("127.0.0.1")
-    assert not is_own_address("192.0.2.1")
-    assert is_loopback("localhost")
-    assert is_loopback("no such name")
-    assert not is_loopback("192.0.2.1")
-    assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)
-    assert (interface_of("::1") in ("lo", None), interface_of("2001:db8::1")) == (True, None)
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("no such name") is None
-
-
-@pytest.mark.parametrize(
-    ("own", "given", "chosen"),
-    [
-        ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "2"}, "eth7"),
-        ("192.0.2.9", {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "2"}, None),
-        ("192.0.2.9", {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}, "lo"),
-        ("192.0.2.9", {"MASTER_ADDR": "gpu7", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
-        ("127.0.1.1", {}, "lo"),
-        ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7", "GLOO_SOCKET_IFNAME": "mine"}, "mine"),
-    ],
-)
-def test_gloo_is_told_an_interface_only_where_it_would_not_be_found(
-    monkeypatch: pytest.MonkeyPatch, own: str, given: dict[str, str], chosen: str | None
-) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: own)
-    monkeypatch.setattr(
-        "automodel_ckpt.parallel.ranks.network.address_towards", lambda host: "192.0.2.9"
-    )
-    monkeypatch.setattr(
-        "automodel_ckpt.parallel.ranks.network.interface_of",
-        {"192.0.2.9": "eth7", "127.0.0.1": "lo"}.get,
-    )
-    let_gloo_be_found(given)
-    assert given.get("GLOO_SOCKET_IFNAME") == chosen
 
 
 SMALL = """\

@@ -6,13 +6,11 @@ import json
 import math
 import traceback
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -164,39 +162,6 @@ def test_a_queued_run_that_was_killed_resumes_exactly(tmp_path: Path) -> None:
     resumed = run(tmp_path, *failure_free, name="killed", recipe_class=AheadRecipe)
     assert resumed == straight
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
-
-
-class WithMetric(LLMFinetune.objective_class):
-    """Counts the positions of each micro-batch as a metric."""
-
-    def loss(self, micro_batch: Any) -> Any:
-        result = super().loss(micro_batch)
-        size = torch.tensor(float(micro_batch["labels"].numel()))
-        return replace(result, metrics={**result.metrics, "positions": size})
-
-
-class WithMetricRecipe(Recipe):
-    objective_class = WithMetric
-
-
-def test_the_losses_of_routers_and_metrics_are_read_a_step_late_too(tmp_path: Path) -> None:
-    model = (
-        "--model={from_config: {model_type: mixtral, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, "
-        "num_attention_heads: 4, num_key_value_heads: 2, num_local_experts: 4, router_aux_loss_coef: 0.02, "
-        "output_router_logits: true}}"
-    )
-    options = (model, "--step_scheduler.max_steps=3", "--step_scheduler.local_batch_size=4")
-    results = {}
-    for name, recipe_class in (
-        ("waiting", WithMetricRecipe),
-        ("queued", with_loop(WithMetricRecipe, Ahead)),
-    ):
-        results[name] = run(tmp_path, *options, name=name, recipe_class=recipe_class)
-    assert results["queued"] == results["waiting"]
-    assert_same_steps(tmp_path / "queued", tmp_path / "waiting")
-    for step in steps_of(tmp_path / "queued"):
-        assert float.fromhex(step["aux_loss"]) > 0.0
-        assert float.fromhex(step["positions"]) > 1.0
 
 
 class Broken(LLMFinetune.loop_class):

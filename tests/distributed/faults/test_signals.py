@@ -97,6 +97,7 @@ def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(
     assert "Traceback" not in trainer.log and chain.newest() == 0
 
 
+@pytest.mark.further
 def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain(
     tmp_path: Path, commands: CommandServer
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 from automodel_ckpt.checkpoint.parts import verify as verify_module
 from automodel_ckpt.cli.ckpt import main, parser
 from automodel_ckpt.cli.common.arguments import PATHS
-from automodel_ckpt.cli.common.terminal import coloured, printable, size_text, table
+from automodel_ckpt.cli.common.terminal import coloured, printable, table
 from automodel_ckpt.errors import Problem
 from tests.support.measure import seconds_of_children
 from tests.support.models.shards import checkpoint_in
@@ -116,25 +116,6 @@ def test_consolidate_prints_the_directory_it_wrote(tmp_path: Path, capsys: Captu
     assert main([*arguments, "--nproc", "1", "--num-threads", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["casts"] == {"F32->BF16": 1} and report["output"] == str(tmp_path / "out")
-
-
-def test_consolidate_is_an_alias_of_export_to_hugging_face_files(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    checkpoint = checkpoint_in(tmp_path, 20)
-    reports = []
-    for number, command in enumerate((["consolidate"], ["export", "--to", "hf"])):
-        output = tmp_path / f"out_{number}"
-        assert main([*command, str(checkpoint), "--output", str(output), "--json"]) == 0
-        report = json.loads(capsys.readouterr().out)
-        del report["output"], report["seconds"]
-        reports.append(report)
-    assert reports[0] == reports[1]
-    assert main(["consolidate", str(checkpoint), "--base", "x"]) == 2
-    assert "where: ckpt consolidate --base" in capsys.readouterr().err.replace("  ", " ")
-    with pytest.raises(SystemExit):
-        main(["consolidate", "--help"])
-    assert "Alias of `ckpt export --to hf`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -419,12 +400,6 @@ def deny(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         monkeypatch.setattr(os, name, guarded)
 
 
-def test_a_pointer_to_nothing_says_where_it_points(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "LATEST").symlink_to("epoch_0_step_99")
-    assert main(["show", str(tmp_path / "LATEST")]) == 3
-    assert "it points to epoch_0_step_99" in capsys.readouterr().err
-
-
 def test_a_part_of_a_checkpoint_means_the_checkpoint_and_an_export_itself(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -456,13 +431,6 @@ def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
     assert lines == ["name   n", "漢字  10  x", "a\u0301      2  y"]
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(999, "999 B"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (0, "0 B")]
-)
-def test_a_size_never_has_four_digits(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
-
-
 def test_colour_follows_the_terminal_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -472,12 +440,6 @@ def test_colour_follows_the_terminal_unless_it_is_asked_for(
     assert coloured("a", "red", sys.__stdout__) == "\x1b[31ma\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert coloured("a", "red", sys.__stdout__) == "a"
-
-
-def test_a_wrong_dtype_is_wrong_usage(tmp_path: Path, capsys: Capture) -> None:
-    checkpoint_in(tmp_path, 20)
-    assert main(["consolidate", str(tmp_path), "--cast-dtype", "int4"]) == 2
-    assert "bf16, fp16" in capsys.readouterr().err
 
 
 def test_names_from_a_disk_cannot_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
@@ -529,39 +491,6 @@ def test_a_narrow_terminal_gets_fewer_columns_and_a_pipe_all(
     assert heads[1] == ["checkpoint", "step", "val loss"]
 
 
-def test_a_long_note_continues_on_the_next_line_of_a_narrow_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    path = checkpoint_in(tmp_path, 20)
-    for number in range(1, 4):
-        shutil.copytree(path, tmp_path / f"epoch_0_step_20.superseded-{number}")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["ls", str(tmp_path)]) == 0
-    text = re.sub("\x1b[^m]*m", "", capsys.readouterr().out)
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) > 5
-    assert {"checkpoint", "step", "val loss"} < {*re.split("  +", lines[0])}
-    words = " ".join(line[-26:].strip() for line in lines)
-    assert "superseded: the run was resumed from an earlier step" in words
-
-
-def test_ls_lists_all_runs_of_a_directory_that_has_checkpoints_too(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    checkpoint_in(tmp_path / "checkpoints", 20)
-    assert main(["ls", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["name"] == "epoch_0_step_20"
-    for other in ("a", "b/checkpoints"):
-        checkpoint_in(tmp_path / other, 30)
-    assert main(["ls", str(tmp_path), "--json"]) == 0
-    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == [
-        "a",
-        "b/checkpoints",
-        "checkpoints",
-    ]
-
-
 def test_ls_reports_a_pointer_without_its_checkpoint(tmp_path: Path, capsys: Capture) -> None:
     shutil.rmtree(checkpoint_in(tmp_path, 30))
     (tmp_path / "LATEST").unlink()
@@ -575,13 +504,3 @@ def test_ls_reports_a_pointer_without_its_checkpoint(tmp_path: Path, capsys: Cap
         rows["epoch_0_step_30"]["pointers"] == ["LATEST"]
         and "missing" in rows["epoch_0_step_30"]["reason"]
     )
-
-
-def test_a_hostile_name_of_a_whole_checkpoint_cannot_steer_the_terminal_either(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    run = tmp_path / "run"
-    checkpoint_in(run, 20)
-    os.rename(checkpoint_in(run, 40), run / "evil\x1b]0;owned")
-    assert main(["ls", str(tmp_path)]) == 0
-    assert "evil\\x1b]0;owned" in capsys.readouterr().out

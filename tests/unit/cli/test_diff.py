@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -127,34 +126,6 @@ def test_digests_of_changed_files_are_compared_with_their_bytes(
     shown = capsys.readouterr()
     assert "1 damaged" in shown.out and "digest" in shown.err
     assert edited.name in shown.err
-
-
-def test_a_missing_file_is_reported_once_with_its_checkpoint(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    one, other = checkpoint(tmp_path / "a", weights()), checkpoint(tmp_path / "b", weights(), 3)
-    for shard in other.rglob("shard-*"):
-        shard.unlink()
-    assert main(["diff", str(one), str(other)]) == 3
-    shown = capsys.readouterr()
-    assert "a file of the checkpoint b cannot be read" in shown.err
-    assert str(other) in shown.err and "`ckpt verify`" in shown.err
-    assert shown.err.count("shard-00001-") == 1
-    assert "damaged, not compared" in shown.out
-
-
-def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture) -> None:
-    before, after = weights(), weights()
-    after["moved"][0, 0] = math.nan
-    after["same"] = after["same"].reshape(4, 5)
-    after["new"] = after.pop("mask")
-    one, other = checkpoint(tmp_path / "a", before), checkpoint(tmp_path / "b", after)
-    model = shown(capsys, one, other)["trees"]["model"]
-    assert model["only_first"] == ["mask"] and model["only_second"] == ["new"]
-    assert model["redescribed"] == {"same": ["F32 [5, 4]", "F32 [4, 5]"]}
-    assert model["changed"][0]["max_abs"] is None and model["changed"][0]["num_changed"] == 1
-    assert main(["diff", str(one), str(other)]) == 0
-    assert "only in B: new" in capsys.readouterr().out
 
 
 def test_another_programs_files_are_compared_and_marked(tmp_path: Path, capsys: Capture) -> None:

@@ -118,16 +118,6 @@ def test_arguments_that_libraries_cannot_read_are_errors(
     assert message in capsys.readouterr().err
 
 
-def test_weights_that_safetensors_cannot_read_are_an_error(
-    capsys: Capture, model: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    os.truncate(weights, weights.stat().st_size // 2)
-    assert main(["generate", str(tmp_path / "model"), "-p", "hello"]) == 3
-    assert "cannot load this model" in capsys.readouterr().err
-
-
 def test_a_model_without_a_tokenizer_is_an_error_that_states_what_to_copy(
     capsys: Capture, model: Path, tmp_path: Path
 ) -> None:
@@ -162,18 +152,6 @@ def test_a_prompt_is_completed_as_transformers_does_it(capsys: Capture, model: P
     assert completion["text"] == expected
     assert completion["tokens"] <= 6
     assert completion["finish"] in ("stop", "length")
-
-
-def test_a_completion_ends_at_the_end_of_the_context(
-    capsys: Capture, plain_model: Path, tmp_path: Path
-) -> None:
-    path = shutil.copytree(plain_model, tmp_path / "short")
-    config = json.loads((path / "config.json").read_text())
-    prompt = generated(capsys, str(path), "-p", "one two")["prompt_tokens"]
-    config["max_position_embeddings"] = prompt + 2
-    (path / "config.json").write_text(json.dumps(config))
-    completion = generated(capsys, str(path), "-p", "one two")
-    assert completion["tokens"] == 2 and completion["finish"] == "length"
 
 
 def test_the_system_message_and_raw_text_change_what_the_model_reads(
@@ -232,15 +210,6 @@ def test_text_is_printed_while_it_is_generated_and_the_summary_goes_to_standard_
     assert printed.out == f"{expected[0]}\n\n---\n{expected[1]}\n"
     assert printed.err.count("tokens/s") == 2
     assert "Loading weights" not in printed.err
-
-
-def test_a_prompt_can_come_from_standard_input(
-    capsys: Capture, plain_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon\n"))
-    assert generated(capsys, str(plain_model), "-p", "-")["text"] == direct(
-        plain_model, "Once upon"
-    )
 
 
 def test_the_seed_determines_what_is_sampled(capsys: Capture, plain_model: Path) -> None:
@@ -365,21 +334,6 @@ def test_a_stopped_answer_stays_in_the_conversation(
 def test_chat_needs_a_chat_template(capsys: Capture, plain_model: Path) -> None:
     assert main(["chat", str(plain_model)]) == 2
     assert "ckpt generate" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (Sampling(), {"max_new_tokens": 256}),
-        (Sampling(8, top_p=0.5), {"max_new_tokens": 8, "top_p": 0.5, "do_sample": True}),
-        (Sampling(8, 0.7), {"max_new_tokens": 8, "temperature": 0.7, "do_sample": True}),
-    ],
-)
-def test_options_that_are_not_given_are_those_of_the_model(
-    sampling: Sampling, expected: dict[str, Any]
-) -> None:
-    assert sampling.arguments() == expected
-    assert Sampling(temperature=0.0, top_k=5).arguments()["do_sample"] is False
 
 
 @pytest.mark.parametrize(

@@ -150,41 +150,6 @@ def test_side_files_come_with_it_and_nothing_else(tmp_path: Path, capsys: Captur
     ]
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_head_that_is_the_embedding_is_stored_as_tied(
-    tmp_path: Path, capsys: Capture, same: bool
-) -> None:
-    tensors = weights()
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() + (0 if same else 1)
-    imported(
-        capsys,
-        hugging_face(tmp_path / "source", tensors, {"tie_word_embeddings": True}),
-        tmp_path / "run",
-    )
-    tree = Manifest.read(tmp_path / "run" / "epoch_0_step_0").trees["model"]
-    assert dict(tree.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if same else {})
-    assert ("lm_head.weight" in tree.tensors) is not same
-    assert (
-        verify_deep(
-            tmp_path / "run" / "epoch_0_step_0", Manifest.read(tmp_path / "run" / "epoch_0_step_0")
-        )
-        == []
-    )
-
-
-def test_a_dry_run_shows_it_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    source = hugging_face(tmp_path / "source", weights())
-    assert main(["import", str(source), str(tmp_path / "run"), "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    assert (
-        "5 tensors" in text
-        and "config.json, tokenizer.json" in text
-        and "optimizer" in text
-        and "\x1b" not in text
-    )
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_model_in_the_hubs_cache_is_read_through_its_links_and_others_are_refused(
     tmp_path: Path, capsys: Capture
 ) -> None:

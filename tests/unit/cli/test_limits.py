@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,9 @@ import pytest
 from automodel_ckpt.base import socket_paths
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.common.terminal import naming_output, output_failure, print_path
 from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.cli.train import main as train
-from automodel_ckpt.config.callables.trust import import_failure
-from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
+from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error
 from automodel_ckpt.parallel.ranks.agree import _portable
 from tests.support.models.shards import checkpoint_in
 
@@ -76,35 +73,6 @@ def test_the_limit_is_named_wherever_the_error_passes(error: Exception, limit: s
     assert "saving step 3 failed" in str(failure) and "defect" not in str(failure)
 
 
-def test_a_library_that_a_limit_on_memory_keeps_from_loading_names_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    error = ImportError("libtorch_cpu.so: failed to map segment from shared object")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (300_000 * 1024, -1))
-    for message in (describe(error)[1], str(import_failure("torch", error))):
-        assert "out of memory" in message and "ulimit -v is 300000" in message
-    # Without a limit, the file system may be mounted with noexec.
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))
-    assert limit_error(error) is None
-    assert limit_error(ImportError("no module named x")) is None
-
-
-def test_other_errors_are_no_limits() -> None:
-    for error in (
-        ValueError("can't start new thread"),
-        OSError(errno.ENOSPC, "No space left on device"),
-        KeyError(1),
-    ):
-        assert limit_error(error) is None
-    replaced = ValueError("replaced")
-    replaced.__context__, replaced.__suppress_context__ = MemoryError(), True
-    assert limit_error(replaced) is None
-    problem = os_problem(
-        TOO_MANY, "prepared data cannot be stored", hint="choose another directory"
-    )
-    assert "EMFILE" in str(problem.value) and "ulimit -n" in problem.hint
-
-
 @pytest.mark.parametrize(
     ("tool", "words"),
     [
@@ -151,15 +119,6 @@ def test_a_command_whose_results_cannot_be_printed_states_that_its_work_is_done(
         assert main([command, *words[command]]) == 1
         full.flush()
     assert f"what ckpt {command} wrote or removed is complete" in capsys.readouterr().err
-
-
-def test_a_path_that_cannot_be_printed_is_output_that_cannot_be_written() -> None:
-    with Path("/dev/full").open("w", buffering=1) as full, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        with naming_output(), pytest.raises(OSError, match="No space") as caught:
-            print_path("x" * 100_000)
-        assert output_failure(caught.value) is not None
-        full.flush()
 
 
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:

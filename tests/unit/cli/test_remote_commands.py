@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import pkgutil
 import shutil
 import time
@@ -27,7 +25,6 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store import store
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
-from automodel_ckpt.cli.ckpt import VERBS
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.commands import prune as prune_command
 from automodel_ckpt.cli.commands import verify as verify_command
@@ -217,18 +214,6 @@ def test_an_interrupted_push_to_another_url_has_sent_nothing_to_this_one(
         assert output(capsys, "verify", f"{URL}/other", "--deep")[0]["ok"]
 
 
-def test_a_bucket_that_does_not_exist_is_named(
-    local: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with object_store():
-        push = ["push", str(local / FIRST)]
-        for words, code in ((push, 4), (["ls"], 3), (["show"], 3), (["pull"], 4)):
-            assert ckpt([*words, "s3://nobucket/run"]) == code
-            message = capsys.readouterr().err
-            assert "the bucket does not exist" in message
-            assert "nobucket" in message
-
-
 def interrupt(run: RemoteRun, checkpoint: Path, memory: Path) -> None:
     """Send all files of a checkpoint, without the manifest."""
 
@@ -280,35 +265,6 @@ def test_prune_removes_uploads_that_were_interrupted_long_ago(
             push_checkpoint(run, local / FIRST, memory)
         push_checkpoint(run, local / FIRST, memory)
         assert output(capsys, "verify", url, "--deep")[0]["ok"]
-
-
-def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
-    local: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    later = time.time() + 25 * 3600
-
-    def listed(request: Request) -> Response | None:
-        """Reply with an upload that began an hour ago; those of moto began in 2010."""
-        if request.method != "GET" or "uploads" not in request.args:
-            return None
-        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(later - 3600))
-        return Response(
-            f"<ListMultipartUploadsResult><Upload><Key>run/{FIRST}/large</Key><UploadId>1</UploadId>"
-            f"<Initiated>{begun}</Initiated></Upload></ListMultipartUploadsResult>"
-        )
-
-    with object_store() as server:
-        run = RemoteRun(Store(URL))
-        interrupt(run, local / FIRST, tmp_path / "memory")
-        run.take_over()
-        monkeypatch.setattr(prune_command.time, "time", lambda: later)
-        assert output(capsys, "prune", URL, "--incomplete", "--dry-run")["pruned"]
-        # The object of a large file appears when all parts have arrived.
-        server.fault = listed
-        assert output(capsys, "prune", URL, "--incomplete")["pruned"] == []
 
 
 def test_an_upload_whose_time_is_unknown_is_kept(
@@ -435,45 +391,3 @@ def test_a_checkpoint_that_is_removed_from_the_store_during_a_verification_is_no
     printed = capsys.readouterr().out
     assert f"{FIRST}: not verified, since its run" in printed
     assert printed.count(": ok") >= 1 and "damaged" not in printed
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_a_checkpoint_that_is_mounted_read_only_can_be_pushed(
-    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    """What the upload has sent cannot be recorded beside it."""
-
-    def read_only(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(code, os.strerror(code), str(path))
-
-    monkeypatch.setattr("automodel_ckpt.checkpoint.store.transfer.write_note", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
-    url = f"file://{tmp_path}/store"
-    assert ckpt(["push", str(local / FIRST), url]) == 0
-    monkeypatch.undo()
-    assert ckpt(["verify", url, "--deep"]) == 0
-
-
-ARGUMENTS = {
-    "generate": ["-p", "hello"],
-    "eval": ["--tasks", "x"],
-    "import": ["run"],
-    "unpack": ["out"],
-    "pack": ["out"],
-    "average": [URL, "-o", "out"],
-    "archive": ["-o", "out"],
-    "unarchive": ["-o", "out"],
-    "track": ["--to", "tensorboard"],
-}
-PATHS = [verb.name for verb in VERBS if verb.name not in ("env", "completion")]
-
-
-@pytest.mark.parametrize("verb", [v.name for v in VERBS if v.name in PATHS and not v.accepts_urls])
-def test_other_commands_name_the_command_that_downloads(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ckpt([verb, URL, *ARGUMENTS.get(verb, [])]) == 2
-    error = capsys.readouterr().err
-    assert f"`ckpt pull {URL} DIR`, or what another program wrote with the tools of" in error
-    assert list(tmp_path.iterdir()) == []

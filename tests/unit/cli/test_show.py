@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,23 +134,6 @@ def test_statistics_parameter_groups_and_position_of_a_training_checkpoint(
         and "data position" in text
         and "\x1b" not in text
     )
-
-
-@pytest.mark.parametrize("is_external", [False, True])
-def test_a_checkpoint_of_the_future_has_no_age(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_external: bool
-) -> None:
-    # The clock of this computer, or of the one that saved it, is wrong.
-    path = AUTOMODEL / "safetensors" / "epoch_0_step_1"
-    if not is_external:
-        path = tiny.save(tmp_path, tiny.recipe()).path
-    for moment, is_old in [(2.0**33, True), (1.0, False)]:
-        with monkeypatch.context() as patch:
-            patch.setattr("time.time", partial(float, moment))
-            assert main(["show", str(path)]) == 0
-        head = capsys.readouterr().out.splitlines()[:3]
-        (summary,) = [line for line in head if re.search(r"\bstep \d+, ", line)]
-        assert re.search(r" [kM]?B, \d+ d old$" if is_old else r" [kM]?B$", summary), summary
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])

@@ -13,7 +13,6 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.tree import extends
 from automodel_ckpt.config.tree.extends import read_with_bases
 from automodel_ckpt.errors import RecipeError
 from tests.support.runs.recipes import SMALLEST
@@ -160,17 +159,6 @@ def test_a_chain_of_too_many_files_is_an_error(tmp_path: Path) -> None:
         load(tmp_path / "0.yaml")
 
 
-def test_files_with_too_many_values_together_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extends, "MAX_NODES", 12)
-    write(tmp_path / "base.yaml", BASE)
-    recipe = write(tmp_path / "recipe.yaml", "extends: [base.yaml, base.yaml]\n")
-    with pytest.raises(RecipeError, match="more than 20 files or 12 values"):
-        load(recipe)
-    assert load(write(tmp_path / "one.yaml", "extends: [base.yaml]\n")).config.optimizer.lr == 1e-4
-
-
 # ---------------------------------------------------------------- references to keys
 
 
@@ -184,12 +172,6 @@ def test_a_reference_has_the_value_of_its_key_with_overrides(tmp_path: Path) -> 
     assert loaded.config.checkpoint.checkpoint_dir == "runs/3e-5-42"
     assert loaded.origins["checkpoint.checkpoint_dir"] == f"{tmp_path / 'recipe.yaml'}:13"
     assert yaml.safe_load(loaded.to_yaml())["checkpoint"]["checkpoint_dir"] == "runs/3e-5-42"
-
-
-def test_a_reference_to_a_section_is_a_copy_of_it(tmp_path: Path) -> None:
-    loaded = referring(tmp_path, "validation_dataset: ${dataset}\n", "--dataset.seq_length", "8")
-    assert loaded.config.validation_dataset == loaded.config.dataset
-    assert loaded.config.validation_dataset.kwargs["seq_length"] == 8
 
 
 @pytest.mark.parametrize(
@@ -235,13 +217,6 @@ def test_a_reference_that_has_no_value_is_reported_once(
     for piece in pieces:
         assert piece in message
     assert "unsupported interpolation" not in message
-
-
-def test_a_mistake_in_a_section_that_is_referred_to_is_reported_once(tmp_path: Path) -> None:
-    text = "peft: {r: '${sed}'}\nqat: ${peft}\n"
-    with pytest.raises(RecipeError) as failure:
-        referring(tmp_path, text)
-    assert str(failure.value).count("${sed} refers to a key that does not exist") == 1
 
 
 def test_an_escaped_reference_is_text(tmp_path: Path) -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import omegaconf
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from automodel_ckpt import errors
 from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.optimizer import OptimizerTarget
 from automodel_ckpt.config.keys.step_scheduler import parse_duration
-from automodel_ckpt.config.load import LoadedRecipe, canonical_tree, load_recipe
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import hints_of
@@ -213,14 +210,6 @@ def test_an_empty_section_that_the_command_line_fills_is_that_section(tmp_path: 
     assert peft is not None and peft.r == 4
 
 
-@pytest.mark.parametrize("value", ["final", "every", "true", "false", "null"])
-def test_with_adapters_every_value_of_save_consolidated_is_accepted(
-    tmp_path: Path, value: str
-) -> None:
-    loaded = load(tmp_path, f"peft: {{}}\ncheckpoint: {{save_consolidated: {value}}}\n")
-    assert str(loaded.config.checkpoint.save_consolidated).lower() == value.replace("null", "none")
-
-
 def test_a_union_section_is_a_plug_in_when_it_has_a_target(tmp_path: Path) -> None:
     loaded = load(tmp_path, "optimizer:\n  _target_: torch.optim.SGD\n  lr: 1e-2\n")
     assert loaded.config.optimizer == OptimizerTarget("torch.optim.SGD", {"lr": 0.01})
@@ -229,20 +218,6 @@ def test_a_union_section_is_a_plug_in_when_it_has_a_target(tmp_path: Path) -> No
 def test_plug_ins_may_stand_among_the_arguments_of_plug_ins(tmp_path: Path) -> None:
     loaded = load(tmp_path, "", "--dataset.parts", "[{_target_: a.b, n: 1}]")
     assert loaded.config.dataset.kwargs["parts"] == [Target("a.b", {"n": 1})]
-
-
-@pytest.mark.skipif(
-    omegaconf.__version__ < "2.4", reason="omegaconf 2.3 has no unions of dataclasses"
-)
-def test_the_schema_is_an_omegaconf_structured_config() -> None:
-    config = RecipeConfig(dataset=Target("a.b", {"n": 1}))
-    assert OmegaConf.to_object(OmegaConf.structured(config)) == config
-
-
-def test_the_shipped_defaults_keep_their_own_rules(tmp_path: Path) -> None:
-    again = tmp_path / "again.yaml"
-    again.write_text(load(tmp_path).to_yaml())
-    assert load_recipe(again).config == load(tmp_path).config
 
 
 def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
@@ -280,16 +255,6 @@ def test_a_number_has_ascii_digits_and_no_underscores(
         with pytest.raises(RecipeError, match=f"{key}.* must be"):
             load(tmp_path, *case)
     assert load(tmp_path, "", f"--dataset.x={number}").config.dataset.kwargs["x"] == number
-
-
-@pytest.mark.parametrize(
-    "flag", ["nproc-per-node", "nnodes", "node-rank", "master-port", "max-restarts"]
-)
-@pytest.mark.parametrize("number", ["1_0", "\uff11"])
-def test_a_number_of_a_launch_flag_has_ascii_digits_and_no_underscores(
-    flag: str, number: str
-) -> None:
-    assert f"{flag.replace('-', '_')} must be" in str(parse([f"--{flag}={number}"]).problems[0])
 
 
 # References to the environment
@@ -439,10 +404,7 @@ def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -
         "word": "None",
         "table": {"on": ["no", "1e5"]},
     }
-    tree = canonical_tree(loaded.tree, loaded.config, with_arguments=True)
-    checked = dataclasses.replace(loaded, tree=tree)
-    saved = yaml.safe_load(checked.to_yaml())
-    assert saved["dataset"]["table"] == {"on": ["no", 1e5]}
+    saved = yaml.safe_load(loaded.to_yaml())
     assert (saved["optimizer"]["lr"], saved["seed"], saved["clip_grad_norm"]) == (1e-5, 17, None)
     assert saved["model"]["attn_implementation"] == "off"
     assert [saved["checkpoint"][key] for key in ("checkpoint_dir", "is_async", "keep_steps")] == [
@@ -450,7 +412,7 @@ def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -
         True,
         [16],
     ]
-    (tmp_path / "again.yaml").write_text(checked.to_yaml())
+    (tmp_path / "again.yaml").write_text(loaded.to_yaml())
     assert load_recipe(tmp_path / "again.yaml").config == loaded.config
 
 
@@ -497,19 +459,6 @@ def test_quoted_text_in_a_plug_in_stays_text_when_saved(tmp_path: Path, text: st
     }
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "", "null", "None", "017", "12", "1_0", "0x1", "1f1b", "True", True, None, 1e-8, float("inf"), [1, "a"],
-        {"a": ""},
-    ],
-)  # fmt: skip
-def test_a_default_is_shown_as_text_that_reads_back(tmp_path: Path, value: object) -> None:
-    loaded = load(tmp_path, f"  x: {node_of(value)}\n")
-    found = loaded.config.dataset.kwargs["x"]
-    assert (found, type(found)) == (value, type(value))
-
-
 def test_a_default_is_shown_as_a_user_writes_it() -> None:
     # Otherwise, a recipe that names the default differs from one that does not.
     assert [str(node_of(text)) for text in ("1f1b", "auto", "12")] == ["1f1b", "auto", "'12'"]
@@ -533,12 +482,6 @@ def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
 def test_an_alias_of_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"levels deep|recursive"):
         load(tmp_path, "  x: &x [*x]\n")
-
-
-def test_an_override_of_one_alias_leaves_the_others(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "  a: &a {n: 1}\n  b: *a\n", "--dataset.b.n=2")
-    assert loaded.config.dataset.kwargs["a"] == {"n": 1}
-    assert loaded.config.dataset.kwargs["b"] == {"n": 2}
 
 
 def test_a_huge_file_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.train import _recipe_path
 from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.keys.optimizer import OptimizerTarget
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -175,27 +174,9 @@ def test_the_later_override_wins(recipe: Path) -> None:
     assert load(recipe, "--seed=1", "--seed=2").config.seed == 2
 
 
-def test_overrides_can_be_applied_twice(recipe: Path) -> None:
-    """A custom recipe is loaded again when its dataclass is known."""
-    line = parse(
-        ["--optimizer={lr: 1}", "--optimizer.betas=[0.5, 0.5]", "--optimizer.betas.0=0.25"]
-    )
-    before = [str(override.node.value) for override in line.overrides]
-    loaded = [load_recipe(recipe, line.overrides) for _ in range(2)]
-    assert loaded[0].to_yaml() == loaded[1].to_yaml()
-    assert [str(override.node.value) for override in line.overrides] == before
-
-
 def test_a_value_has_no_keys(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="seed"):
         load(recipe, "--seed=1", "--seed.x=2")
-
-
-@pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
-@pytest.mark.parametrize("value", ["1", "16", "auto", "gpu", "cpu"])
-def test_launch_flags_have_two_spellings_and_two_forms(spelling: str, value: str) -> None:
-    assert parse([f"{spelling}={value}"]).flags == parse([spelling, value]).flags
-    assert parse([spelling, value]).flags.nproc_per_node == value
 
 
 def test_all_launch_flags_are_read() -> None:
@@ -250,12 +231,6 @@ def test_a_recipe_is_not_the_number_of_an_option() -> None:
     assert (line.words, line.modes) == (["recipe.yaml"], {})
     line = parse(["recipe.yaml", "--write-launcher", "k8s", "--output", "job.yaml"])
     assert (line.words, line.modes["output"]) == (["recipe.yaml"], ["job.yaml"])
-
-
-def test_the_same_recipe_twice_is_one_too_many() -> None:
-    line = parse(["a.yaml", "--seed=1", "a.yaml"])
-    assert _recipe_path(line) == "a.yaml"
-    assert [problem.what for problem in line.problems] == ["unexpected argument a.yaml"]
 
 
 @pytest.mark.parametrize("flag", ["-v", "--verbose"])
