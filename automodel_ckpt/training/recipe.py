@@ -215,7 +215,7 @@ class Recipe(RecipeParts):
         from automodel_ckpt.training.start.remote_weights import with_local_weights
 
         # A rank that downloads to the run directory, also for other ranks.
-        nodes = self.checkpointer and self.checkpointer.nodes
+        nodes = None if self.checkpointer is None else self.checkpointer.nodes
         leads = self.layout.is_rank0 if nodes is None else nodes.is_leader
         with with_local_weights(
             section, self.config.checkpoint, downloads=leads, group=group

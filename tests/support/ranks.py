@@ -40,7 +40,7 @@ AFTER_FAILURE_SECONDS = 45.0
 """How long the other ranks have after one has failed: they often wait for it until the timeout of their group."""
 _ATTEMPTS_TO_FORM = 3
 _SECONDS_TO_FORM = 25.0
-"""A rank that was forked while a thread of another test held a lock never joins. Two such waits fit into a test's limit."""
+"""A rank that was forked while a thread of another test held a lock never joins. Two waits fit into a test's limit."""
 _JOINED = b"joined"
 _PORTS_PER_WORKER = 2_500
 _given_ports: deque[int] = deque(maxlen=_PORTS_PER_WORKER // 2)

@@ -29,8 +29,8 @@ def _numbers(text: str) -> list[float]:
 
 USAGE = f"""
 Combine the weights of several checkpoints, in any format that ckpt reads, into a checkpoint of weights. Arithmetic is
-in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. Names and shapes must
-agree. So must dtypes, except those of floats of 16 and 32 bits, whose average is in float32.
+in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. Names, shapes and
+dtypes must agree.
 
 sources + SOURCE         | a checkpoint, a run directory (its newest checkpoint), or a directory or file of another
   program
