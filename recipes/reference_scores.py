@@ -67,7 +67,9 @@ def _computed(
             batch = next(batches, None)
         if batch is None:
             break
-        parts = rank_part(batch.sample_ids, layout.dp_rank, layout.dp_size, loader.sizes.local_batch_size)
+        parts = rank_part(
+            batch.sample_ids, layout.dp_rank, layout.dp_size, loader.sizes.local_batch_size
+        )
         for micro_batch, numbers in zip(batch.micro_batches, parts, strict=True):
             log_probs = objective.reference_log_probs(objective.pair_rows(micro_batch))
             if numbers:

@@ -20,9 +20,12 @@ from typing import Any
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
+from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.format import ModelParameter
+from automodel_ckpt.convert.open import open_base
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.convert.type_aliases import Files, Shape, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -144,7 +147,9 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
         problem = error.problems[0]
         where = directory / layout.ADAPTER_CONFIG
         raise unusable(problem.what, where, problem.value, _MERGE) from error
-    of_base = [name for name in tensors if name.endswith(".base_layer.weight")]
+    more = tensors.keys() - model.shapes.keys()
+    of_base = [name for name in more if name.endswith(".base_layer.weight")]
+    _check_copies(path, weights, of_base, model.base)
     lines: list[str] = []
     for name in sorted({*tensors, *model.shapes} - {*of_base}):
         stored = list(tensors[name].shape) if name in tensors else "missing"
@@ -160,6 +165,26 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
             "adapter again with save_embedding_layers=False",
         )
     return replace(model, files={**model.files, **read_files(directory, ADAPTER_SIDE_FILES)})
+
+
+def _check_copies(path: Path, weights: Tensors, copies: Sequence[str], base: Path) -> None:
+    """Raise :class:`CheckpointUnusable` unless each of the *copies* equals a tensor of the base with its shape.
+
+    peft saves them beside adapters on an embedding or an output layer. One that differs was resized or trained.
+    """
+    stored = open_base(base).modules[MODEL] if copies else None
+    for name in copies:
+        assert stored is not None
+        copy = weights.tensors[name]
+        alike = [other for other, tensor in stored.tensors.items() if tensor.shape == copy.shape]
+        if all(difference(weights.root, copy, stored, [other]) for other in alike):
+            raise unusable(
+                "the adapter's file has weights of the base that differ from the base",
+                path,
+                name[:200],
+                f"{base} is not the base that it was trained on: name that one with --base; or they were resized or "
+                f"trained: {_MERGE}",
+            )
 
 
 def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:

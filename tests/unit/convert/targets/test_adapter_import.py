@@ -110,6 +110,17 @@ def test_copies_of_the_base_that_peft_saves_with_an_adapter_are_left_out(
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
 
 
+def test_a_copy_of_the_base_that_was_trained_is_an_error(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head"])
+    weights = load_file(adapter / FILE)
+    weights["base_model.model.lm_head.base_layer.weight"][3, 3] += 0.5
+    save_file(weights, adapter / FILE)
+    text = error(adapter)
+    assert "weights of the base that differ from the base" in text
+    assert "lm_head.base_layer.weight" in text and "merge_and_unload" in text
+
+
 def test_embeddings_of_the_base_in_the_file_are_an_error(tmp_path: Path, error: Error) -> None:
     base = base_in(tmp_path / "base")
     adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
@@ -192,7 +203,8 @@ def test_ranks_and_alphas_of_single_layers_are_imported(
     model = Path(report["checkpoint"]) / "model"
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
     config = json.loads((model / "adapter_config.json").read_text())
-    assert config["rank_pattern"] == report["peft"]["rank_pattern"]
+    assert config["rank_pattern"]["^model.layers.1.self_attn.v_proj"] == 1
+    assert report["peft"]["rank_pattern"] == patterns
 
 
 def test_an_expression_that_can_take_forever_is_an_error(tmp_path: Path, error: Error) -> None:
