@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,8 @@ class Loader:
         for alias, stored in tree.tied.items():
             if alias in state and alias not in tensors and stored in tensors:
                 tensors[alias] = tensors[stored].renamed(alias)
+        for saved, name in names_with_prefix(tensors, state).items():
+            tensors[name] = tensors.pop(saved).renamed(name)
         return tree if tensors.keys() == tree.tensors.keys() else replace(tree, tensors=tensors)
 
     def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
@@ -290,6 +292,22 @@ class Loader:
 
 def _saved_name(record: StateRecord) -> str:
     return os.path.dirname(record.files[0])
+
+
+def names_with_prefix(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
+    """Map *saved* names to names that are *here*, if these have one more prefix, such as ``bert.``; otherwise empty.
+
+    Before 2026-11-28, a classifier from a base without the prefix of the backbone was saved without it.
+    """
+    names = set(saved)
+    unknown, missing = names.difference(here), set(here) - names
+    first = min(unknown, default="")
+    for name in sorted(missing):
+        prefix = name.removesuffix(f".{first}")
+        if first and prefix != name:
+            found = {each: f"{prefix}.{each}" for each in unknown}
+            return found if missing.issuperset(found.values()) else {}
+    return {}
 
 
 def casts_of(item: Item, tree: Tree, state: Mapping[str, Any]) -> dict[str, bool]:

@@ -198,3 +198,24 @@ def test_a_forked_process_does_not_save_in_the_directory_of_its_parent(tmp_path:
     checkpointer.save(STATE, step=3, epoch=0)
     checkpointer.close()
     assert not (tmp_path / "run" / "epoch_0_step_2").exists()
+
+
+def test_a_backbone_that_was_saved_without_its_prefix_is_loaded(tmp_path: Path) -> None:
+    saved = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+    with_prefix = torch.nn.ModuleDict(
+        {
+            "bert": torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2)}),
+            "head": torch.nn.Linear(2, 1),
+        }
+    )
+    first = Checkpointer(tmp_path)
+    first.save({"model": saved}, step=1, epoch=0)
+    first.close()
+    second = Checkpointer(tmp_path)
+    assert second.load({"model": with_prefix}) is not None
+    second.close()
+    expected = {
+        name.replace("encoder", "bert.encoder"): each for name, each in saved.state_dict().items()
+    }
+    for name, each in with_prefix.state_dict().items():
+        assert torch.equal(each, expected[name])
