@@ -23,7 +23,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.run.timeline import DONE, STOPPED
-from automodel_ckpt.checkpoint.saving.settings import Assets
+from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.model import ModelConfig

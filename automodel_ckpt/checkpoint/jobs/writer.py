@@ -24,8 +24,8 @@ from typing import IO, Any
 
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.files.threads import collector_paused
 from automodel_ckpt.checkpoint.jobs.jobs import run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,

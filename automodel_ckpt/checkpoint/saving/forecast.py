@@ -56,7 +56,7 @@ def free_bytes(directory: Path) -> int:
 def _module_tensors(
     item: Item, states: Mapping[str, Mapping[str, Any]] | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a module's state by name; where this rank has a stage of it, those of all stages."""
+    """The tensors of a module's state by name; where this rank has a stage of it, the tensors of all stages."""
     complete = stored_layout(item.value).complete
     state: Mapping[str, Any] | None = (states or {}).get(item.name)
     if complete is not None:
@@ -193,7 +193,7 @@ def _state_after_a_step(
 
 @functools.cache
 def archive_overhead() -> int:
-    """Bytes that ``torch.save`` adds to those of a tensor."""
+    """Bytes that ``torch.save`` adds to the bytes of a tensor."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(16, device="cpu"), buffer)
     # The 16 float32 elements take 64 bytes.

@@ -22,8 +22,7 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.deepspeed_files import (
     NOT_PRINTABLE,

@@ -14,8 +14,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.convert.formats.files import check_regular_files, names_in
 from automodel_ckpt.convert.formats.format import Format

@@ -21,8 +21,7 @@ from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 from automodel_ckpt.convert.open import open_base

@@ -35,8 +35,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     MAX_SIDE_BYTES,
     read_files,
 )
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
