@@ -19,13 +19,12 @@ from automodel_ckpt.base.other_weights import LFS_HINT, POINTER
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.parts.slices import nbytes_of, shape_fault
+from automodel_ckpt.checkpoint.parts.slices import counts, nbytes_of, shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
-MAX_EXTENT = 2**63 - 1
 METADATA_KEY = "__metadata__"
 _LENGTH_BYTES = 8
 
@@ -201,11 +200,10 @@ def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
 
 
 def _numbers(value: object, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(
-        type(item) is int and 0 <= item <= MAX_EXTENT for item in value
-    ):
+    found = counts(value)
+    if found is None:
         raise _Fault(f"{name} is not a list of non-negative integers")
-    return tuple(value)
+    return found
 
 
 def _check_data_section(

@@ -327,7 +327,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
         except CheckpointUnusable as error:
             of_tables.update(dict.fromkeys(error.problems))
             slices = contents.listed(path)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             wrong = damaged(checkpoint, path, slices)
             if wrong and file_record(checkpoint / path) == record:
                 value = ", ".join(map(str, wrong))
