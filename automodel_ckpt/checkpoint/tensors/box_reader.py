@@ -46,7 +46,7 @@ INTEGERS = {
 def boxes(shape: tuple[int, ...], num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
     """Yield boxes of at most *num_elements* that tile a tensor of that *shape*, in row-major order."""
     # Dimensions that fit are complete in every box, so that a box is one run of bytes.
-    inner = 1
+    num_elements, inner = max(1, num_elements), 1
     for extent in reversed(shape):
         if inner * extent > num_elements:
             break

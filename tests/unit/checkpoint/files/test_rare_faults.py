@@ -25,7 +25,6 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
     archive_ranges,
 )
 from automodel_ckpt.checkpoint.sources import base_maps
-from automodel_ckpt.checkpoint.sources import source as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.formats.registry import DCP
@@ -191,7 +190,6 @@ def full(directory: Path) -> object:
             lambda d: base_maps._file_numbers({"a": 0}, d),
             "no.* file numbers from 1|not give file numbers",
         ),
-        (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
         (lambda d: open_source(d / "gone"), "there is no such checkpoint directory"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),
