@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.base.socket_paths import short_temporary_directory
+from automodel_ckpt.base.python_child import short_temporary_directory
 from automodel_ckpt.config import load
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import Override

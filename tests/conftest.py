@@ -117,7 +117,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Thousands of collected tests stay until the end: a full collection of garbage need not visit them.
     gc.freeze()
     # Ranks and other processes that tests fork must not collect what earlier tests left in cycles.
-    importlib.import_module("automodel_ckpt.base.forks").freeze_in_forked_processes()
+    importlib.import_module("automodel_ckpt.base.python_child").freeze_in_forked_processes()
     if IS_WORKER:
         huge_pages.collapse()
     torch = sys.modules.get("torch")

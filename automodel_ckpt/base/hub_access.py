@@ -3,7 +3,7 @@
 huggingface_hub repeats requests for half a minute before it reports that there is no network, and transformers makes
 several such requests. :func:`resolve_commit` makes one request before them. If that fails, its error states what to do.
 After it, the library is called with the commit: it then needs no request for files in the cache, and the files of a
-model are those of one commit. A complete commit in the cache is asked for too: transformers lists the repository's
+model belong to one commit. A complete commit in the cache is asked for too: transformers lists the repository's
 files in any case, which would take minutes without a network. Imports huggingface_hub only when it is called, and never
 torch.
 """
@@ -66,7 +66,7 @@ class HubProblem:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether *name* can be that of a repository, and no local file or directory has it."""
+    """Whether *name* can name a repository, and no local file or directory has it."""
     return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
 
 
@@ -114,7 +114,7 @@ def resolve_commit(
     """Return the commit that *revision* of a repository is now; None: the main branch.
 
     One request, without the retries of the library. Without a network, the commit is the one in the cache, and the
-    process is offline from then on. None if the repository has no commit that could be determined.
+    process is offline from then on. None when the repository has no commit that could be determined.
 
     Raises :class:`RecipeError`, for the key *where*, if the repository cannot be read, and is not in the cache.
     """
@@ -165,7 +165,7 @@ def _commit_or_offline(
         if problem is None:
             raise
         if cached is not None and cached == revision and not problem.is_temporary:
-            # A deleted repository, for example: its files in the cache are those of this commit.
+            # A deleted repository, for example: its files in the cache belong to this commit.
             return cached
         if not problem.is_temporary or (cached is None and not has_own_cache):
             raise _error(problem, name, revision, where) from error
@@ -177,7 +177,7 @@ def _commit_or_offline(
 
 
 def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:
-    """Return the commit of a repository in the library's cache; None if it is not there."""
+    """Return the commit of a repository in the library's cache; None when it is not there."""
     revision = revision or MAIN
     if not is_revision_name(revision):
         return None
@@ -272,7 +272,7 @@ def _commit_at(url: str) -> str | None:
 
 
 def _seconds_to_retry(error: Exception, pause: float) -> float | None:
-    """Return the seconds until another attempt, usually *pause*; None if it cannot help."""
+    """Return the seconds until another attempt, usually *pause*; None when it cannot help."""
     status = _status_of(error)
     if status == 429:
         seconds = _retry_after(error)
@@ -287,9 +287,9 @@ def _seconds_to_retry(error: Exception, pause: float) -> float | None:
 
 
 def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem | None:
-    """Return what an exception about a repository means; None if the Hub has nothing to do with it.
+    """Return what an exception about a repository means; None when the Hub has nothing to do with it.
 
-    The library's exceptions can be the cause of the exception, as those of transformers and datasets have them.
+    The library's exceptions can be the cause of the exception, as in exceptions of transformers and datasets.
     """
     from huggingface_hub import constants, errors, get_token
 

@@ -88,7 +88,7 @@ class StatefulRNG:
 
 
 def device_difference(num_saved: int, num_visible: int) -> str | None:
-    """Why the random states of *num_saved* GPUs cannot be restored on *num_visible*; None if they can."""
+    """Why the random states of *num_saved* GPUs cannot be restored on *num_visible*; None when they can."""
     if num_saved == num_visible:
         return None
     return (

@@ -111,7 +111,7 @@ def check_url(url: str, where: str) -> str:
 
 
 def _problem_of(url: str) -> tuple[str, str, str] | None:
-    """Return what is wrong with the URL of a store, the value to show, and what to do; None if it can be used."""
+    """Return what is wrong with the URL of a store, the value to show, and what to do; None when it can be used."""
     match = _URL.match(url)
     scheme = match[1] if match else ""
     if scheme == "hf":
@@ -120,8 +120,6 @@ def _problem_of(url: str) -> tuple[str, str, str] | None:
             "or a bucket that is mounted as a directory (file://)"
         )
         return "the Hugging Face Hub is not a store of checkpoints", public(url), hint
-    if scheme not in _LIBRARIES and scheme.lower() in _LIBRARIES:
-        return "the scheme of a URL is in lower case", f"{scheme}://", f"use {public(url)}"
     if scheme not in _LIBRARIES:
         hint = f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}"
         return "this is not the URL of a store", public(url) if "://" in url else url, hint

@@ -43,7 +43,7 @@ def _is_in_library(file: str) -> bool:
 
 
 def location_in_user_code(error: BaseException) -> str | None:
-    """File and line of the user code that raised *error*, directly or through a library; None if it did not."""
+    """File and line of the user code that raised *error*, directly or through a library; None when it did not."""
     locations: list[str] = []
     innermost_owner = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

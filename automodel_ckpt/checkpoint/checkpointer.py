@@ -27,9 +27,9 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
-from automodel_ckpt.checkpoint.files.file_system import overlay_warning
+from automodel_ckpt.checkpoint.files.ownership import overlay_warning
+from automodel_ckpt.checkpoint.files.threads import collector_paused
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.node_directories import (
     NodeDirectories,
@@ -37,16 +37,16 @@ from automodel_ckpt.checkpoint.node_directories import (
     open_node_directories,
 )
 from automodel_ckpt.checkpoint.options import CheckpointOptions, validate_options
-from automodel_ckpt.checkpoint.parts.arguments import (
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.discovery import (
     check_call,
     check_state,
+    classify,
     count,
     path_text,
     plain_numbers,
     yaml_text,
 )
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -55,9 +55,8 @@ from automodel_ckpt.checkpoint.run.writable import OPENING
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
-from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
-from automodel_ckpt.checkpoint.saving.settings import Assets, SaveSettings
-from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
+from automodel_ckpt.checkpoint.saving.publisher import SyncSaves
+from automodel_ckpt.checkpoint.saving.save import Assets, Save, SaveReport, SaveSettings
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree

@@ -23,8 +23,7 @@ from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume, verification_results
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.saving.save import json_values
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
+from automodel_ckpt.checkpoint.saving.save import SaveSettings, json_values
 from automodel_ckpt.checkpoint.state.mismatch import first_lines, other_kind_of_run
 from automodel_ckpt.checkpoint.state.model_config import (
     CONFIG,

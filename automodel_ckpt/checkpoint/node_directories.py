@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.checkpoint.files.ownership import file_system_of
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit

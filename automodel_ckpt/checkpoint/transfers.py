@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.fetched import own_name, remove_fetched
 from automodel_ckpt.checkpoint.run.pending import TO_STORE, clear_links
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
+from automodel_ckpt.checkpoint.saving.save import SaveSettings
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import automodel_ckpt
-from automodel_ckpt.base.socket_paths import short_temporary_directory
+from automodel_ckpt.base.python_child import short_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.rank_counts import (
     check_node_counts,

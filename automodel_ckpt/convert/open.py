@@ -23,15 +23,17 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import contiguous_slices
 from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.sources.opening import (
+from automodel_ckpt.checkpoint.sources.source import (
     MODEL,
+    Source,
+    Tensors,
     check_finished,
     is_average,
     is_checkpoint,
     open_checkpoint,
+    unusable,
     without_averages,
 )
-from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.registry import DCP, detect

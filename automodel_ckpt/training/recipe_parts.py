@@ -21,7 +21,7 @@ from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
-from automodel_ckpt.checkpoint.saving.settings import Assets
+from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig

@@ -94,7 +94,6 @@ LIGHT = [
     "checkpoint.parts.commit",
     "checkpoint.parts.manifest",
     "checkpoint.parts.slices",
-    "checkpoint.parts.tiling",
     "checkpoint.parts.verify",
     "checkpoint.remote",
     "checkpoint.run.directory",

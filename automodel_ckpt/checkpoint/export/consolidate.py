@@ -37,9 +37,8 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.parts.slices import Slice
 from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
-from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, open_checkpoint
 from automodel_ckpt.errors import (
     AutomodelError,
     CheckpointUnusable,

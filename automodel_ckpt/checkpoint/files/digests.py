@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import xxhash
 
 _ALGORITHM = "xxh3_128:"
-# Prefix of the Merkle digest of a file that several ranks wrote (merkle.py).
+# Prefix of the Merkle digest of a file that several ranks wrote (parts/verify.py).
 OF_SLICES = "xxh3_128_parts:"
 
 

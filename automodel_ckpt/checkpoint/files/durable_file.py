@@ -154,7 +154,7 @@ class DurableFile:
 def file_record(path: Path) -> FileRecord:
     """Return the size and digest of a regular file, read through a small buffer, which is faster than mapping it."""
     with _opened(path) as descriptor:
-        return FileRecord(*_digest_up_to(descriptor, 0, None))
+        return FileRecord(*digest_range(descriptor, 0, None))
 
 
 def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[str]:
@@ -166,7 +166,7 @@ def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[st
     at = start
     with _opened(path) as descriptor:
         for size in sizes:
-            found, digest = _digest_up_to(descriptor, at, size)
+            found, digest = digest_range(descriptor, at, size)
             if found < size:
                 break
             digests.append(digest)
@@ -185,7 +185,7 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int, str]:
+def digest_range(descriptor: int, start: int, nbytes: int | None) -> tuple[int, str]:
     """Digest at most *nbytes* bytes from byte *start* (None: up to the end). Returns (number of bytes, digest)."""
     if nbytes is None:
         nbytes = os.fstat(descriptor).st_size - start

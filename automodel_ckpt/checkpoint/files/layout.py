@@ -147,7 +147,7 @@ def is_superseded(name: str) -> bool:
 
 
 def name_before(superseded: str) -> str | None:
-    """Return the name that an abandoned checkpoint had before; None if *superseded* is not such a name."""
+    """Return the name that an abandoned checkpoint had before; None when *superseded* is not such a name."""
     match = _SUPERSEDED.fullmatch(superseded)
     return match[1] if match else None
 
@@ -262,7 +262,7 @@ def shard_file(
 ) -> str:
     """Return the name of a safetensors shard. *rank* counts from 0, *file_index* from 1; in names both count from 1.
 
-    The *kind* is ``model``, or that of tensors that do not train (``frozen``, ``buffers``).
+    The *kind* is ``model``, or the kind of tensors that do not train (``frozen``, ``buffers``).
     """
     # The names of PyTorch's HuggingFaceStorageWriter, whose reader can read these files.
     return f"{directory}/shard-{rank + 1:05}-{kind}-{file_index:05}-of-{num_files:05}.safetensors"

@@ -19,14 +19,12 @@ from automodel_ckpt.base.other_weights import LFS_HINT, POINTER
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.parts.slices import counts, nbytes_of, shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
-MAX_EXTENT = 2**63 - 1
 METADATA_KEY = "__metadata__"
 _LENGTH_BYTES = 8
 
@@ -53,11 +51,12 @@ class _Fault(Exception):
     """What is wrong with a header; :func:`read_header` adds the file."""
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: str | os.PathLike[str], start: int = 0, nbytes: int | None = None) -> Header:
     """The header of the safetensors file at *path*, with every length, key and range checked against the file.
 
-    Raises :class:`CheckpointUnusable` for anything that is not a whole, well-formed safetensors file (truncated and
-    over-long files included), and OSError where it cannot be opened.
+    With *start* and *nbytes*, it is packed in a file at these bytes, and the ranges of the tensors are relative to
+    *start*. Raises :class:`CheckpointUnusable` for anything that is not a whole, well-formed safetensors file
+    (truncated and over-long files included), and OSError where it cannot be opened.
     """
     # O_NONBLOCK: a pipe that stands where a shard should must not hang the reader.
     # Links are followed, because the Hub's cache consists of links.
@@ -66,34 +65,22 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     if not stat.S_ISREG(info.st_mode):
         os.close(descriptor)
         raise _unusable(path, _Fault("it is not a regular file"))
+    size = info.st_size if nbytes is None else nbytes
     with open(descriptor, "rb", closefd=True) as file:
+        file.seek(start)
         try:
-            length = _header_length(file.read(_LENGTH_BYTES), info.st_size)
-            return _parse(file.read(length), _LENGTH_BYTES + length, info.st_size)
+            length = _header_length(file.read(min(_LENGTH_BYTES, size)), size)
+            return _parse(file.read(length), _LENGTH_BYTES + length, size)
         except _Fault as fault:
             raise _unusable(path, fault) from None
 
 
-def read_header_safely(directory: Path, name: str) -> Header:
-    """The header of a regular file in *directory*; no link is followed. Raises as :func:`read_header`."""
+def read_header_safely(
+    directory: Path, name: str, start: int = 0, nbytes: int | None = None
+) -> Header:
+    """The header of a regular file in *directory*; no link is followed. Otherwise as :func:`read_header`."""
     os.close(open_safely(directory, name))
-    return read_header(directory / name)
-
-
-def read_header_at(path: Path, start: int, nbytes: int) -> Header:
-    """The header of a safetensors file that is packed in the regular file *path*, at bytes ``start .. start + nbytes``.
-
-    The ranges of the tensors are relative to *start*. No link is followed. Raises as :func:`read_header`.
-    """
-    descriptor = open_safely(path.parent, path.name)
-    try:
-        length = _header_length(os.pread(descriptor, _LENGTH_BYTES, start)[:nbytes], nbytes)
-        text = os.pread(descriptor, length, start + _LENGTH_BYTES)
-        return _parse(text, _LENGTH_BYTES + length, nbytes)
-    except _Fault as fault:
-        raise _unusable(path, fault) from None
-    finally:
-        os.close(descriptor)
+    return read_header(directory / name, start, nbytes)
 
 
 def build_header(
@@ -213,11 +200,10 @@ def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
 
 
 def _numbers(value: object, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(
-        type(item) is int and 0 <= item <= MAX_EXTENT for item in value
-    ):
+    found = counts(value)
+    if found is None:
         raise _Fault(f"{name} is not a list of non-negative integers")
-    return tuple(value)
+    return found
 
 
 def _check_data_section(

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     nbytes_of,
 )
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.opening import FINISHED
+from automodel_ckpt.checkpoint.sources.source import FINISHED
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 NAME = FINISHED

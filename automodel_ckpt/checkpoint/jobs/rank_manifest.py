@@ -19,7 +19,6 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.parts.merkle import FileContents, merkle_digest
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import (
     MIN_TABLE_ROWS,
@@ -29,6 +28,7 @@ from automodel_ckpt.checkpoint.parts.slice_table import (
 )
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tree import blob_of, tensor_of
+from automodel_ckpt.checkpoint.parts.verify import FileContents, merkle_digest
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 

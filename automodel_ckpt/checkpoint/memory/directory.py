@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.json_values import text
+from automodel_ckpt.checkpoint.files.bounded_json import text
 from automodel_ckpt.checkpoint.files.ownership import file_system_at, untouched_seconds
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.lease import Lease

@@ -42,7 +42,7 @@ def gather_or_raise(
 ) -> list[T]:
     """Return the result of *work* of each rank, in their order; raise on all ranks what it raises on one rank.
 
-    One exchange. The other arguments are those of :func:`raise_on_all_ranks`.
+    One exchange. The other arguments are as in :func:`raise_on_all_ranks`.
     """
     return agree.gather_or_raise(group, work, _conversion(doing, where, kind, hint))
 

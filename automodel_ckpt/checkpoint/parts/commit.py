@@ -179,7 +179,7 @@ def _move_directory_aside(root: Path, pointer: str) -> None:
 
 
 def pointed(root: Path, pointer: str) -> str | None:
-    """Return the checkpoint that a pointer points to; None if the pointer is missing or points to anything else."""
+    """Return the checkpoint that a pointer points to; None when the pointer is missing or points to anything else."""
     name = pointer_text(root, pointer)
     if name is None or layout.parse_checkpoint_name(name) is None:
         return None
@@ -187,7 +187,7 @@ def pointed(root: Path, pointer: str) -> str | None:
 
 
 def pointer_text(root: Path, pointer: str) -> str | None:
-    """Return the checkpoint name, possibly of a superseded one, in a pointer or a pin; None if there is none."""
+    """Return the checkpoint name, possibly of a superseded one, in a pointer or a pin; None when there is none."""
     link = root / pointer
     name = None
     if link.is_symlink():

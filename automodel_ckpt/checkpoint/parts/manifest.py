@@ -9,6 +9,7 @@ input: a manifest that does not match the format exactly raises :class:`Checkpoi
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -19,13 +20,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.bounded_json import (
+    flag,
+    integer,
+    mapping,
+    parse_json,
+    seconds,
+    text,
+)
 from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.json_values import flag, integer, mapping, seconds, text
-from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices, nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import interleaving_fault, shape_fault, tiling_fault
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.parts.slices import (
+    Slice,
+    Tensor,
+    contiguous_slices,
+    interleaving_fault,
+    nbytes_of,
+    shape_fault,
+    tiling_fault,
+)
 from automodel_ckpt.checkpoint.parts.tree import Blob as Blob
 from automodel_ckpt.checkpoint.parts.tree import Tree as Tree
 from automodel_ckpt.checkpoint.parts.tree import tree_of, tree_to_json, uses_table
@@ -37,7 +51,7 @@ if TYPE_CHECKING:
 FORMAT = "automodel_ckpt"
 FORMAT_VERSION = 2
 """The newest version. A manifest has the lowest version that describes it, so that older programs read it: 2 with slice
-tables, else 1. Version 3 was that of ``checkpoint.files_per_node``: a later one is 4."""
+tables, else 1. Version 3 had ``checkpoint.files_per_node``: a later one is 4."""
 # The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
 MAX_BYTES = 1 << 29
 # The digest is on the last line, so that a reader can compare it before it parses anything.
@@ -209,7 +223,7 @@ class Manifest(_Plain):
         return self.overlap_fault()
 
     def overlap_fault(self, *, with_tables: bool = False) -> str | None:
-        """Describe the first two slices or values that share bytes of a file; None if there are none.
+        """Describe the first two slices or values that share bytes of a file; None when there are none.
 
         *with_tables*: the slices in tables are compared, too. Otherwise, also describe a gap in a file with a Merkle
         digest, which does not cover bytes in gaps. Raises :class:`CheckpointUnusable` for a damaged table.
@@ -274,7 +288,7 @@ def _state_record(raw: Mapping[str, Any]) -> StateRecord:
 
 
 def _tree_fault(tree: Tree, files: Files) -> str | None:
-    """Return the first tensor or value of *tree* that its slices or *files* do not make up; None if there is none."""
+    """Return the first tensor or value of *tree* that its slices or *files* do not make up; None when there is none."""
     for tensor in tree.stored:
         if tensor.dtype not in DTYPE_BITS:
             return f"the tensor {tensor.fqn!r} has the unknown dtype {tensor.dtype!r}"
@@ -293,7 +307,7 @@ def _tree_fault(tree: Tree, files: Files) -> str | None:
 
 
 def _table_fault(table: SliceTable, files: Files) -> str | None:
-    """Return why the file of a table cannot have the rows of its tensors; None if it can."""
+    """Return why the file of a table cannot have the rows of its tensors; None when it can."""
     file, head_bytes, _ = table.location
     file_bytes = head_bytes + table.num_rows * ROW_BYTES
     if file not in files or files[file].size != file_bytes or head_bytes % SEGMENT_BYTES:
@@ -303,7 +317,7 @@ def _table_fault(table: SliceTable, files: Files) -> str | None:
 
 
 def _misplaced(tensor: Tensor, files: Files) -> Slice | None:
-    """Return the first slice with a wrong size or outside of its file; None if there is none."""
+    """Return the first slice with a wrong size or outside of its file; None when there is none."""
     if not isinstance(tensor.slices, tuple):
         whole = tensor.slices.whole
         return None if whole is None or is_in_file(whole, files) else whole
@@ -340,7 +354,7 @@ def is_in_file(stored: Slice | Blob, files: Files) -> bool:
 
 
 def _slices_fault(tensor: Tensor) -> str | None:
-    """Return why the slices of a tensor do not make it up; None if they do."""
+    """Return why the slices of a tensor do not make it up; None when they do."""
     if not isinstance(tensor.slices, tuple):
         return shape_fault(tensor.shape)  # A formula divides a tensor completely.
     boxes = [stored.box for stored in tensor.slices]
@@ -360,7 +374,9 @@ def _decode(data: bytes, path: Path | str) -> dict[str, Any]:
 
     Raises :class:`CheckpointUnusable`.
     """
-    _check_size(len(data), path)
+    if len(data) > MAX_BYTES:
+        value = f"{len(data)} bytes; at most {MAX_BYTES} are read"
+        raise _unusable("the manifest is too large", path, value)
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
@@ -402,10 +418,7 @@ def _claimed_version(data: bytes) -> int | None:
 def _read_bounded(path: Path) -> bytes:
     """Read a regular file of at most MAX_BYTES. Raises :class:`CheckpointUnusable`."""
     try:
-        descriptor = open_regular(path)
-        with os.fdopen(descriptor, "rb") as file:
-            _check_size(os.fstat(descriptor).st_size, path)
-            return file.read()
+        return read_safely(path.parent, path.name, limit=MAX_BYTES)
     except FileNotFoundError as error:
         if path.parent.is_symlink() and not path.parent.exists():
             target = os.readlink(path.parent)
@@ -417,7 +430,8 @@ def _read_bounded(path: Path) -> bytes:
         ) from error
     except OSError as error:
         # read() can fail, too (EIO): a bare OSError on one rank would leave the others waiting.
-        raise _unusable("the manifest cannot be read", path, error.strerror) from error
+        how = "is too large" if error.errno == errno.EFBIG else "cannot be read"
+        raise _unusable(f"the manifest {how}", path, error.strerror) from error
 
 
 def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:
@@ -425,13 +439,6 @@ def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:
     with os.fdopen(open_safely(root, file), "rb") as opened:
         opened.seek(start)
         return opened.read(nbytes)
-
-
-def _check_size(num_bytes: int, path: Path | str) -> None:
-    if num_bytes > MAX_BYTES:
-        raise _unusable(
-            "the manifest is too large", path, f"{num_bytes} bytes; at most {MAX_BYTES} are read"
-        )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import (
@@ -47,7 +47,7 @@ class Sharding:
     split: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def fault(self) -> str | None:
-        """Return why this is not a sharding; None if it is one."""
+        """Return why this is not a sharding; None when it is one."""
         used = [mesh_dim for _, mesh_dims in self.split for mesh_dim in mesh_dims]
         dims = [dim for dim, _ in self.split]
         if len(self.mesh) != len(self.strides) or sorted(used) != list(range(len(self.mesh))):
@@ -65,7 +65,7 @@ class Sharding:
         return self._strides_fault()
 
     def _strides_fault(self) -> str | None:
-        """Return why two coordinates could have the same rank; None if that is excluded."""
+        """Return why two coordinates could have the same rank; None when that is excluded."""
         reached = 0
         dims = [dim for dim, size in enumerate(self.mesh) if size > 1]
         for dim in sorted(dims, key=lambda dim: self.strides[dim]):
@@ -254,12 +254,12 @@ class RegularSlices(ComputedSlices):
         yield from self._at(self.sharding.overlapping(self.shape, box))
 
     def of_rank(self, rank: int) -> Slice | None:
-        """Return the slice that *rank* stores; None if it stores none."""
+        """Return the slice that *rank* stores; None when it stores none."""
         box = self.box_of_rank(rank)
         return None if box is None else self._slice(box, rank)
 
     def box_of_rank(self, rank: int) -> Box | None:
-        """Return the box of the slice that *rank* stores; None if it stores none."""
+        """Return the box of the slice that *rank* stores; None when it stores none."""
         coordinate = _coordinate(self.sharding, rank - self.first)
         return None if coordinate is None else _stored_box(self.sharding, self.shape, coordinate)
 
@@ -297,14 +297,8 @@ class RegularSlices(ComputedSlices):
     def __len__(self) -> int:
         return self.sharding.num_stored(self.shape)
 
-    @overload
-    def __getitem__(self, index: int) -> Slice: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Slice, ...]: ...
-    def __getitem__(self, index: int | slice) -> Slice | tuple[Slice, ...]:
-        if index == 0 and len(self):
-            return next(iter(self))
-        return tuple(self)[index]
+    def __getitem__(self, index: Any) -> Any:
+        return next(iter(self)) if index == 0 and len(self) else tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

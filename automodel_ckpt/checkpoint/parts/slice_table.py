@@ -11,15 +11,15 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from automodel_ckpt.checkpoint.files.bounded_json import MAX_INTEGER
 from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.files.json_values import MAX_INTEGER
 from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices, Sharding
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
@@ -57,7 +57,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive slices in one *file* that one rank stores, in the *part* of a tree; *rows* are those of the table."""
+    """Consecutive slices in one *file* that one rank stores, in the *part* of a tree; *rows* are rows of the table."""
 
     part: int
     file: str
@@ -164,18 +164,7 @@ class SliceTable:
 
     def add(self, slices: RegularSlices) -> Tensor:
         """Add the next tensor of the table; return it with its records."""
-        # Not `replace`, which takes several times as long: there can be tens of thousands of tensors.
-        added = RegularSlices(
-            slices.fqn,
-            slices.dtype,
-            slices.shape,
-            slices.sharding,
-            slices.first,
-            slices.part,
-            slices.position,
-            number=len(self.tensors),
-            records=self,
-        )
+        added = replace(slices, number=len(self.tensors), records=self)
         self._parts.setdefault(added.part, []).append(added.number)
         key = (added.part, added.sharding, added.shape)
         self._firsts.setdefault(key, []).append(added.first)
@@ -370,29 +359,16 @@ def _rank_offsets(sharding: Sharding, shape: tuple[int, ...]) -> Any:
 
     Takes memory for these ranks, not for the mesh.
     """
-    if sharding.split and 0 in shape:
-        return np.empty(0, np.int64)
-    ranks = np.zeros(1, np.int64)
+    ranks = np.zeros(0 if sharding.split and 0 in shape else 1, np.int64)
     for dim, mesh_dims in sharding.split:
-        levels = [(sharding.mesh[each], sharding.strides[each]) for each in mesh_dims]
-        offsets = _filled_offsets(shape[dim], levels)
+        offsets, sizes = np.zeros(1, np.int64), np.array([shape[dim]])
+        for each in mesh_dims:
+            chunks = -(-sizes // sharding.mesh[each])
+            # A chunk has at least one element.
+            index = np.arange(min(sharding.mesh[each], shape[dim]))
+            rest = sizes[:, None] - index * chunks[:, None]
+            is_filled = rest > 0
+            offsets = (offsets[:, None] + index * sharding.strides[each])[is_filled]
+            sizes = np.minimum(rest, chunks[:, None])[is_filled]
         ranks = (ranks[:, None] + offsets).ravel()
     return ranks
-
-
-def _filled_offsets(size: int, levels: Sequence[tuple[int, int]]) -> Any:
-    """Return the distances of the ranks whose nested chunk of *size* elements is not empty, from the first rank.
-
-    *levels* has the number of chunks and the distance of neighbors of each division, the outermost first.
-    """
-    if not levels:
-        return np.zeros(1, np.int64)
-    (num_chunks, stride), *inner = levels
-    chunk = -(-size // num_chunks)
-    # All chunks are equal but the last one.
-    num_full, rest = divmod(size, chunk)
-    full = np.arange(num_full)[:, None] * stride + _filled_offsets(chunk, inner)
-    if not rest:
-        return full.ravel()
-    last = num_full * stride + _filled_offsets(rest, inner)
-    return np.concatenate([full.ravel(), last])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.files.json_values import flag, integer, shown, sizes_of, text
+from automodel_ckpt.checkpoint.files.bounded_json import flag, integer, shown, sizes_of, text
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 

@@ -9,7 +9,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.merkle import (
+from automodel_ckpt.checkpoint.parts.verify import (
     FileContents,
     damage_text,
     has_merkle_digest,

@@ -20,16 +20,17 @@ from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
 from automodel_ckpt.checkpoint.remote.run import RemoteRun, conflict
-from automodel_ckpt.checkpoint.store.multipart import (
+from automodel_ckpt.checkpoint.store.store import BLOCK_BYTES, StoreError
+from automodel_ckpt.checkpoint.store.transfer import (
     PART_BYTES,
+    Throttle,
+    UploadMemory,
     abort_uploads,
     has_digest,
     has_parts,
     upload_in_one_request,
     upload_in_parts,
 )
-from automodel_ckpt.checkpoint.store.store import BLOCK_BYTES, StoreError
-from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable
 
 NUM_THREADS = 8

@@ -26,8 +26,8 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.store.multipart import abort_uploads, upload_begun
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
+from automodel_ckpt.checkpoint.store.transfer import abort_uploads, upload_begun
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
 SUPERSEDED = "SUPERSEDED"
@@ -204,7 +204,7 @@ class RemoteRun:
 
     def is_superseded(self, name: str) -> bool:
         """Whether the run went back to a step before this checkpoint."""
-        return self.store.exists(f"{name}/{SUPERSEDED}")
+        return self.store.version(f"{name}/{SUPERSEDED}") is not None
 
     # ---------------------------------------------------------------- writing
 

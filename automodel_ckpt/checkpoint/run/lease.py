@@ -23,10 +23,10 @@ import time
 import uuid
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.files.ownership import (
     file_system_identity,
+    file_system_of,
     kernel_boot_id,
     lock,
     pid_namespace,

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity
@@ -39,9 +39,9 @@ class AdapterAssets:
     """The side files of an adapter's weights.
 
     *peft_config* is the content of adapter_config.json without the base's name, *description* the recipe's settings,
-    *tensors* those of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
+    *tensors* the tensors of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
     nothing), *tokenizer* a tokenizer or processor, *base_dir* the directory of the base's files. *model_config* is the
-    content of config.json of the model with the adapters; None: that of the base. *further* are other files, by
+    content of config.json of the model with the adapters; None: the base's. *further* are other files, by
     relative path.
     """
 
@@ -119,7 +119,15 @@ class AdapterAssets:
         recorded = read_peft_record(checkpoint, directory)
         base, where = recorded["base"], str(checkpoint / directory)
         if base.get("digest") != self._base.digest:
-            _raise_other_base(base, self._base, where)
+            moved = base.get("relative_to_run")
+            raise CheckpointUnusable(
+                "the adapters of this checkpoint were trained on another base model",
+                where=where,
+                value=f"saved with {base.get('name')}, now {self._base.name}; the files differ",
+                hint="set model.from_pretrained to the base they were trained on"
+                + (f" (relative to the run it was {moved})" if moved else "")
+                + "; or start a new run in another checkpoint.checkpoint_dir",
+            )
         # Through JSON, as the saved settings: tuples are lists there.
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines: list[str] = []
@@ -135,24 +143,6 @@ class AdapterAssets:
                 hint="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
                 "or start a new run in another checkpoint.checkpoint_dir",
             )
-
-
-def _raise_other_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> NoReturn:
-    files = saved.get("files", {})
-    differ: list[str] = []
-    for name, record in here.files.items():
-        if files.get(name, {}).get("digest") != record.digest:
-            differ.append(name)
-    differ += [name for name in files if name not in here.files]
-    relative = saved.get("relative_to_run")
-    moved = f" (relative to the run it was {relative})" if relative else ""
-    raise CheckpointUnusable(
-        "the adapters of this checkpoint were trained on another base model",
-        where=where,
-        value=f"saved with {saved.get('name')}, now {here.name}; files that differ: {', '.join(differ[:5])}",
-        hint=f"set model.from_pretrained to the base they were trained on{moved}; "
-        "or start a new run in another checkpoint.checkpoint_dir",
-    )
 
 
 def _json(value: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:

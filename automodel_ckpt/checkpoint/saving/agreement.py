@@ -94,9 +94,13 @@ def _whole(value: Any) -> Any:
 
 
 class ReplicaWarnings:
-    """Warns where ranks have different values of what only one of them stores: once for each value."""
+    """Warns where ranks have different values of what only one of them stores: once for each value.
 
-    def __init__(self) -> None:
+    *is_reporter*: whether this rank prints the warnings.
+    """
+
+    def __init__(self, *, is_reporter: bool) -> None:
+        self._is_reporter = is_reporter
         self._reported: set[tuple[str, str]] = set()
 
     def compare(
@@ -104,13 +108,11 @@ class ReplicaWarnings:
         group: ProcessGroup | None,
         mine: Mapping[str, Mapping[str, str]],
         digests: Sequence[Mapping[str, str]],
-        *,
-        is_reporter: bool,
     ) -> None:
         """Compare the values of all ranks. Collective.
 
         *mine* has the :func:`replicated_digests` of this rank by tree, *digests* are the :func:`digest_of_all` of all
-        ranks by tree. *is_reporter*: whether this rank prints the warnings.
+        ranks by tree.
         """
         differing = {}
         for tree, values in mine.items():
@@ -120,7 +122,7 @@ class ReplicaWarnings:
         if not differing:
             return
         all_digests = agree.gather_objects(group, differing)
-        if not is_reporter:
+        if not self._is_reporter:
             return
         for tree in sorted(differing):
             ranks_of = _differing([of_rank[tree] for of_rank in all_digests])
@@ -161,7 +163,7 @@ def shares_of_all(
 ) -> list[Share]:
     """Return what all ranks have of a tree; the same on all ranks. Collective.
 
-    *mine* is the description of this rank, *summaries* are those of all ranks, in order. Raises on all ranks what one
+    *mine* is the description of this rank, *summaries* come from all ranks, in order. Raises on all ranks what one
     of them raises.
     """
     ranks_of: dict[str, list[int]] = {}

@@ -5,11 +5,10 @@ This module coordinates the ranks; ``background.py`` is the part of one rank.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,15 +49,6 @@ _NODES_POLL_SECONDS = 0.5
 _SLACK_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What a plan is for this rank: *layout*, that of the trees in the writer's memory; *written*, the rank manifest of
-    the trees before anything is written."""
-
-    layout: MemoryLayout
-    written: RankManifest
-
-
 class AsyncSaves:
     """The asynchronous saves of all ranks of *group*, one at a time.
 
@@ -82,7 +72,8 @@ class AsyncSaves:
         self._background = Background(on_cuda=on_cuda)
         self._in_flight: Save | None = None
         self._reuse = PlanReuse(planner, group)
-        self._plan: _Plan | None = None
+        # The places of the trees in the memory of the writer, and the rank manifest before anything is written.
+        self._plan: tuple[MemoryLayout, RankManifest] | None = None
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
@@ -99,7 +90,7 @@ class AsyncSaves:
     ) -> SaveReport:
         """Plan a save, copy the state and start writing; return when the state is copied. Collective.
 
-        *proposals* and *shares* are those of all ranks.
+        *proposals* and *shares* come from all ranks.
 
         Raises :class:`SaveFailed` on all ranks.
         """
@@ -113,7 +104,7 @@ class AsyncSaves:
             self._abandon(save)
             raise
         self._reuse.keep(save, live, proposals, trees)
-        self._plan = _Plan(trees, written)
+        self._plan = trees, written
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
@@ -154,13 +145,14 @@ class AsyncSaves:
         Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. Later failures are
         raised by :meth:`wait_for_save` on all ranks.
         """
-        reuse = self._reuse.agree(save, state)
-        if reuse is None:
+        prepare = self._reuse.agree(save, state)
+        if prepare is None:
             return None
         assert self._plan is not None
+        trees, written = self._plan
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            self._copy_and_start(save, self._plan.written, self._plan.layout, reuse.prepare())
+            self._copy_and_start(save, written, trees, prepare())
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
             self._background.fail(as_failure(error, f"saving {save.name}", self._settings.run.path))
@@ -194,16 +186,11 @@ class AsyncSaves:
             planned = manifest.trees[name]
             return merge_tree(name, planned.format, written, planned.tied, planned)
 
-        common.files.update(publisher.write_metadata(save, merged))
-        if save.before_publishing is not None:
-            save.before_publishing()
-        nbytes: int = task.do(Finalize(str(staging), manifest, common), staging)
-        if self._nodes is not None:
-            # Before rank 0's node: its own checkpoint is the one that the next save continues.
-            self._nodes.publish(staging, str(save.name), task)
-        report = publisher.publish(save, nbytes)
-        if self._nodes is not None:
-            self._nodes.remove_others(task)
+        def finish() -> int:
+            nbytes: int = task.do(Finalize(str(staging), manifest, common), staging)
+            return nbytes
+
+        report = publisher.complete(save, common, merged, finish, task)
         save.is_published = True
         is_exported = self._settings.makes_export(save.last)
         # A log must not ask for a command that this run is about to carry out.
@@ -380,8 +367,6 @@ def create_async_saves(
     Returns None and the reason where a rank does not support them. Raises on all ranks what one of them raises.
     """
     created: list[AsyncSaves] = []
-    # Closed again where any rank does not support them, or fails.
-    opened = contextlib.ExitStack()
 
     def create() -> str:
         """Return why this rank does not support asynchronous saves; empty where it does."""
@@ -389,7 +374,6 @@ def create_async_saves(
             saves = AsyncSaves(
                 planner, group, timeout_seconds=timeout_seconds, on_cuda=_on_cuda(state)
             )
-            opened.callback(saves.close)
             created.append(saves)
             nbytes = planner.disk_space.forecast(classify(state)).nbytes
             saves.reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
@@ -397,14 +381,16 @@ def create_async_saves(
             return str(error) or type(error).__name__
         return ""
 
-    doing = "preparing asynchronous saves"
-    with opened:
+    reasons = ["an error"]
+    try:
+        doing = "preparing asynchronous saves"
         found = gather_or_raise(group, create, doing, planner.settings.run.path)
         reasons = [reason for reason in found if reason]
-        if reasons:
-            return None, reasons[0]
-        opened.pop_all()
-    return created[0], ""
+    finally:
+        # Closed again where any rank does not support them, or fails.
+        for saves in created if reasons else ():
+            saves.close()
+    return (None, reasons[0]) if reasons else (created[0], "")
 
 
 def _on_cuda(state: Mapping[str, Any]) -> bool:

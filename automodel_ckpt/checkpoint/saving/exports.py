@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, SaveSettings
+from automodel_ckpt.checkpoint.sources.source import MODEL
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 from automodel_ckpt.parallel.ranks import agree
 
@@ -57,7 +56,7 @@ class Exports:
         return self._settings.export_command(checkpoint)
 
     def own_files(self, checkpoint: Path) -> Path | None:
-        """The directory of the model in a checkpoint, if other programs load it as it is; None if it is exported."""
+        """The directory of the model in a checkpoint, if other programs load it as it is; None when it is exported."""
         if not self._settings.model_files_are_the_export:
             return None
         return Path(os.path.abspath(checkpoint)) / layout.state_directory(MODEL)

@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import check_flat
+from automodel_ckpt.checkpoint.state.storable import check_safe
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}
@@ -56,7 +57,7 @@ def free_bytes(directory: Path) -> int:
 def _module_tensors(
     item: Item, states: Mapping[str, Mapping[str, Any]] | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a module's state by name; where this rank has a stage of it, those of all stages."""
+    """The tensors of a module's state by name; where this rank has a stage of it, the tensors of all stages."""
     complete = stored_layout(item.value).complete
     state: Mapping[str, Any] | None = (states or {}).get(item.name)
     if complete is not None:
@@ -78,8 +79,7 @@ def forecast_bytes(
     """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
     *states* are the modules' state dicts by attribute, where available. *side_bytes* is the size of the files beside
-    the weights (config, tokenizer). *num_shards*
-    is the number of shards of a tensor that is not sharded yet.
+    the weights (config, tokenizer). *num_shards* is the number of shards of a tensor that is not sharded yet.
 
     Computed from shapes and dtypes. The state of an optimizer without state is found by a trial step on parameters
     with few elements.
@@ -97,7 +97,9 @@ def forecast_bytes(
             total += int(mine * _share_factor(item.value))
         elif item.kind == "object":
             num_files = 1 if item.scope == "replicated" else world_size
-            total += num_files * len(saved(item.value.state_dict()))
+            state = item.value.state_dict()
+            check_safe(item.name, state)
+            total += num_files * len(saved(state))
     return total
 
 
@@ -193,7 +195,7 @@ def _state_after_a_step(
 
 @functools.cache
 def archive_overhead() -> int:
-    """Bytes that ``torch.save`` adds to those of a tensor."""
+    """Bytes that ``torch.save`` adds to the bytes of a tensor."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(16, device="cpu"), buffer)
     # The 16 float32 elements take 64 bytes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,13 @@ _SCALARS = (type(None), bool, int, float, complex, str)
 class _ReuseProposal:
     """What a rank reports to the others before a save with the plan of the previous save.
 
-    *digests* are those of a :class:`~automodel_ckpt.checkpoint.saving.save.Proposal`, None where the plan does not
+    *digests* are as in :class:`~automodel_ckpt.checkpoint.saving.save.Proposal`, None where the plan does not
     match that rank's state; *replicated* has a digest by tree of what one rank stores; *staging*
     is the path of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the
     checkpoint whose files are shared.
     """
 
-    digests: dict[str, str] | None
+    digests: dict[str, str] | None = None
     staging: str = ""
     failed: bool = False
     previous: Previous | None = None
@@ -79,23 +79,6 @@ class _Kept:
     nbytes: int
     compared: frozenset[str]
     pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Reuse:
-    """The agreement of all ranks to save with the kept plan."""
-
-    planner: Planner
-    save: Save
-    live: LiveState
-    digests: list[dict[str, str]]
-    dp_ranks: list[int]
-
-    def prepare(self) -> list[FileJob]:
-        """Take the present values; return the jobs of objects. The jobs of the trees are those of the plan."""
-        for name, tree in self.save.plan.trees.items():
-            tree.set_values(self.live.trees[name])
-        return self.planner.object_jobs(self.save, self.digests, self.dp_ranks)
 
 
 class PlanReuse:
@@ -138,24 +121,37 @@ class PlanReuse:
             compared = {item.name for item in save.items if has_digests_of_own(item.name, digests)}
             self._kept = _Kept(live.signature, save, dp_ranks, values, nbytes, frozenset(compared))
 
-    def agree(self, save: Save, state: Mapping[str, Any]) -> Reuse | None:
+    def agree(self, save: Save, state: Mapping[str, Any]) -> Callable[[], list[FileJob]] | None:
         """Agree to save with the kept plan; return None, with no effect, where there is none or it does not match on
         some rank.
 
         Collective. Raises on all ranks what prevented rank 0 from creating the staging directory, and
-        :class:`RecipeError` where state of an optimizer differs that must not. The caller then calls
-        :meth:`Reuse.prepare`.
+        :class:`RecipeError` where state of an optimizer differs that must not. The result takes the
+        present values, and returns the jobs of objects. The plan has the jobs of the trees.
         """
         kept = self._kept
         if kept is None:
             return None
+        settings = self._planner.settings
         save.plan = kept.save.plan
-        live = LiveState()
+        live, proposal = LiveState(), _ReuseProposal()
+        failure: AutomodelError | None = None
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
             save.items = classify(state)
-            live = inspect_state(save.items, save_optimizer=self._planner.settings.save_optimizer)
-        proposal, failure = self._propose(kept, live, save)
+            live = inspect_state(save.items, save_optimizer=settings.save_optimizer)
+            if live.signature == kept.signature and self._update_values(kept, live):
+                proposal.digests = self._digests(kept, live, save)
+                for name, values in save.replicated.items():
+                    proposal.replicated[name] = digest_of_all(values)
+        if proposal.digests is not None and settings.ranks.rank == 0:
+            try:
+                forecast = Forecast(kept.nbytes, free_bytes(settings.run.path))
+                proposal.staging = self._planner.reserve(save, forecast)
+                proposal.previous = save.previous
+            except Exception as error:
+                failure = as_failure(error, f"saving {save.name}", settings.run.path)
+                proposal.failed = True
         proposals = agree.gather_objects(self._group, proposal)
         # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
         if proposals[0].failed:
@@ -169,48 +165,28 @@ class PlanReuse:
         check_consistent(digests)
         # The plan may be of a time when the ranks had the same values.
         replicated = [proposal.replicated for proposal in proposals]
-        self._planner.compare_replicas(self._group, save.replicated, replicated)
+        self._planner.replica_warnings.compare(self._group, save.replicated, replicated)
         save.staging.path = Path(proposals[0].staging)
         save.previous = proposals[0].previous
-        return Reuse(self._planner, save, live, digests, kept.dp_ranks)
 
-    def _propose(
-        self, kept: _Kept, live: LiveState, save: Save
-    ) -> tuple[_ReuseProposal, AutomodelError | None]:
-        """Check whether the plan matches the state of this rank; if so, rank 0 creates the staging directory.
+        def prepare() -> list[FileJob]:
+            for name, tree in save.plan.trees.items():
+                tree.set_values(live.trees[name])
+            return self._planner.object_jobs(save, digests, kept.dp_ranks)
 
-        Returns this rank's proposal, and the failure on rank 0 or None.
-        """
-        digests = self._matching_digests(kept, live, save)
-        replicated = {name: digest_of_all(values) for name, values in save.replicated.items()}
-        if digests is None or self._planner.settings.ranks.rank != 0:
-            return _ReuseProposal(digests, replicated=replicated), None
-        try:
-            forecast = Forecast(kept.nbytes, free_bytes(self._planner.settings.run.path))
-            staging = self._planner.reserve(save, forecast)
-        except Exception as error:
-            failure = as_failure(error, f"saving {save.name}", self._planner.settings.run.path)
-            return _ReuseProposal(digests, failed=True), failure
-        proposal = _ReuseProposal(digests, staging, previous=save.previous)
-        proposal.replicated = replicated
-        return proposal, None
+        return prepare
 
-    def _matching_digests(self, kept: _Kept, live: LiveState, save: Save) -> dict[str, str] | None:
-        """The digests of this rank, whose small state is read into *save*; None where the plan does not match."""
-        # Whatever fails here fails again, and is reported, when the save is planned anew.
-        with contextlib.suppress(Exception):
-            if live.signature != kept.signature or not self._update_values(kept, live):
-                return None
-            for item in save.items:
-                if item.kind == "object":
-                    save.objects[item.name] = item.value.state_dict()
-            digests = {key: check_safe(key, value) for key, value in save.objects.items()}
-            for item in save.items:
-                if item.name in kept.compared:
-                    digests |= digests_of_own(item.name, item.value)
-            save.replicated = present_digests(kept.save.replicated, live.trees)
-            return digests
-        return None
+    def _digests(self, kept: _Kept, live: LiveState, save: Save) -> dict[str, str]:
+        """The digests of this rank's state that is small, which is read into *save*."""
+        for item in save.items:
+            if item.kind == "object":
+                save.objects[item.name] = item.value.state_dict()
+        digests = {key: check_safe(key, value) for key, value in save.objects.items()}
+        for item in save.items:
+            if item.name in kept.compared:
+                digests |= digests_of_own(item.name, item.value)
+        save.replicated = present_digests(kept.save.replicated, live.trees)
+        return digests
 
     def _update_values(self, kept: _Kept, live: LiveState) -> bool:
         """Update the values that are not tensors in the plan; return False where one no longer has its size."""

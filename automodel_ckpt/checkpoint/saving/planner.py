@@ -1,6 +1,6 @@
 """The plan of a save on one rank: which state there is, and what this rank writes.
 
-Synchronous saves (``saving/sync_save.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
+Synchronous saves (``saving/publisher.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
 :meth:`Planner.read_state`, :meth:`Planner.propose`, :meth:`Planner.assign` with the proposals of all ranks,
 :meth:`Planner.plan`, and :meth:`Planner.create_on_node`. A save that uses the plan of the previous one calls only
 :meth:`Planner.reserve`, :meth:`Planner.object_jobs` and :meth:`Planner.create_on_node` (``saving/plan_reuse.py``).
@@ -37,8 +37,7 @@ from automodel_ckpt.checkpoint.saving.agreement import (
     summarize,
 )
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveSettings
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.module_tensors import (
     module_state,
@@ -66,7 +65,7 @@ class Planner:
         self.disk_space = DiskSpace(settings)
         # Whether the saves have files that can be shared; unknown before the first plan.
         self._has_reusable_files = True
-        self._replica_warnings = ReplicaWarnings()
+        self.replica_warnings = ReplicaWarnings(is_reporter=settings.ranks.rank == 0)
         self.expected_bytes = 0
         """Expected bytes on disk of the save that was proposed last; set on rank 0."""
 
@@ -170,7 +169,7 @@ class Planner:
         return str(staging)
 
     def _find_previous(self, staging: Path) -> Previous | None:
-        """The checkpoint whose files a save in *staging* can share; None if there is none."""
+        """The checkpoint whose files a save in *staging* can share; None when there is none."""
         if self.settings.incremental is False or not self._has_reusable_files:
             return None
         previous = self.settings.previous()
@@ -205,7 +204,7 @@ class Planner:
         """
         _require_same_trees(proposals)
         shares: dict[str, list[Share]] = {}
-        # Sorted: the order of the state may differ between ranks, that of their exchanges may not.
+        # Sorted: the order of the state may differ between ranks, the order of their exchanges may not.
         for name in sorted(save.plan.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
             mine = save.descriptions[name]
@@ -213,25 +212,15 @@ class Planner:
         digests = []
         for proposal in proposals:
             digests.append({name: tree.replicated for name, tree in proposal.trees.items()})
-        self.compare_replicas(group, save.replicated, digests)
+        self.replica_warnings.compare(group, save.replicated, digests)
         return shares
-
-    def compare_replicas(
-        self,
-        group: ProcessGroup | None,
-        mine: Mapping[str, Mapping[str, str]],
-        digests: Sequence[Mapping[str, str]],
-    ) -> None:
-        """Warn where ranks have different values of what one of them stores (:class:`ReplicaWarnings`). Collective."""
-        is_reporter = self.settings.ranks.rank == 0
-        self._replica_warnings.compare(group, mine, digests, is_reporter=is_reporter)
 
     def plan(
         self, save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]]
     ) -> tuple[RankManifest, list[FileJob], list[FileJob]]:
         """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
 
-        Also completes the plan and the records of *save*. *shares* are those of all ranks, by tree.
+        Also completes the plan and the records of *save*. *shares* come from all ranks, by tree.
         """
         digests = [proposal.digests for proposal in proposals]
         dp_ranks = [proposal.dp_rank for proposal in proposals]
@@ -417,7 +406,7 @@ class ObjectPlanner:
         digests: Sequence[Mapping[str, str]],
         dp_ranks: Sequence[int],
     ) -> None:
-        """*digests* (of each object's state, by name) and *dp_ranks* are those of every rank, in order."""
+        """*digests* (of each object's state, by name) and *dp_ranks* come from every rank, in order."""
         self._rank, self._only_dp = ranks.rank, ranks.dp_size == ranks.world_size
         self._digests, self._dp_ranks = digests, dp_ranks
         self.jobs: list[FileJob] = []

@@ -1,4 +1,4 @@
-"""What rank 0 adds to the files of all ranks, the publication of a checkpoint, and the report about it."""
+"""What rank 0 adds to the files of all ranks, the publication of a checkpoint, and synchronous saves."""
 
 from __future__ import annotations
 
@@ -6,29 +6,53 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import Plan
 from automodel_ckpt.checkpoint.export.script import consolidate_script, no_need_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.hf import FileLayout
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.jobs.jobs import FileJob, run_all
+from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+    RankManifest,
+    finalize,
+    merge_trees,
+    read_rank_manifests,
+)
 from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-from automodel_ckpt.checkpoint.saving.save import Save, SavePlan, SaveReport, json_values
-from automodel_ckpt.checkpoint.saving.settings import Assets, SaveSettings
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.save import (
+    Assets,
+    Proposal,
+    Save,
+    SavePlan,
+    SaveReport,
+    SaveSettings,
+    json_values,
+)
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.memory.nodes import SaveInProgress
 
 
 class Publisher:
@@ -100,7 +124,38 @@ class Publisher:
         request = resume.request_text(self._run.path, self._settings.restore_from)
         return {"restore_from": request, "resumed_from": self._settings.resumed_from}
 
-    def publish(self, save: Save, nbytes: int) -> SaveReport:
+    def complete(
+        self,
+        save: Save,
+        common: RankManifest,
+        merged: Callable[[str], Tree],
+        finish: Callable[[], int],
+        progress: SaveInProgress | None = None,
+    ) -> SaveReport:
+        """Publish *save* after all ranks have written it.
+
+        *common* is the rank manifest to which the metadata is added, *merged* as in :meth:`write_metadata`. *finish*
+        finalizes the checkpoint and returns its bytes. *progress* is a save that can be abandoned while other nodes are
+        waited for. Raises OSError where it could not be published.
+        """
+        common.files.update(self.write_metadata(save, merged))
+        if save.before_publishing is not None:
+            # A recipe flushes its logs here: no checkpoint is published before the log lines of its step.
+            save.before_publishing()
+        nbytes = finish()
+        nodes = self._settings.nodes
+        if nodes is not None:
+            from automodel_ckpt.checkpoint.memory.nodes import Waiting
+
+            progress = progress or Waiting()
+            # Before rank 0's node: its own checkpoint is the one that the next save continues.
+            nodes.publish(save.staging.path, str(save.name), progress)
+        report = self._publish(save, nbytes)
+        if nodes is not None and progress is not None:
+            nodes.remove_others(progress)
+        return report
+
+    def _publish(self, save: Save, nbytes: int) -> SaveReport:
         """Publish a finalized checkpoint of *nbytes*, update the pointers, and apply the keep policy.
 
         Raises OSError where it could not be published.
@@ -199,3 +254,92 @@ def _write(
         # This fsyncs the file only; commit.finalize fsyncs its directories before the manifest
         # exists.
         written.files[file] = commit.write_file(path, data)
+
+
+class SyncSaves:
+    """The synchronous saves of all ranks of *group*. Where *save* is in progress, it is :attr:`in_progress`."""
+
+    def __init__(self, planner: Planner, group: ProcessGroup | None, exports: Exports) -> None:
+        self._planner, self._group, self._exports = planner, group, exports
+        self._settings = planner.settings
+        self._publisher = Publisher(planner.settings)
+        self.in_progress: Save | None = None
+
+    def save(
+        self, save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]]
+    ) -> SaveReport:
+        """Plan, write, publish and export *save*, which all ranks have proposed. Collective.
+
+        *proposals* and *shares* come from all ranks. Raises :class:`SaveFailed` on all ranks. The failure of an
+        export is in the report.
+        """
+        self.in_progress = save
+        try:
+            with self._raise_on_all_ranks(f"saving {save.name}"):
+                written, jobs, objects = self._planner.plan(save, proposals, shares)
+                self._planner.create_on_node(save)
+                self._write(save, written, [*jobs, *objects])
+            return self._publish_and_export(save)
+        finally:
+            self.in_progress = None
+            for tree in save.plan.trees.values():
+                tree.release_values()
+
+    def _publish_and_export(self, save: Save) -> SaveReport:
+        nodes = self._settings.nodes
+        if nodes is not None:
+            with self._raise_on_all_ranks(f"saving {save.name}"):
+                if nodes.is_leader:
+                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
+
+                    nodes.contribute(save.staging.path, Waiting())
+        # The report of a save with an export is complete only after the export.
+        exports = self._settings.makes_export(save.last)
+        report = None
+        # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
+        with self._raise_on_all_ranks(f"publishing {save.name}"):
+            if self._is_rank0:
+                report = self._complete(save)
+            save.total_bytes = None
+            if report is not None and not exports:
+                self._publisher.notify(save, report)
+        report = self._publisher.report(save) if report is None else report
+        if exports:
+            report = self._exports.export_save(save, report)
+            with self._raise_on_all_ranks(f"reporting {save.name}"):
+                if self._is_rank0:
+                    self._publisher.notify(save, report)
+        return report
+
+    @property
+    def _is_rank0(self) -> bool:
+        return self._settings.ranks.rank == 0
+
+    def _raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self._group, doing, self._settings.run.path)
+
+    def _write(self, save: Save, written: RankManifest, jobs: Sequence[FileJob]) -> None:
+        """Write this rank's files and its rank manifest below the staging directory."""
+        staging = save.staging.path
+        save.bytes_before = METER.nbytes
+        save.total_bytes = sum(job.size for job in jobs)
+        run_all(jobs, staging, written, previous=save.previous)
+        if self._is_rank0:
+            self._publisher.write_common(save, written)
+        # Last: a rank manifest on disk means that all files of its rank are durable.
+        commit.write_file(
+            staging / layout.rank_manifest_file(self._settings.ranks.rank), written.to_bytes()
+        )
+
+    def _complete(self, save: Save) -> SaveReport:
+        """Merge the rank manifests and publish the checkpoint. Called by rank 0 after all ranks have written."""
+        staging = save.staging.path
+        rank_manifests = read_rank_manifests(staging, self._settings.ranks.world_size)
+        manifest = self._publisher.partial_manifest(save)
+        trees = merge_trees(manifest, rank_manifests)
+        return self._publisher.complete(
+            save,
+            rank_manifests[0],
+            trees.__getitem__,
+            lambda: finalize(staging, manifest, rank_manifests, trees),
+        )

@@ -24,9 +24,9 @@ _MAX_MAP_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class BaseMaps:
-    """The file (from 1), dtype and shape of each tensor of the base model; None if unknown.
+    """The file (from 1), dtype and shape of each tensor of the base model; None when unknown.
 
-    For an adapter, they are those of the adapter, which is a single file.
+    For an adapter, they describe the adapter, which is a single file.
     """
 
     file_index: Mapping[str, int] | None = None
@@ -39,7 +39,7 @@ class BaseMaps:
 
     @property
     def names(self) -> frozenset[str] | None:
-        """The names of exactly the tensors of an export; None if the base is unknown."""
+        """The names of exactly the tensors of an export; None when the base is unknown."""
         if self.shape is not None:
             return frozenset(self.shape)
         if self.file_index is not None:
@@ -82,15 +82,22 @@ def read_maps(directory: Path | None) -> BaseMaps:
     dtypes = None
     if dtype_names is not None:
         dtypes = {fqn: dtype_code(str(name)) for fqn, name in dtype_names.items()}
-    shapes = None
+    shapes: dict[str, tuple[int, ...]] = {}
     float32_in: dict[str, frozenset[str]] = {}
-    if expected is not None:
-        shapes = _shapes(expected, directory / EXPECTED_TENSORS)
-        float32_in = _float32_in(expected, directory / EXPECTED_TENSORS)
+    for fqn, entry in (expected or {}).items():
+        fields = entry if isinstance(entry, dict) else {}
+        shape, codes = counts(fields.get("shape")), fields.get("float32_in", [])
+        is_list = isinstance(codes, list) and all(isinstance(code, str) for code in codes)
+        if shape is None or not is_list:
+            where = directory / EXPECTED_TENSORS
+            raise unusable(f"this map is damaged for {fqn!r}", where, repr(entry)[:200])
+        shapes[fqn] = shape
+        if codes:
+            float32_in[fqn] = frozenset(codes)
     return BaseMaps(
         file_index,
         dtypes,
-        shapes,
+        None if expected is None else shapes,
         bool(config.get("tie_word_embeddings", False)),
         is_adapter=(directory / layout.ADAPTER_CONFIG).is_file(),
         float32_in=float32_in,
@@ -122,24 +129,3 @@ def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
     if not all(type(value) is int and value > 0 for value in raw.values()):
         raise unusable("this map does not give file numbers from 1", path, "see the map")
     return dict(raw)
-
-
-def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for fqn, entry in raw.items():
-        shape = counts(entry.get("shape")) if isinstance(entry, dict) else None
-        if shape is None:
-            raise unusable(f"this map gives no shape for {fqn!r}", path, repr(entry)[:200])
-        shapes[fqn] = shape
-    return shapes
-
-
-def _float32_in(raw: Mapping[str, Any], path: Path) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
-    for fqn, entry in raw.items():
-        codes = entry.get("float32_in", [])
-        if not isinstance(codes, list) or not all(isinstance(code, str) for code in codes):
-            raise unusable(f"this map is damaged for {fqn!r}", path, repr(entry)[:200])
-        if codes:
-            found[fqn] = frozenset(codes)
-    return found

@@ -19,7 +19,7 @@ class NotSupported(Exception):
 class Conditions:
     """Compares, then writes: for file systems without conditional requests, which *fs* of fsspec is.
 
-    Paths are those of the file system. A version is text that differs between two contents of an object.
+    Paths are paths of the file system. A version is text that differs between two contents of an object.
     """
 
     is_supported = False
@@ -30,19 +30,11 @@ class Conditions:
         self._creates = creates
 
     def version(self, path: str) -> str | None:
-        """Return the version of an object; None if there is no object."""
+        """Return the version of an object; None when there is no object."""
         try:
             return hashlib.sha256(self.fs.cat_file(path)).hexdigest()
         except FileNotFoundError:
             return None
-
-    def exists(self, path: str) -> bool:
-        """Whether there is an object."""
-        try:
-            self.fs.info(path)
-        except FileNotFoundError:
-            return False
-        return True
 
     def listed(self, info: Mapping[str, Any]) -> str:
         """Return the version of an object in a listing; empty if the listing has none."""
@@ -108,9 +100,6 @@ class _S3Conditions(_Compared):
             return str(self.fs.call_s3("head_object", Bucket=bucket, Key=key)["ETag"])
         except FileNotFoundError:
             return None
-
-    def exists(self, path: str) -> bool:
-        return self.version(path) is not None
 
     def put(self, path: str, data: bytes, version: str | None) -> bool:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
@@ -214,7 +203,7 @@ def s3_call(fs: Any, method: str, path: str, **arguments: Any) -> bool:
         # If-Match of an object that was deleted.
         return False
     except OSError as error:
-        status = _s3_status(error)
+        status = s3_reply(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
         if status in (409, 412):
             return False
         if status == 501:
@@ -223,18 +212,12 @@ def s3_call(fs: Any, method: str, path: str, **arguments: Any) -> bool:
     return True
 
 
+def s3_reply(error: BaseException) -> Mapping[str, Any]:
+    """Return the reply in an error that s3fs translated from one of botocore; empty for any other error."""
+    response = getattr(error.__cause__, "response", None)
+    return response if isinstance(response, dict) else {}
+
+
 def is_missing_bucket(error: BaseException) -> bool:
-    """Return whether *error*, which s3fs translated from one of botocore, means that the bucket does not exist."""
-    response = getattr(error.__cause__, "response", None)
-    if not isinstance(response, dict):
-        return False
-    return bool(response.get("Error", {}).get("Code") == "NoSuchBucket")
-
-
-def _s3_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error that s3fs translated from one of botocore; None for any other error."""
-    response = getattr(error.__cause__, "response", None)
-    if not isinstance(response, dict):
-        return None
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status if isinstance(status, int) else None
+    """Return whether *error* of s3fs means that the bucket does not exist."""
+    return bool(s3_reply(error).get("Error", {}).get("Code") == "NoSuchBucket")

@@ -28,7 +28,7 @@ class GoneBack:
 
     @classmethod
     def read(cls, root: Path) -> GoneBack | None:
-        """Read the record of the run in *root*; None if there is none, or if it is damaged."""
+        """Read the record of the run in *root*; None when there is none, or if it is damaged."""
         found = read_note(root, FILE)
         try:
             tokens = tuple(str(token) for token in found["tokens"])

@@ -1,6 +1,6 @@
 """Read values of a checkpoint in a store by byte ranges, each compared with its digest before it is used.
 
-The digests in the manifest are those of stored slices and values. To read a part of one, all its bytes are read.
+The manifest has digests of stored slices and values. To read a part of one, all its bytes are read.
 Neighbors are read in one request, large ones in several at the same time, and the next ones while those before are
 used. Nothing is written to a disk.
 """
@@ -18,9 +18,9 @@ import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import digest_from
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.merkle import FileContents, FileSlice, damage_text
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, runs_in_file
 from automodel_ckpt.checkpoint.parts.tree import files_of
+from automodel_ckpt.checkpoint.parts.verify import FileContents, FileSlice, damage_text
 from automodel_ckpt.errors import CheckpointUnusable
 
 REQUEST_BYTES = 16 << 20
@@ -100,7 +100,7 @@ class VerifiedRanges:
             self._request(self._waiting[0])
 
     def read(self, file: str, memory: memoryview, start: int) -> None:
-        """Fill *memory* with the bytes of *file* from *start*; they must be those of slices or values.
+        """Fill *memory* with the bytes of *file* from *start*; they must belong to slices or values.
 
         Raises :class:`CheckpointUnusable` for a missing or damaged object, and :class:`StoreError`.
         """
@@ -228,7 +228,7 @@ def _parts_of(file: str, slices: Iterable[FileSlice]) -> list[Part]:
     found: dict[tuple[int, int], list[FileSlice]] = {}
     for one in slices:
         stored, nbytes = one.stored, one.stored.nbytes
-        # An interleaved slice may be in many short ranges, between those of others: the whole tensor is one part.
+        # An interleaved slice may be in many short ranges, between the ranges of others: the whole tensor is one part.
         if stored.interleaved:
             nbytes = nbytes_of(stored.dtype, one.shape)
         found.setdefault((stored.start, nbytes), []).append(one)

@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.store.conditional import (
     NotSupported,
     conditions_of,
     is_missing_bucket,
+    s3_reply,
 )
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
@@ -87,6 +88,7 @@ class Store:
             opened: tuple[Any, str] = fsspec.url_to_fs(self.url, **options)
         self.fs, root = opened
         self._root = root.rstrip("/")
+        self._has_directories = protocol in ("file", "memory")
         self._conditions = conditions_of(self.fs)
         self._read_options = _read_options(self.fs)
 
@@ -130,11 +132,6 @@ class Store:
         with self.reporting("read", name):
             return int(self.fs.info(self.key(name))["size"])
 
-    def exists(self, name: str) -> bool:
-        """Whether there is an object."""
-        with self.reporting("read", name):
-            return self._conditions.exists(self.key(name))
-
     def sizes(self, name: str = "") -> dict[str, int]:
         """List all objects below *name* with their sizes in bytes, by names relative to it; empty if there are none."""
         prefix = f"{self.key(name)}/"
@@ -142,7 +139,7 @@ class Store:
         return {path.removeprefix(prefix): int(info["size"]) for path, info in found.items()}
 
     def written(self, name: str) -> float | None:
-        """When the newest object below *name* was written, in seconds since 1970; None if it is not known of each."""
+        """When the newest object below *name* was written, in seconds since 1970; None when it is not known of each."""
         times = [_time_of(info) for info in self._find(name).values()]
         known = [time for time in times if time is not None]
         return max(known) if known and len(known) == len(times) else None
@@ -235,7 +232,7 @@ class Store:
         self._conditions = Conditions(self.fs, creates=False)
 
     def version(self, name: str) -> str | None:
-        """Return the version of an object, which changes when it is replaced; None if there is no object."""
+        """Return the version of an object, which changes when it is replaced; None when there is no object."""
         with self.reporting("read", name):
             return self._conditions.version(self.key(name))
 
@@ -250,7 +247,7 @@ class Store:
                 return self._conditions.put(self.key(name), data, version)
             except NotSupported:
                 self.ignore_conditions()
-            # Versions of the store are not those of the comparison.
+            # Versions of the store differ from digests that were compared.
             if version is None:
                 return self._conditions.put(self.key(name), data, None)
             self.fs.pipe_file(self.key(name), data)
@@ -284,10 +281,6 @@ class Store:
         if self._has_directories and name:
             with self.reporting("deleted", name), contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.key(name), recursive=True)
-
-    @property
-    def _has_directories(self) -> bool:
-        return self.url.startswith(("file://", "memory://"))
 
     def _make_parent(self, name: str) -> None:
         if self._has_directories:
@@ -370,7 +363,7 @@ _TIMES = ("LastModified", "last_modified", "mtime", "updated")
 
 
 def _time_of(info: Mapping[str, Any]) -> float | None:
-    """When an object was written, by its entry in a listing; None if that is not known."""
+    """When an object was written, by its entry in a listing; None when that is not known."""
     for key in _TIMES:
         value = info.get(key)
         if isinstance(value, str):
@@ -427,14 +420,10 @@ def patiently(
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error; None if the error is not a reply of the store."""
-    response: Any = getattr(error.__cause__, "response", None)
-    if isinstance(response, dict):
-        # s3fs translates errors of botocore.
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        # Errors of azure, and of gcsfs.
-        found = getattr(error, "status_code", None) or getattr(error, "code", None)
+    """Return the HTTP status in an error; None when the error is not a reply of the store."""
+    found: Any = s3_reply(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    # Errors of azure, and of gcsfs.
+    found = found or getattr(error, "status_code", None) or getattr(error, "code", None)
     try:
         return int(found)
     except (TypeError, ValueError):

@@ -5,7 +5,6 @@ Imports no torch, and numpy only to read.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -14,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.parts.merkle import FileSlice, damaged
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
     Tensor,
     contiguous_slices,
     intersection,
+    row_major_boxes,
 )
+from automodel_ckpt.checkpoint.parts.verify import FileSlice, damaged
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 if TYPE_CHECKING:
@@ -45,26 +45,16 @@ INTEGERS = {
 
 def boxes(shape: tuple[int, ...], num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
     """Yield boxes of at most *num_elements* that tile a tensor of that *shape*, in row-major order."""
-    if not shape:
-        yield Box((), ())
-        return
-    if math.prod(shape) == 0:
-        return
-    # Dimensions after *axis* are complete in every box, those before it have one index, and *axis* is divided.
-    axis = len(shape) - 1
-    inner_elements = 1
-    while axis > 0 and inner_elements * shape[axis] <= num_elements:
-        inner_elements *= shape[axis]
-        axis -= 1
-    step = max(1, num_elements // inner_elements)
-    inner_sizes = shape[axis + 1 :]
-    inner_offsets = (0,) * len(inner_sizes)
-    outer_sizes = (1,) * axis
-    for outer_offsets in itertools.product(*map(range, shape[:axis])):
-        for start in range(0, shape[axis], step):
-            size = min(step, shape[axis] - start)
-            offsets = (*outer_offsets, start, *inner_offsets)
-            yield Box(offsets, (*outer_sizes, size, *inner_sizes))
+    # Dimensions that fit are complete in every box, so that a box is one run of bytes.
+    num_elements, inner = max(1, num_elements), 1
+    for extent in reversed(shape):
+        if inner * extent > num_elements:
+            break
+        inner *= extent
+    numel = math.prod(shape)
+    step = num_elements // max(inner, 1) * max(inner, 1)
+    for first in range(0, numel, step):
+        yield from row_major_boxes(shape, first, min(first + step, numel))
 
 
 class BoxReader:
@@ -118,7 +108,7 @@ class BoxReader:
 
 
 def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
-    """Return the damage of a tensor's bytes; None if they match their digests. Slices without a digest are skipped.
+    """Return the damage of a tensor's bytes; None when they match their digests. Slices without a digest are skipped.
 
     Files are relative to *root*. Raises OSError if one cannot be read.
     """

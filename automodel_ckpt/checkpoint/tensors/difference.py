@@ -34,7 +34,7 @@ class StoredTensors:
 
     *recorded_at* is the time, in nanoseconds since 1970, at which the digests were recorded, after all files had been
     written. The bytes of a file that has changed since are compared with its digests before the digests are used. With
-    None, those of all files are compared, because users edit the files of exports. With infinity, those of none are.
+    None, the bytes of all files are compared, because users edit the files of exports. With infinity, none are.
     """
 
     root: Path
@@ -174,7 +174,7 @@ def _damage(stored: Iterable[tuple[Path, Tensor]]) -> tuple[Problem, ...]:
 
 
 def _change(fqn: str, first: StoredTensors, second: StoredTensors) -> Change | None:
-    """Compare the values of a tensor. Returns None if all bits are equal."""
+    """Compare the values of a tensor. Returns None when all bits are equal."""
     import numpy as np
 
     tensor = first.tensors[fqn]

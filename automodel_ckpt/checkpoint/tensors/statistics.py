@@ -21,8 +21,8 @@ _COMPLEX = frozenset({"C64", "C128"})
 class Statistics:
     """Statistics of a tensor, in double precision.
 
-    *min*, *max*, *mean*, *std* (of the population) and *norm* (Euclidean) are those of the finite values. They are None
-    if there are none, or if the dtype is complex.
+    *min*, *max*, *mean*, *std* (of the population) and *norm* (Euclidean) are computed from the finite values. They are
+    None if there are none, or if the dtype is complex.
     """
 
     min: float | None = None

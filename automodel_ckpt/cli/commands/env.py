@@ -18,7 +18,7 @@ from typing import Any
 import automodel_ckpt
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
-from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.checkpoint.files.ownership import file_system_of
 from automodel_ckpt.checkpoint.saving.environment import version_of
 from automodel_ckpt.cli.common.terminal import print_document, printable, table
 from automodel_ckpt.cli.launch.node_resources import cores

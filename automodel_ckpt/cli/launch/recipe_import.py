@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.forks import freeze_in_forked_processes
+from automodel_ckpt.base.python_child import freeze_in_forked_processes
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass

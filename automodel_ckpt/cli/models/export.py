@@ -105,7 +105,7 @@ def _average_in(source: Path) -> Path:
     """
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.checkpoint.sources.opening import is_average
+    from automodel_ckpt.checkpoint.sources.source import is_average
 
     checkpoint = source if os.path.lexists(source / layout.MANIFEST) else source.parent
     modules: list[str] = []

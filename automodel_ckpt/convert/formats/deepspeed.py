@@ -25,8 +25,13 @@ from typing import Any
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, row_major_boxes
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.parts.slices import (
+    Slice,
+    Tensor,
+    counts,
+    row_major_boxes,
+    shape_fault,
+)
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.convert.formats.files import (

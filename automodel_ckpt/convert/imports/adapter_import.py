@@ -20,8 +20,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.format import ModelParameter
 from automodel_ckpt.convert.open import open_base

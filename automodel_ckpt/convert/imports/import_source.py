@@ -13,8 +13,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format, Parameters, TrainingState
 from automodel_ckpt.convert.formats.hugging_face import OLD_ADAPTER

@@ -30,8 +30,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.policy import metric_of
 from automodel_ckpt.checkpoint.saving.environment import environment
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.imports.adapter_import import AdapterModel
 from automodel_ckpt.convert.imports.training_import import (

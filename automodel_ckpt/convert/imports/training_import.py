@@ -23,8 +23,7 @@ from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord, Tre
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archive
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, unusable
 from automodel_ckpt.convert.formats.format import (
     OptimizerState,
     TrainingState,

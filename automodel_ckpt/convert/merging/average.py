@@ -29,8 +29,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free

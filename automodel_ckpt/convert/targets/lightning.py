@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
-from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
+from automodel_ckpt.checkpoint.sources.source import is_checkpoint
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import (

@@ -20,8 +20,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
-from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
-from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, is_checkpoint, unusable
 from automodel_ckpt.convert.formats.format import (
     ModelParameter,
     ParameterGroup,

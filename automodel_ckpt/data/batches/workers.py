@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from automodel_ckpt.base.forks import freeze_in_forked_processes
+from automodel_ckpt.base.python_child import freeze_in_forked_processes
 from automodel_ckpt.errors import AutomodelError
 
 WORKER_END_SECONDS = 1.0

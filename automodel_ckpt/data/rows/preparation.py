@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from automodel_ckpt.base.forks import freeze_in_forked_processes
+from automodel_ckpt.base.python_child import freeze_in_forked_processes
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread

@@ -12,7 +12,7 @@ from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
-from automodel_ckpt.checkpoint.saving.settings import Assets
+from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.parallel.mesh import RankLayout, device_type
 from automodel_ckpt.parallel.mesh_sizes import Sizes

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
 from automodel_ckpt.checkpoint.state.model_config import config_changes
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap

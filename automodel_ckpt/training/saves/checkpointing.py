@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.memory.directory import forget_memory
 from automodel_ckpt.checkpoint.node_directories import not_without_storage
-from automodel_ckpt.checkpoint.saving.settings import Assets
+from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files import file_system
-from automodel_ckpt.checkpoint.files.file_system import file_system_of, overlay_warning
+from automodel_ckpt.checkpoint.files import ownership
+from automodel_ckpt.checkpoint.files.ownership import file_system_of, overlay_warning
 from automodel_ckpt.cli.train import main
 from tests.support import ranks
 from tests.support.models import tiny
@@ -121,11 +121,11 @@ def test_the_innermost_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "1 0 0:1 / / rw - overlay overlay rw\n2 1 8:1 /x /data rw shared:1 - ext4 /dev/a rw\n"
         "3 2 0:9 / /data/a\\040b rw - overlay overlay rw\n"
     )
-    monkeypatch.setattr(file_system, "_MOUNTS", mounts)
+    monkeypatch.setattr(ownership, "_MOUNTS", mounts)
     kinds = [
         file_system_of(Path(path))
         for path in ("/x", "/data", "/data/run", "/data/a b/run", "/database")
     ]
     assert kinds == ["overlay", "ext4", "ext4", "overlay", "overlay"]
-    monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(ownership, "_MOUNTS", tmp_path / "none")
     assert file_system_of(Path("/x")) is None and overlay_warning(Path("/x")) is None

@@ -118,7 +118,6 @@ PRIVATE_NAMES: dict[str, str] = {
     "_workers": "torch.utils.data.dataloader",
     "_workers_done_event": "torch.utils.data.dataloader",
     "_workers_status": "torch.utils.data.dataloader",
-    "_http": "huggingface_hub.utils",
     "_nested_dict": "torch.distributed.checkpoint",
     "_StridedShard": "torch.distributed.tensor.placement_types",
     # The names that torch.save writes into files.

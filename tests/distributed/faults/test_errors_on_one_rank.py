@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.saving import sync_save
+from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import DiskSpace
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
@@ -129,7 +129,7 @@ def a_failed_asynchronous_save_that_cannot_be_stopped(case: Case) -> None:
     saver = case.checkpointer(is_async=True)
     saver.save(STATE, step=1, epoch=0)
     saver.wait_for_save()
-    case.fails_on(0, sync_save, "run_all", disk_full())
+    case.fails_on(0, publisher, "run_all", disk_full())
     case.fails_on(0, Background, "start", disk_full())
     case.fails_on(1, Background, "abandon", OSError(11, "cannot start a process"))
     saver.save(STATE, step=2, epoch=0)

@@ -134,6 +134,7 @@ def test_a_launcher_that_is_killed_leaves_no_writer_behind(chain: signals.Chain)
         assert trainer.wait(120) and trainer.orphans(120) == []
 
 
+@pytest.mark.further
 def test_a_disk_that_fills_up_while_training_goes_on_ends_it_with_4(chain: signals.Chain) -> None:
     chain.root.mkdir()
     done = subprocess.run(

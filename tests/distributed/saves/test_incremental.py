@@ -59,7 +59,9 @@ def loaded(root: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in made.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "is_async", [False, pytest.param(True, marks=pytest.mark.further)], ids=["sync", "async"]
+)
 def test_ranks_share_what_none_of_them_changed_and_write_the_rest(
     tmp_path: Path, is_async: bool
 ) -> None:

@@ -84,7 +84,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return files
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.further)])
 def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
     tmp_path: Path, tied: bool
 ) -> None:

@@ -37,8 +37,7 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import Tensor, tiling_fault
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from tests.support import ranks
 from tests.support.dcp_metadata import metadata_by_torch

@@ -35,5 +35,3 @@ def test_another_models_run_starts_beside_and_goes_on_there(
     )
     assert "Loading checkpoint from" in capfd.readouterr().err
     assert [record["step"] for record in steps_of(sibling)] == [1, 2, 3, 4]
-    run(tmp_path, SIBLING, "--model.from_config.num_hidden_layers=1", *STEPS)
-    assert saved(tmp_path / "run.sibling-2") == ["epoch_0_step_2"]

@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor
-from automodel_ckpt.checkpoint.saving.settings import Assets
+from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.sources.shard_header import shard_header
 
 

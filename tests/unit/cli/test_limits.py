@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.base import socket_paths
+from automodel_ckpt.base import python_child
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.launch.failures import failure_record
@@ -184,7 +184,7 @@ def test_data_workers_work_below_a_temporary_directory_with_a_long_path(
     directory.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    monkeypatch.setattr(socket_paths, "_SHORT_DIRECTORIES", places)
+    monkeypatch.setattr(python_child, "_SHORT_DIRECTORIES", places)
     Path("recipe.yaml").write_text(WITH_WORKERS)
     code = train(["recipe.yaml"])
     text = capfd.readouterr().err

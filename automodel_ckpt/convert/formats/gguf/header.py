@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.parts.slices import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.type_aliases import Shape, Values

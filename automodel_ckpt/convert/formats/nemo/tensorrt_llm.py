@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safetensors_header import read_header_at
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safely
 from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
@@ -109,7 +109,7 @@ def _rank_tensors(packed: PackedFiles, rank: int) -> TensorDict:
     stored = packed.files.get(name)
     if stored is None:
         raise unusable("the weights of a rank are missing", packed.path, name)
-    header = read_header_at(packed.root / stored.file, stored.start, stored.nbytes)
+    header = read_header_safely(packed.root, stored.file, stored.start, stored.nbytes)
     return {
         fqn: whole_tensor(fqn, entry.dtype, entry.shape, stored.file, stored.start + entry.start)
         for fqn, entry in header.tensors.items()

@@ -25,8 +25,7 @@ from pathlib import Path
 from automodel_ckpt.base.units import others_text
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, shape_fault, whole_tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors

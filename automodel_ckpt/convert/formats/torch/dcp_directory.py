@@ -21,8 +21,14 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, counts, nbytes_of
-from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.parts.slices import (
+    Box,
+    Slice,
+    Tensor,
+    counts,
+    nbytes_of,
+    shape_fault,
+)
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of, tiled
 from automodel_ckpt.convert.formats.torch.torch_objects import (

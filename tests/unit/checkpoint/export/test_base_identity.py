@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.export.adapter_record import find_base, read_peft_record
-from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
-from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.saving.adapter_assets import _raise_other_base
+from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 
@@ -117,21 +115,3 @@ def test_a_description_that_is_missing_or_odd_is_refused(
     with pytest.raises(CheckpointUnusable) as caught:
         read_peft_record(tmp_path, "model")
     assert said in str(caught.value)
-
-
-def test_the_files_of_another_base_that_differ_are_listed() -> None:
-    def identity(**digests: str) -> BaseIdentity:
-        return BaseIdentity(
-            "here", None, {name: FileRecord(1, text) for name, text in digests.items()}
-        )
-
-    saved = {
-        "name": "there",
-        "relative_to_run": "../base",
-        "files": {"same": {"digest": "a"}, "other": {"digest": "b"}, "gone": {"digest": "c"}},
-    }
-    with pytest.raises(CheckpointUnusable, match="another base model") as caught:
-        _raise_other_base(saved, identity(same="a", other="x", new="y"), "checkpoint")
-    text = str(caught.value)
-    assert "saved with there, now here; files that differ: other, new, gone" in text
-    assert "relative to the run it was ../base" in text

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import reuse
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
+from automodel_ckpt.checkpoint.sources.source import open_checkpoint
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint
 

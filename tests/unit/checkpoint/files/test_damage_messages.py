@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.export.export_manifest import (
-    DigestedRange,
-    ExportManifest,
     export_problems,
 )
 from automodel_ckpt.checkpoint.files import layout
@@ -22,13 +20,11 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.parts import verify
-from automodel_ckpt.checkpoint.parts import verify as verify_module
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.policy import KeepPolicy
-from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.imports import import_checkpoint
@@ -201,15 +197,6 @@ def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
         assert "the ranks do not share storage" in said and "not seen by rank 1" in said
 
 
-def test_a_copy_of_the_state_that_does_not_fit_into_memory() -> None:
-    memory = HostMemory()
-    with pytest.raises(
-        OSError, match=r"needs 1152921504606846976 bytes of host memory, \d+ are available"
-    ):
-        memory.reserve(1 << 60)
-    memory.close()
-
-
 def hollow(path: Path) -> Path:
     header, _ = build_header([("w", "F32", [1 << 28])], {"format": "pt"})
     path.mkdir()
@@ -302,24 +289,3 @@ def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> 
     os.mkfifo(odd / "a.safetensors")
     with pytest.raises(CheckpointUnusable, match="a file of the model is not a regular file"):
         open_source(odd)
-
-
-def test_every_task_of_a_verification_belongs_to_one_rank_and_the_loads_are_even() -> None:
-    sizes = [7, 1, 1, 5, 3, 3, 0, 4]
-    tasks = [verify_module._Task(f"file {number}", size) for number, size in enumerate(sizes)]
-    for num_ranks in (1, 2, 3, 10):
-        shares = [verify_module._share(tasks, rank, num_ranks) for rank in range(num_ranks)]
-        assert sorted(task for share in shares for task in share) == sorted(tasks)
-        loads = [sum(task.nbytes for task in share) for share in shares]
-        assert max(loads) - min(loads) <= max(sizes)
-
-
-def test_all_damaged_tensors_up_to_five_are_named() -> None:
-    ranges = [DigestedRange(8 + number, 1, "") for number in range(7)]
-    manifest = ExportManifest(Path("export"), {})
-    for count, more in ((5, ""), (6, "1 more"), (7, "2 more")):
-        names = [f"tensor t{number}" for number in range(count)]
-        object.__setattr__(manifest, "_tensors_in", lambda *_, names=names: names)
-        value = str(manifest._damage("w.safetensors", ranges[:count]).value)
-        assert "tensor t4" in value and "tensor t5" not in value
-        assert (more in value) if more else ("more" not in value)

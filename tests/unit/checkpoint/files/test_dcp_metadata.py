@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,6 @@ from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
-    DcpLocation,
-    DcpMetadata,
-)
-from automodel_ckpt.convert.formats.torch.dcp_directory import read_content
 from tests.support.dcp_metadata import metadata_by_torch
 
 # Beyond 32 bits, as in files of more than 2 GiB.
@@ -78,32 +72,3 @@ def test_metadata_has_what_torchs_classes_would_have(name: str, tmp_path: Path) 
     assert found == expected
     for fqn, described in found.state_dict_metadata.items():
         assert vars(described) == vars(expected.state_dict_metadata[fqn])
-
-
-def test_paths_of_nested_state_have_any_keys() -> None:
-    values = [Blob(name, "optim/__0_0.distcp", 0, 1, "") for name in NESTED]
-    tree = tree_of(objects=tuple(values))
-    plan = TreePlan("optimizer", "optim", {}, nested=True, paths=NESTED)
-    found = pickle.loads(torch_save.metadata_of(plan, tree))
-    assert found == metadata_by_torch(tree, dict(NESTED))
-    for name, path in NESTED.items():
-        assert [type(key) for key in found.planner_data[name]] == [type(key) for key in path]
-
-
-def test_our_own_reader_reads_it(tmp_path: Path) -> None:
-    tree = replace(TREES["chunks"], objects={"v": Blob("v", "optim/__0_0.distcp", 3, 4, "")})
-    paths = {"a": ("a",), "b": ("b",), "c": ("c",), "v": ("v",)}
-    plan = TreePlan("optimizer", "optim", {}, nested=True, paths=paths)
-    (tmp_path / ".metadata").write_bytes(torch_save.metadata_of(plan, tree))
-    content = read_content(tmp_path)
-    assert content.paths == paths
-    assert list(content.tensors) == ["a", "b", "c"] and content.values["v"].start == 3
-    boxes = [box for box, _ in content.tensors["a"].chunks]
-    assert boxes == [stored.box for stored in tree.tensors["a"].slices]
-
-
-def test_a_second_item_of_a_name_is_an_error() -> None:
-    metadata = DcpMetadata()
-    metadata.add_value(("a", "b"), DcpLocation("f", 0, 1))
-    with pytest.raises(ValueError, match=r"two items have the name 'a\.b'"):
-        metadata.add_tensor(("a.b",), "F32", (), [])

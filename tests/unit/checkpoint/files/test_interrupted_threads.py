@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from automodel_ckpt.base.durable_io import write_all
 from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.threads import Pool
 from automodel_ckpt.checkpoint.formats import read_ahead
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.manifest import Tree
@@ -48,35 +47,6 @@ def interrupting() -> Iterator[Callable[[], None]]:
     finally:
         is_over.set()
         signal.signal(signal.SIGUSR2, before)
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_pool_ends_when_its_calls_have_ended(times: int) -> None:
-    has_begun, is_over = threading.Event(), threading.Event()
-    others: list[int] = []
-    pool = Pool(1, "tested")
-    with interrupting() as interrupt:
-
-        def work() -> None:
-            has_begun.set()
-            while not pool._has_ended:
-                time.sleep(0.001)
-            for _ in range(times):
-                time.sleep(0.1)
-                interrupt()
-            time.sleep(0.1)
-            is_over.set()
-
-        pool.submit(work)
-        for number in range(5):
-            pool.submit(others.append, number)
-        has_begun.wait()
-        with pytest.raises(KeyboardInterrupt):
-            pool.end()
-    assert is_over.is_set()
-    assert not others
-    with pytest.raises(RuntimeError):
-        pool.submit(others.append, 5)
 
 
 @pytest.mark.parametrize("finish", [True, False])

@@ -72,13 +72,6 @@ def test_each_kind_of_name_is_told_from_all_others() -> None:
     assert layout.export_of(f".other.staging-{UNIQUE}") is None
 
 
-def test_siblings_of_a_run_directory_are_counted() -> None:
-    first = layout.sibling(Path("runs/a"))
-    assert first == Path("runs/a.sibling-1")
-    assert layout.sibling(first) == Path("runs/a.sibling-2")
-    assert layout.sibling(Path("runs/a.sibling-x")) == Path("runs/a.sibling-x.sibling-1")
-
-
 def test_files_of_ranks_have_the_rank_in_their_name() -> None:
     assert layout.rank_file("x", "dp_rank", 2, 1, only_dp=False) == "x/x_dp_rank_1.pt"
     assert layout.rank_file("x", "rank_rng", 2, 2, only_dp=True) == "x/x_dp_rank_2.pt"

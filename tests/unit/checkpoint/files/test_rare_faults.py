@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +18,13 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.export import files as export_files
-from automodel_ckpt.checkpoint.files import durable_file, layout
-from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.pickles import pickle_reader
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
     Fault,
     archive_ranges,
-    archive_records,
 )
 from automodel_ckpt.checkpoint.sources import base_maps
-from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.formats.registry import DCP
@@ -194,7 +190,6 @@ def full(directory: Path) -> object:
             lambda d: base_maps._file_numbers({"a": 0}, d),
             "no.* file numbers from 1|not give file numbers",
         ),
-        (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
         (lambda d: open_source(d / "gone"), "there is no such checkpoint directory"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),
@@ -232,56 +227,3 @@ def test_a_side_file_that_is_too_large_to_be_one(
     )
     assert "a file of the model cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_system_calls_that_fail_are_not_taken_for_missing_ones(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        commit.exchange(tmp_path / "a", tmp_path / "b")
-    path = tmp_path / "file"
-    path.touch()
-    descriptor = os.open(path, os.O_RDONLY)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        durable_file.reserve_range(descriptor, 0, 1)
-    os.close(descriptor)
-
-
-def test_a_rank_manifest_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"\.rank_00001"):
-        commit.write_by_rename(tmp_path / "rank_00001", b"")
-
-
-def zip64(content: bytes, *, length: int | None = None, position: int = 0) -> bytes:
-    """An archive of one record, whose sizes and offset are in the extra field for 64-bit numbers."""
-    length = len(content) if length is None else length
-    head = struct.pack("<4s5H3I2H", b"PK\x03\x04", 45, 0, 0, 0, 0, 0, length, length, 3, 0) + b"a/b"
-    start = len(head) + len(content)
-    extra = (
-        struct.pack("<HH", 9, 2) + b"??" + struct.pack("<HHQQQ", 1, 24, length, length, position)
-    )
-    wide = 0xFFFFFFFF
-    entry = struct.pack(
-        "<4s6H3I5H2I",
-        *(b"PK\x01\x02", 45, 45, 0, 0, 0, 0),
-        *(0, wide, wide, 3, len(extra), 0, 0, 0, 0, wide),
-    )
-    directory = entry + b"a/b" + extra
-    end = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1, 1, len(directory), start)
-    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(directory), 1)
-    last = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, wide, wide, 0)
-    return head + content + directory + end + locator + last
-
-
-def test_sizes_and_positions_of_64_bits_are_read_from_the_extra_field() -> None:
-    records = archive_records(zip64(b"content"))
-    assert {name: bytes(data) for name, data in records.items()} == {"b": b"content"}
-    with pytest.raises(Fault, match="not in the archive"):
-        archive_records(zip64(b"content", length=8))
-    assert bytes(archive_records(zip64(b"content", length=6))["b"]) == b"conten"
-    with pytest.raises(Fault, match="does not begin where"):
-        archive_records(zip64(b"content", position=1))

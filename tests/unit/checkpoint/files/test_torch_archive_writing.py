@@ -59,32 +59,7 @@ def test_plain_values_keep_their_types(tmp_path: Path) -> None:
     assert [type(item) for item in loaded["list"]] == [type(item) for item in value["list"]]
 
 
-def test_one_tensor_under_two_names_is_stored_once(tmp_path: Path) -> None:
-    tensor = described("F32", torch.rand(1000))
-    path = written(tmp_path / "x.pt", {"a": tensor, "b": tensor})
-    loaded = torch.load(path, weights_only=True)
-    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
-    assert path.stat().st_size < 6000
-
-
 def test_other_programs_find_the_checksums_of_all_records(tmp_path: Path) -> None:
     path = written(tmp_path / "x.pt", {"x": described("F32", torch.rand(100))})
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-
-
-def test_torch_maps_the_file(tmp_path: Path) -> None:
-    tensor = torch.rand(100)
-    path = written(tmp_path / "x.pt", {"x": described("F32", tensor)})
-    assert torch.equal(torch.load(path, weights_only=True, mmap=True)["x"], tensor)
-
-
-def test_a_tensor_of_another_size_is_an_error(tmp_path: Path) -> None:
-    short = ArchiveTensor("F32", (2,), lambda: [b"1234"])
-    with pytest.raises(ValueError, match="4 bytes, not 8"):
-        written(tmp_path / "x.pt", {"x": short})
-
-
-def test_a_value_that_is_not_plain_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="plain values"):
-        written(tmp_path / "x.pt", {"x": object()})

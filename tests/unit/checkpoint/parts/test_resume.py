@@ -23,18 +23,6 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (path / layout.MANIFEST).read_bytes()
 
 
-def crowd(root: Path, manifest: bytes, number: int) -> None:
-    """Directories of every kind: complete, torn, damaged, of a future version, another program's."""
-    future = manifest.replace(b'"format_version":1', b'"format_version":9', 1)
-    contents = [manifest, manifest, None, manifest[:-5], future, b"{}"]
-    for step in range(1, number + 1):
-        path = root / f"epoch_0_step_{step}"
-        path.mkdir()
-        content = contents[step % len(contents)]
-        if content is not None:
-            (path / layout.MANIFEST).write_bytes(content)
-
-
 def test_restore_from_applies_again_when_the_newest_checkpoint_was_saved_without_it(
     tmp_path: Path,
 ) -> None:
@@ -119,26 +107,6 @@ def test_every_link_and_pointer_file_in_the_directory_protects(tmp_path: Path) -
     (tmp_path / "elsewhere").symlink_to("/tmp")
     (tmp_path / "notes.txt").write_text("epoch_0_step_4 is the good one")
     assert links.protected_names(tmp_path) == {"epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_3"}
-
-
-def test_a_record_that_is_known_is_read_again_only_where_another_checkpoint_has_its_name(
-    tmp_path: Path, manifest: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known: resume.Known = {}
-    crowd(tmp_path, manifest, 3)
-    first = list(resume.records(tmp_path, "val_loss", known))
-    assert [record.step for record in first] == [1]
-    reads: list[Path] = []
-    read = resume.Summary.read
-    monkeypatch.setattr(resume.Summary, "read", lambda path: (reads.append(path), read(path))[1])
-    assert list(resume.records(tmp_path, "val_loss", known)) == first
-    assert tmp_path / "epoch_0_step_1" not in reads
-    os.rename(tmp_path / "epoch_0_step_1", tmp_path / "aside")
-    crowd_again = tmp_path / "epoch_0_step_1"
-    crowd_again.mkdir()
-    assert list(resume.records(tmp_path, "val_loss", known)) == []
-    (crowd_again / layout.MANIFEST).write_bytes(manifest)
-    assert list(resume.records(tmp_path, "val_loss", known)) == first and crowd_again in reads
 
 
 def test_a_checkpoint_to_restore_is_named_by_pointer_name_or_path(tmp_path: Path) -> None:

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from tests.support.models import tiny
-from tests.support.models.shards import cut, write_checkpoint
 
 _MOST = 1000
 
@@ -49,15 +46,3 @@ def test_what_is_written_and_read_in_short_transfers_is_whole(
     other.model.register_buffer("large", torch.zeros(5000))
     assert tiny.load(tmp_path, other) is not None
     tiny.assert_equal_state(made, other)
-
-
-@pytest.mark.usefixtures("short")
-def test_an_export_in_short_transfers_has_the_same_bytes(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(60_000.0).reshape(600, 100), "b": torch.arange(7)}
-    slices = [piece for name in tensors for piece in cut(name, tensors[name], 3)]
-    write_checkpoint(tmp_path / "c", tensors, slices)
-    output = consolidate(tmp_path / "c").output
-    (file,) = output.glob("*.safetensors")
-    found = load_file(file)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

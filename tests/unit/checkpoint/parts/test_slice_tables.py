@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xxhash
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.formats.torch_save import regular_boxes
+from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.sharding import MAX_RANKS, RegularSlices, Sharding
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import (
     ROW,
     SEGMENT,
-    Segment,
-    SliceTable,
-    _rank_offsets,
 )
-from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor
-from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
-from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.tensors.box_reader import require_intact
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
 from tests.unit.checkpoint.parts.test_manifest import resealed
 
@@ -198,49 +188,6 @@ def test_a_manifest_that_does_not_match_its_table_is_an_error(
         read_all(path)
 
 
-def test_a_head_of_an_impossible_size_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(tmp_path, monkeypatch)
-    manifest = path / layout.MANIFEST
-    size = (path / "model/.slices").stat().st_size
-    content = manifest.read_bytes()
-    for old, new in (
-        (b'"head_bytes":48', b'"head_bytes":47'),
-        (b'"model/.slices":{"size":%d' % size, b'"model/.slices":{"size":%d' % (size - 1)),
-    ):
-        assert old in content
-        content = content.replace(old, new, 1)
-    manifest.write_bytes(resealed(content))
-    with pytest.raises(CheckpointUnusable, match="is not the table of its"):
-        Manifest.read(path)
-
-
-@pytest.mark.parametrize(("start", "shape"), [(100, (0,)), (98, (4,))])
-def test_a_manifest_whose_table_overlaps_other_slices_is_not_published(
-    start: int, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = Manifest.read(saved(tmp_path, monkeypatch))
-    stop = start + shape[0]
-    segment = Segment(0, "f", start, stop, np.zeros(1, ROW).tobytes())
-    table = SliceTable.merged({0: [segment]})
-    in_table = table.add(RegularSlices("a", "U8", shape, Sharding(), 0))
-    listed = Slice("b", "U8", (0,), (50,), "f", 100, 50, digest_of(b""))
-    tensors = {"a": in_table, "b": Tensor("b", "U8", (50,), (listed,))}
-    table.store_in("t")
-    changed = replace(
-        manifest,
-        state={},
-        trees={"model": Tree("safetensors", tensors, {}, table=table)},
-        files={"f": FileRecord(150, ""), "t": FileRecord(len(table.content()), "")},
-    )
-    if stop == start:
-        assert rank_manifest.readable_bytes(changed, tmp_path)
-        return
-    with pytest.raises(SaveFailed, match="share bytes of 'f'"):
-        rank_manifest.readable_bytes(changed, tmp_path)
-
-
 def resealed_table(path: Path, change: Callable[[np.ndarray, np.ndarray], None]) -> None:
     """Change the head and the rows of the model's table as an attacker would, with all digests that fit."""
     manifest, table = path / layout.MANIFEST, path / "model/.slices"
@@ -316,96 +263,4 @@ def test_a_deep_verification_lists_the_damage_of_a_table_and_goes_on(
     assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
 
 
-def test_ranks_that_wrote_other_slices_than_planned_fail_the_save_by_the_name_of_the_tree() -> None:
-    segments = {0: [Segment(0, "f", 0, 4, np.zeros(1, ROW).tobytes())]}
-    table = SliceTable.merged(segments, "optimizer")
-    table.add(RegularSlices("a", "U8", (4,), Sharding(), 1))
-    with pytest.raises(SaveFailed, match=r"did not write the slices[\s\S]*optimizer[\s\S]*report"):
-        table.check_counts()
-
-
-def test_a_huge_mesh_takes_no_memory_for_ranks_that_store_nothing() -> None:
-    sharding = Sharding((MAX_RANKS // 4, 4), (4, 1), ((0, (0,)), (1, (1,))))
-    tracemalloc.start()
-    ranks = _rank_offsets(sharding, (3, 2)) + 7
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert ranks.tolist() == [7, 8, 11, 12, 15, 16]
-    assert peak_bytes < 100_000
-
-
 # ---------------------------------------------------------------- formulas
-
-
-def shardings() -> list[tuple[Sharding, tuple[int, ...]]]:
-    """Meshes of up to three dimensions, with tensors that they do and do not divide evenly."""
-    found = []
-    for extent in (1, 2, 5, 8, 13):
-        found += [
-            (Sharding((4,), (2,), ((0, (0,)),)), (extent, 3)),
-            (Sharding((2, 3), (3, 1), ((0, (1, 0)),)), (extent,)),
-            (Sharding((2, 3), (1, 2), ((0, (0,)), (1, (1,)))), (extent, 4)),
-            (Sharding((2, 1, 2), (4, 9, 1), ((0, (2, 1, 0)),)), (extent, 2)),
-        ]
-    return [*found, (Sharding(), (3, 0)), (Sharding(), ())]
-
-
-@pytest.mark.parametrize(("sharding", "shape"), shardings())
-def test_a_formula_divides_a_tensor_completely_and_finds_what_overlaps(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> None:
-    assert sharding.fault() is None
-    slices = RegularSlices("w", "F32", shape, sharding, 3)
-    boxes = [piece.box for piece in slices]
-    assert tiling_fault(boxes, shape) is None and len(boxes) == len(slices)
-    arrays = regular_boxes(sharding, shape)
-    assert arrays.offsets().tolist() == [list(box.offsets) for box in boxes]
-    assert arrays.sizes().tolist() == [list(box.sizes) for box in boxes]
-    ranks = sorted((arrays.ranks + slices.first).tolist())
-    assert [rank for rank in range(40) if slices.of_rank(rank) is not None] == ranks
-    assert len(ranks) == len(boxes)
-    for box in (*boxes, Box((0,) * len(shape), shape)):
-        found = [piece.box for piece in slices.overlapping(box)]
-        touching = [other for other in boxes if _touches(other, box)]
-        assert all(other in found for other in touching)
-
-
-def _touches(one: Box, other: Box) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < c + d and c < a + b for a, b, c, d in pairs)
-
-
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        Sharding((2,), (1,), ()),
-        Sharding((2, 2), (2, 1), ((0, (0,)),)),
-        Sharding((2,), (1,), ((0, (0, 0)),)),
-        Sharding((2, 2), (1, 1), ((0, (0, 1)),)),
-        Sharding((2, 3), (2, 1), ((0, (0, 1)),)),
-        Sharding((2,), (0,), ((0, (0,)),)),
-        Sharding((0,), (1,), ((0, (0,)),)),
-        Sharding((2, 2), (2, 1), ((1, (0,)), (0, (1,)))),
-        Sharding((MAX_RANKS, 2), (2, 1), ((0, (0, 1)),)),
-    ],
-)
-def test_an_impossible_sharding_is_rejected(sharding: Sharding) -> None:
-    assert sharding.fault() is not None
-
-
-def test_a_table_of_a_tree_of_which_tensors_were_selected_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(tmp_path, monkeypatch)
-    manifest = Manifest.read(path)
-    tree = manifest.trees["model"]
-    some = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn != "frozen"}
-    fewer = replace(manifest, trees={"model": replace(tree, tensors=some)}, state={})
-    read = Manifest.parse(fewer.to_bytes(), path / layout.MANIFEST)
-    assert read.format_version == 1 and isinstance(
-        read.trees["model"].tensors["brief"].slices, tuple
-    )
-    assert torch.equal(
-        torch.tensor(read.trees["model"].tensors["brief"].shape), torch.tensor([3, 2])
-    )
-    shutil.rmtree(path)

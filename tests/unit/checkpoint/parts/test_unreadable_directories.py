@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.memory.survey import _holdings
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify_deep
-from automodel_ckpt.checkpoint.sources.opening import _check_no_unlisted_files
+from automodel_ckpt.checkpoint.sources.source import _check_no_unlisted_files
 from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.runs.stored_runs import FIRST, SECOND, write_run

@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.pending import link, pending, unlink
-from automodel_ckpt.checkpoint.store import gone_back, multipart
+from automodel_ckpt.checkpoint.store import gone_back, transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
 from automodel_ckpt.cli.ckpt import main as ckpt
@@ -168,7 +168,7 @@ def test_an_interrupted_upload_continues_where_it_was(
 def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
     s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(transfer, "PART_BYTES", 5 << 20)
     large = tmp_path / "large"
     large.write_bytes(os.urandom(17 << 20))
     store = Store(URL)
@@ -176,16 +176,16 @@ def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
     # HEAD, the creation of the upload, and two parts.
     s3.fault = failing_after(4)
     with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError):
-        multipart.upload_in_parts(store, "large", large, "xxh3", memory, Throttle(), pool)
+        transfer.upload_in_parts(store, "large", large, "xxh3", memory, Throttle(), pool)
     s3.fault = None
     with pytest.raises(FileNotFoundError):
         store.size("large")
     if is_lost:
-        multipart.abort_uploads(Store("s3://bucket"), "runs")
+        transfer.abort_uploads(Store("s3://bucket"), "runs")
     memory = UploadMemory.read(tmp_path / "memory", "digest", URL)
     throttle = Throttle()
     with ThreadPoolExecutor(1) as pool:
-        multipart.upload_in_parts(store, "large", large, "xxh3", memory, throttle, pool)
+        transfer.upload_in_parts(store, "large", large, "xxh3", memory, throttle, pool)
     assert throttle.nbytes == (17 << 20 if is_lost else 7 << 20)
     assert store.read("large") == large.read_bytes()
 
@@ -477,7 +477,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     ("url", "what"),
     [
         ("s4://bucket/run", "not the URL of a store"),
-        ("S3://key:secret-word@bucket/run", r"in lower case[\s\S]*S3://[\s\S]*use s3://bucket"),
+        ("S3://key:secret-word@bucket/run", r"not the URL of a store[\s\S]*s3://bucket/run"),
         ("s3://key:secret-word@bucket/run", "must not contain credentials"),
         ("s3://bucket/run?token=secret-word", "must not contain credentials"),
         ("s3://[secret-word", "must not contain credentials"),

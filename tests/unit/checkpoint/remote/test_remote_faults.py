@@ -17,8 +17,8 @@ from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run.pending import pending
-from automodel_ckpt.checkpoint.store import multipart
 from automodel_ckpt.checkpoint.store import store as store_module
+from automodel_ckpt.checkpoint.store import transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from tests.support.runs.stored_runs import FIRST, SECOND, URL
 from tests.support.servers.fault_proxy import Fault, FaultProxy, ProxyRequest, Rule
@@ -141,7 +141,7 @@ def test_a_lost_connection_and_stale_listings_pass(
 def test_a_slow_store_and_a_lost_upload_in_parts_pass(
     proxy: FaultProxy, tmp_path: Path, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(transfer, "PART_BYTES", 5 << 20)
     large = tmp_path / "large" / "epoch_0_step_10"
     large.mkdir(parents=True)
     (large / "data").write_bytes(bytes(12 << 20))
@@ -151,10 +151,10 @@ def test_a_slow_store_and_a_lost_upload_in_parts_pass(
     proxy.bytes_per_second = 50e6
     send_large(store, large, memory_file, fails=True)
     proxy.rule = None
-    assert multipart.abort_uploads(store, "epoch_0_step_10") == 1
+    assert transfer.abort_uploads(store, "epoch_0_step_10") == 1
     send_large(store, large, memory_file)
     assert store.read("epoch_0_step_10/data") == bytes(12 << 20)
-    assert multipart.abort_uploads(store, "epoch_0_step_10") == 0
+    assert transfer.abort_uploads(store, "epoch_0_step_10") == 0
 
 
 def send_large(store: Store, checkpoint: Path, memory_file: Path, *, fails: bool = False) -> None:
@@ -169,6 +169,6 @@ def send_large(store: Store, checkpoint: Path, memory_file: Path, *, fails: bool
         upload = (store, name, checkpoint / "data", "xxh3", memory, Throttle(), pool)
         if fails:
             with pytest.raises(StoreError):
-                multipart.upload_in_parts(*upload)
+                transfer.upload_in_parts(*upload)
         else:
-            assert multipart.upload_in_parts(*upload)
+            assert transfer.upload_in_parts(*upload)

@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.pending import link, pending
-from automodel_ckpt.checkpoint.store import multipart
+from automodel_ckpt.checkpoint.store import transfer
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
@@ -190,7 +190,7 @@ def test_only_the_unfinished_uploads_of_a_checkpoint_are_aborted(
         return reply
 
     monkeypatch.setattr(store.fs, "call_s3", two_of_each_page)
-    assert multipart.abort_uploads(store, FIRST) == 5
+    assert transfer.abort_uploads(store, FIRST) == 5
     left = listed("list_multipart_uploads", Bucket="bucket")["Uploads"]
     assert {upload["Key"] for upload in left} == set(keys[5:])
 

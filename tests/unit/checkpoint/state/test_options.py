@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
-from automodel_ckpt.checkpoint.saving.settings import export_when
+from automodel_ckpt.checkpoint.saving.save import export_when
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.errors import RecipeError
 from tests.support.models import tiny
