@@ -228,7 +228,7 @@ class Nodes:
 
     def _do(self, save: SaveInProgress, do: str, to: Sequence[Address], **fields: Any) -> None:
         assert self._process is not None
-        document = {"do": do, "to": [list(address) for address in to], **fields}
+        document = {"do": do, "to": to, **fields}
         self._process.do(document, lambda: save.pause(0))
 
     # ---------------------------------------------------------------- end

@@ -314,19 +314,3 @@ def record(**changed: Any) -> lock_file.Holder:
         "file_system_id": file_system_id,
     }
     return lock_file.Holder(**{**fields, **changed})
-
-
-def test_a_token_is_compared_with_the_file_and_says_who_has_it(tmp_path: Path) -> None:
-    path = tmp_path / LOCK_FILE
-    path.write_bytes(record().to_bytes())
-    before = os.listdir("/proc/self/fd")
-    lease.check_token(path, "mine")
-    with pytest.raises(LeaseLost, match=f"process {os.getpid()} on here, running ckpt-train"):
-        lease.check_token(path, "another")
-    path.write_bytes(b"?")
-    with pytest.raises(LeaseLost, match="unknown"):
-        lease.check_token(path, "mine")
-    path.unlink()
-    with pytest.raises(LeaseLost, match="was removed"):
-        lease.check_token(path, "mine")
-    assert os.listdir("/proc/self/fd") == before

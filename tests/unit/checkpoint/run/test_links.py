@@ -325,15 +325,6 @@ def test_abandoned_checkpoints_are_set_aside_by_the_next_save_if_one_fails_to_do
     ]
 
 
-def test_a_start_removes_what_a_killed_export_left_in_a_checkpoint(tmp_path: Path) -> None:
-    root, made = tmp_path / "run", tiny.recipe()
-    tiny.save(root, made, step=20)
-    left = root / NAME / "model" / f".consolidated.staging-{'0' * 32}"
-    left.mkdir()
-    tiny.load(root, made)
-    assert not left.exists()
-
-
 def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_aside(
     tmp_path: Path,
 ) -> None:
