@@ -248,9 +248,7 @@ class Transfers:
                 # They were kept for their upload.
                 run.prune("")
                 if self._nodes is not None:
-                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
-
-                    self._nodes.remove_others(Waiting())
+                    self._nodes.remove_others()
 
     def finish_before_stop(
         self, run: RunDirectory, seconds: float, must_end: Callable[[], bool]

@@ -117,6 +117,7 @@ def note_verifications(run: Path, results: Mapping[str, bool]) -> None:
     notes = {}
     for name, each in current.items():
         with contextlib.suppress(OSError):
-            notes[name] = {**each._asdict(), "stamp": list(stamp(run / name))}
+            current_stamp = list(stamp(run / name))
+            notes[name] = {"time": each.time, "ok": each.ok, "stamp": current_stamp}
     with contextlib.suppress(OSError):
         write_note(run / layout.VERIFIED, notes)

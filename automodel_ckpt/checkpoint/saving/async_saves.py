@@ -181,7 +181,7 @@ class AsyncSaves:
         common = RankManifest(ranks.rank)
         publisher.write_common(save, common)
         if self._nodes is not None:
-            self._nodes.contribute(staging, task)
+            self._nodes.contribute(staging, task.pause)
         # No collective: two threads that use one process group hang or crash. A rank manifest
         # appears complete, by a rename, and is the last thing that the writer of its rank creates.
         for path in rank_manifest_paths(staging, num_ranks):
@@ -200,10 +200,10 @@ class AsyncSaves:
         nbytes: int = task.do(Finalize(str(staging), manifest, common), staging)
         if self._nodes is not None:
             # Before rank 0's node: its own checkpoint is the one that the next save continues.
-            self._nodes.publish(staging, str(save.name), task)
+            self._nodes.publish(staging, str(save.name), task.pause)
         report = publisher.publish(save, nbytes)
         if self._nodes is not None:
-            self._nodes.remove_others(task)
+            self._nodes.remove_others(task.pause)
         save.is_published = True
         is_exported = self._settings.makes_export(save.last)
         # A log must not ask for a command that this run is about to carry out.

@@ -59,9 +59,7 @@ class SyncSaves:
         if nodes is not None:
             with self._raise_on_all_ranks(f"saving {save.name}"):
                 if nodes.is_leader:
-                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
-
-                    nodes.contribute(save.staging.path, Waiting())
+                    nodes.contribute(save.staging.path)
         # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
         if not self._settings.makes_export(save.last):
             return self._publish_on_rank0(save, notifies=True)
@@ -117,11 +115,9 @@ class SyncSaves:
             save.before_publishing()
         nbytes = finalize(staging, manifest, rank_manifests, trees)
         if self._settings.nodes is not None:
-            from automodel_ckpt.checkpoint.memory.nodes import Waiting
-
             # Before rank 0's node: its own checkpoint is the one that the next save continues.
-            self._settings.nodes.publish(staging, str(save.name), Waiting())
+            self._settings.nodes.publish(staging, str(save.name))
         report = self._publisher.publish(save, nbytes)
         if self._settings.nodes is not None:
-            self._settings.nodes.remove_others(Waiting())
+            self._settings.nodes.remove_others()
         return report

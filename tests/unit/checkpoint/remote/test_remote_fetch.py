@@ -48,9 +48,13 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: full)
 
 
-@pytest.mark.parametrize("has_tables", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"model_layout": "hf"}, {"model_save_format": "torch_save"}]
+    ("options", "has_tables"),
+    [
+        ({}, True),
+        ({"model_layout": "hf"}, False),
+        pytest.param({"model_save_format": "torch_save"}, False, marks=pytest.mark.further),
+    ],
 )
 def test_a_disk_without_space_does_not_prevent_loading(
     options: dict[str, Any],
