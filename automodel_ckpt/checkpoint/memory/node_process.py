@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
 from automodel_ckpt.checkpoint.memory.save_files import files_below
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.store.transfer import Throttle
-from automodel_ckpt.errors import os_problem
+from automodel_ckpt.errors import AutomodelError, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -142,6 +142,8 @@ class NodeProcess:
             return process.do(document, check=check, stalled_seconds=stalled_seconds)
         except NodeFailed:
             raise
+        except AutomodelError as error:
+            raise NodeFailed.all_of(error.problems) from error
         except ChildProcessError as error:
             raise self._failure("ended unexpectedly", str(error)) from error
         except TimeoutError as error:

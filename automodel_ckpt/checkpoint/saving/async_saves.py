@@ -136,7 +136,8 @@ class AsyncSaves:
         if self._is_rank0:
             complete = partial(self._complete, save)
         elif self._nodes is not None and self._nodes.is_leader:
-            complete = partial(self._nodes.contribute, save.staging.path)
+            nodes, staging = self._nodes, save.staging.path
+            complete = lambda task: nodes.contribute(staging, task.pause)  # noqa: E731
         self._background.start(
             save.staging.path,
             written,

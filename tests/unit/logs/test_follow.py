@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.monitoring import has_known_options, tracker_options
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.logs import follow
 from automodel_ckpt.logs.follow import Follower
@@ -274,23 +273,6 @@ def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "logdir" in message and "use log_dir" in message
     assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2
     assert "invalid option" in capsys.readouterr().err
-
-
-def test_options_of_an_installed_library_are_those_of_its_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = tmp_path / "trackio"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "raise SystemExit\n\ndef init(project: str, name=None, *, group=None): ...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert tracker_options("trackio") == ("project", "name", "group")
-    assert not has_known_options({"trackio": {"projct": "x"}})
-    assert has_known_options({"trackio": {"project": "x"}, "wandb": None})
-    run = write_run(tmp_path / "run", num_steps=1)
-    assert main(["track", str(run), "--to", "trackio", "--option", "projct=x"]) == 2
-    assert "use project, name, group" in capsys.readouterr().err
 
 
 def test_a_library_that_is_missing_is_named(

@@ -314,3 +314,19 @@ def record(**changed: Any) -> lock_file.Holder:
         "file_system_id": file_system_id,
     }
     return lock_file.Holder(**{**fields, **changed})
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+def test_a_lock_file_that_is_no_regular_file_is_rejected_and_kept(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / LOCK_FILE
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.mkdir()
+    with pytest.raises(RecipeError, match="lock file of this directory is not a regular file"):
+        Lease(tmp_path)
+    assert os.listdir(tmp_path) == [LOCK_FILE]
