@@ -28,7 +28,7 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
 
 def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
     """Return the metric *key* in a checkpoint's losses; None if it is missing or not a finite number."""
-    value = losses.get(key)
+    value: Any = losses.get(key)
     # Not isinstance: True would rank as 1.0. Comparing does not convert an integer of hundreds of digits, and is False
     # for NaN.
     if type(value) in (int, float) and abs(value) <= sys.float_info.max:
