@@ -20,8 +20,9 @@ from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.run import resume, verification_results
+from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.notes import note_verifications
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.save import SaveSettings, json_values
 from automodel_ckpt.checkpoint.state.mismatch import first_lines, other_kind_of_run
@@ -193,7 +194,7 @@ class CheckpointLoader:
                 shown = run.display_path(path)
                 log.warning("Skipping checkpoint %s: %s", shown, rejected.reason())
                 if manifest is not None and path.parent == run.root:
-                    verification_results.remember(run.root, {path.name: False})
+                    note_verifications(run.root, {path.name: False})
         if not skipped:
             return None
         what = "no checkpoint can be used"

@@ -257,9 +257,7 @@ class Transfers:
                 # They were kept for their upload.
                 self._run.prune("")
                 if self._nodes is not None:
-                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
-
-                    self._nodes.remove_others(Waiting())
+                    self._nodes.remove_others()
 
     def finish_before_stop(
         self,

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.run.pending import TO_HUB, link, pending, step_of, unlink
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
-from automodel_ckpt.hub.client import has_token
+from automodel_ckpt.hub.repository import has_token
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -18,11 +18,11 @@ from automodel_ckpt.base.units import counted, measure_text
 from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.run.late_validations import recall
+from automodel_ckpt.checkpoint.run.notes import recall_losses
 from automodel_ckpt.config.help.changes import saved_recipe
 from automodel_ckpt.errors import AutomodelError, printable
-from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.bundle import README, Bundle
+from automodel_ckpt.hub.repository import HubAddress
 from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, Series, read_history
 
 _CLASSES = {
@@ -318,7 +318,7 @@ def _facts_of(bundle: Bundle, base_model: str | None) -> Facts:
         # A later step is of a later checkpoint.
         count = sum(at <= manifest.step for at in each.steps)
         series[name] = Series(each.steps[:count], each.values[:count])
-    found: dict[str, Any] = {**manifest.losses, **recall(checkpoint, manifest.digest)}
+    found: dict[str, Any] = {**manifest.losses, **recall_losses(checkpoint, manifest.digest)}
     for name, each in series.items():
         if each.steps and each.steps[-1] == manifest.step:
             found.setdefault(name, each.values[-1])

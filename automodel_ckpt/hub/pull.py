@@ -14,9 +14,14 @@ from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifes
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError, SaveFailed
-from automodel_ckpt.hub.address import HubAddress
-from automodel_ckpt.hub.client import client, reporting
-from automodel_ckpt.hub.listing import Listed, differs, listed
+from automodel_ckpt.hub.repository import (
+    HubAddress,
+    Listed,
+    client,
+    differs,
+    listed,
+    reporting,
+)
 
 Log = Callable[[str], None]
 _LIBRARY_CACHE = ".cache"

@@ -14,15 +14,20 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.hub.address import MAIN, HubAddress
-from automodel_ckpt.hub.client import (
+from automodel_ckpt.hub.repository import (
+    MAIN,
+    Content,
+    HubAddress,
     HubError,
+    Listed,
     client,
+    differences,
     has_token,
+    listed,
     missing_token,
     reporting,
+    size_of,
 )
-from automodel_ckpt.hub.listing import Content, Listed, differences, listed, size_of
 
 NUM_THREADS = 5
 """Large files that are uploaded at the same time by default."""

@@ -17,12 +17,11 @@ from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_lin
 from automodel_ckpt.checkpoint.run.pending import pending, step_of, unlink
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.background import LINK, LOCK, STATUS
 from automodel_ckpt.hub.bundle import opened
 from automodel_ckpt.hub.card import card_files
-from automodel_ckpt.hub.client import HubError, client, reporting, web_page
 from automodel_ckpt.hub.push import push
+from automodel_ckpt.hub.repository import HubAddress, HubError, client, reporting, web_page
 
 _MIB = 1 << 20
 _ATTEMPTS_AT_END = 3

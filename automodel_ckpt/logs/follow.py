@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import select
 import signal
@@ -25,11 +24,9 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
-from automodel_ckpt.checkpoint.run.notes import read_note
+from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.logs.log_records import records_in
 from automodel_ckpt.logs.trackers import TRACKERS, Tracker
-
-log = logging.getLogger("automodel_ckpt.trackers")
 
 MEMORY = ".trackers.json"
 OUTPUT = ".trackers.log"
@@ -50,10 +47,6 @@ Options = Mapping[str, Mapping[str, Any]]
 def disabled_text(name: str, reason: str) -> str:
     """The message about a tracker that fails during training."""
     return f"tracker {name} is disabled, training continues: {reason}"
-
-
-def _log_disabled(name: str, reason: str) -> None:
-    log.warning(disabled_text(name, reason))
 
 
 @contextlib.contextmanager
@@ -86,7 +79,7 @@ class Follower:
         run: Path,
         trackers: Options,
         after: int | None,
-        warn: Callable[[str, str], None] = _log_disabled,
+        warn: Callable[[str, str], None] = lambda name, reason: None,
         *,
         went_back: bool = False,
         every_steps: int = 1,
@@ -180,12 +173,7 @@ class Follower:
             self._warn(name, reason)
 
     def _write_memory(self) -> None:
-        staged = self.run / (MEMORY + ".tmp")
-        with os.fdopen(open_regular(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump(self._memory, file)
-        # A kill leaves the old or the new file. Without an fsync, a power failure may damage it,
-        # which _read_memory() treats as no memory.
-        staged.replace(self.run / MEMORY)
+        write_note(self.run / MEMORY, self._memory)
 
 
 def _appending(path: Path) -> IO[bytes]:
@@ -240,20 +228,17 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     event = record.get("event")
     if "val_loss" in record or event == "evaluation":
         # val_loss, val_accuracy_NAME and so on.
-        group = "eval" if event == "evaluation" else "val"
-        for field in record:
-            if field.startswith(f"{group}_"):
-                fields[field] = field.replace("_", "/", 1)
+        group = "eval_" if event == "evaluation" else "val_"
+        fields = {field: field.replace("_", "/", 1) for field in record if field.startswith(group)}
     elif event is None:
         fields = {field: f"train/{field}" for field in record if field not in _NOT_VALUES}
     elif event == "save":
         fields = {field: f"save/{field}" for field in _SAVE}
-    values = {}
-    for field, name in fields.items():
-        value = record.get(field)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            values[name] = value
-    return values
+    return {
+        name: record[field]
+        for field, name in fields.items()
+        if type(record.get(field)) in (int, float)
+    }
 
 
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.run import late_validations, resume
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.notes import recall_losses
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 from automodel_ckpt.logs.goodput import Goodput, read_goodput
 from automodel_ckpt.logs.log_records import number_of, read_records
@@ -209,7 +210,7 @@ def _checkpoints(root: Path) -> Iterator[Checkpoint]:
         except CheckpointUnusable:
             continue
         # A published checkpoint never changes: later validations are stored separately.
-        losses = {**summary.losses, **late_validations.recall(root / name, summary.digest)}
+        losses = {**summary.losses, **recall_losses(root / name, summary.digest)}
         pointers = tuple(pointer for pointer, target in targets.items() if target == name)
         train_loss, val_loss = (number_of(losses.get(f"{of}_loss")) for of in ("train", "val"))
         yield Checkpoint(name, summary, train_loss, val_loss, pointers)

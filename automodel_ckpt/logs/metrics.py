@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -11,9 +10,9 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 
@@ -94,42 +93,59 @@ class JsonlLog:
             # line.
             self._unwritten = self._unwritten[count:]
 
-    def truncate_after(self, step: float, *, max_rollbacks: float = math.inf) -> Removed:
+    def truncate_after(self, step: float, *, max_rollbacks: float = math.inf) -> int | None:
         """Remove the records of later steps and repair the rest, by an atomic rewrite.
 
         Of the rollbacks, the first *max_rollbacks* are kept.
         Of two records of one step, the earlier one is removed, and so are damaged lines. Records without a step are
-        unchanged. All three cases are logged, except for a torn last line, which a killed process leaves. Returns what
-        was removed. Raises :class:`SaveFailed` if the file cannot be rewritten.
+        unchanged. All three cases are logged, except for a torn last line, which a killed process leaves. Returns the
+        last of the later steps that were removed. Raises :class:`SaveFailed` if the file cannot be rewritten.
         """
-        with self._os_errors_as_save_failed():
-            return self._truncate_after(step, max_rollbacks)
-
-    @contextlib.contextmanager
-    def _os_errors_as_save_failed(self) -> Iterator[None]:
-        """Raise :class:`SaveFailed` in place of an OSError."""
         try:
-            yield
+            return self._truncate_after(step, max_rollbacks)
         except OSError as error:
             error.filename = error.filename or str(self.path)
             hint = "remove what is stored there or free space, then run the same command"
             problem = os_problem(error, "a log of the run cannot be truncated", hint=hint)
             raise SaveFailed.all_of([problem]) from error
 
-    def _truncate_after(self, step: float, max_rollbacks: float) -> Removed:
+    def _truncate_after(self, step: float, max_rollbacks: float) -> int | None:
         # The rewrite renames a new file into place: an open descriptor would still append to the
         # old one.
         self.close()
         if not os.path.lexists(self.path):
-            return Removed(0, None)
-        content = _Content(_lines(self.path), step, max_rollbacks)
-        if content.num_dropped:
+            return None
+        # By what a line is about: a later line of the same step replaces an earlier one.
+        kept: dict[object, bytes] = {}
+        later: list[int] = []
+        num_lines = num_damaged = num_duplicates = num_without_step = 0
+        for line, record in _lines(self.path):
+            num_lines += 1
+            number = None if record is None else record.get("step", 0)
+            # Not isinstance, which accepts true and false.
+            if record is None or type(number) is not int or number < 0:
+                num_damaged += line.endswith(b"\n")
+            elif number > step:
+                later.append(number)
+            elif record.get("event") != "rollback" or (max_rollbacks := max_rollbacks - 1) >= 0:
+                num_without_step += "step" not in record
+                identity: object = line
+                # A run may be resumed several times from one step: only equal events are the same event.
+                if "step" in record and "event" not in record:
+                    identity = (number, frozenset(record))
+                num_duplicates += kept.pop(identity, None) is not None
+                kept[identity] = line
+        if len(kept) < num_lines:
             self._before_writing()
-            replace_file(self.path, b"".join(content.kept))
-        for count, message in content.reports():
+            replace_file(self.path, b"".join(kept.values()))
+        for count, message in (
+            (num_damaged, "damaged and removed (their steps now have no record)"),
+            (num_duplicates, "removed, because a later line repeats their steps"),
+            (num_without_step, "from another run, kept unchanged"),
+        ):
             if count:
                 log.warning("%s: %s: %s", self.path, counted(count, "line"), message)
-        return Removed(content.num_dropped, content.last_later_step)
+        return max(later, default=None)
 
     def close(self) -> None:
         with self._lock:
@@ -149,72 +165,11 @@ class JsonlLog:
         return self._file
 
 
-class Removed(NamedTuple):
-    """What a log lost when it was truncated: a number of lines, and the last of the later steps among them, if any."""
-
-    num_lines: int
-    last_step: int | None
-
-
-class _Content:
-    """The *lines* of a log, divided into those that a run which continues after *step* keeps and those it removes."""
-
-    def __init__(
-        self,
-        lines: Iterable[tuple[bytes, dict[str, Any] | None]],
-        step: float,
-        max_rollbacks: float,
-    ) -> None:
-        self.kept: list[bytes] = []
-        self.num_dropped = 0
-        self.last_later_step: int | None = None
-        self._num_damaged = self._num_duplicates = self._num_without_step = 0
-        positions: dict[object, int] = {}
-        for line, record in lines:
-            if record is None or not _is_step(record.get("step", 0)):
-                self.num_dropped += 1
-                self._num_damaged += line.endswith(b"\n")
-            elif record.get("step", 0) > step:
-                self.num_dropped += 1
-                self.last_later_step = max(record["step"], self.last_later_step or 0)
-            elif record.get("event") == "rollback" and (max_rollbacks := max_rollbacks - 1) < 0:
-                self.num_dropped += 1
-            else:
-                self._keep(line, record, positions)
-
-    def _keep(self, line: bytes, record: dict[str, Any], positions: dict[object, int]) -> None:
-        """Append a line to :attr:`kept`, and remove an earlier line for the same step.
-
-        *positions* maps the identity of each line to its index in :attr:`kept`.
-        """
-        self._num_without_step += "step" not in record
-        # A run may be resumed several times from one step: only equal events are the same event.
-        identity: object = line
-        if "step" in record and "event" not in record:
-            identity = (record["step"], frozenset(record))
-        earlier = positions.get(identity)
-        if earlier is not None:
-            self.num_dropped += 1
-            self._num_duplicates += 1
-            # Emptied instead of removed, so that the indices in *positions* stay valid.
-            self.kept[earlier] = b""
-        positions[identity] = len(self.kept)
-        self.kept.append(line)
-
-    def reports(self) -> Iterator[tuple[int, str]]:
-        """Yield numbers of lines, and what happened to them."""
-        yield self._num_damaged, "damaged and removed (their steps now have no record)"
-        yield self._num_duplicates, "removed, because a later line repeats their steps"
-        yield self._num_without_step, "from another run, kept unchanged"
-
-
-def _is_step(value: object) -> bool:
-    # Not isinstance, which accepts true and false.
-    return type(value) is int and value >= 0
-
-
 def _line_of(record: dict[str, Any]) -> bytes:
-    finite = {key: _finite(value) for key, value in record.items()}
+    finite = dict(record)
+    for key, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[key] = None
     return json.dumps(finite).encode() + b"\n"
 
 
@@ -230,10 +185,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             record = None
         is_record = isinstance(record, dict) and line.endswith(b"\n")
         yield line, record if is_record else None
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class PeakMemory:

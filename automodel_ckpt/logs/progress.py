@@ -56,10 +56,8 @@ class SavingView:
     amount: str
 
     def __str__(self) -> str:
-        share = min(max(self.share, 0.0), 1.0)
-        filled = round(_BAR_CELLS * share)
-        bar = "#" * filled + "." * (_BAR_CELLS - filled)
-        return f"saving {self.step} [{bar}] {self.amount}"
+        bar = "#" * round(_BAR_CELLS * min(max(self.share, 0.0), 1.0))
+        return f"saving {self.step} [{bar:.<{_BAR_CELLS}}] {self.amount}"
 
 
 class _WriteLock:
@@ -133,20 +131,23 @@ class Progress:
         if not self.enabled:
             return
         with self._lock:
-            self._average(view)
-            self._latest = view
             now = self._clock()
-            if self._is_due(view, now - self._shown_at):
+            self._num_seen += 1
+            if self._num_seen == 1:
+                self._first_at = now
+            # The first step of a process is slow, so the average starts with the second.
+            decay = _SMOOTHING if self._num_seen > 2 else 0.0
+            self._tokens = decay * self._tokens + view.num_tokens
+            self._mfu_seconds = decay * self._mfu_seconds + (view.mfu or 0.0) * view.seconds
+            self._seconds = decay * self._seconds + view.seconds
+            self._latest = view
+            pause = _LIVE_PAUSE_SECONDS if self._live else self.every_seconds
+            is_due = now - self._shown_at >= pause
+            if self.every_steps is not None and not self._live:
+                is_due = view.step % self.every_steps == 0 or view.step == self.total_steps
+            if is_due:
                 self._shown_at = now
                 self._show(self._parts(view))
-
-    def _is_due(self, view: StepView, seconds: float) -> bool:
-        """Whether to show a step, *seconds* after the last line."""
-        if self._live:
-            return seconds >= _LIVE_PAUSE_SECONDS
-        if self.every_steps is not None:
-            return view.step % self.every_steps == 0 or view.step == self.total_steps
-        return seconds >= self.every_seconds
 
     def follow(self, source: Callable[[], SavingView | None]) -> None:
         """Start a thread that shows the progress of saves. *source* returns it, or None if there is no save."""
@@ -170,13 +171,9 @@ class Progress:
             if saving is None or before is None or before.step != saving.step:
                 self._saving_since = now
             if self._live and saving != before:
-                if self._latest is not None:
-                    self._show(self._parts(self._latest))
-                else:
-                    self._show([str(saving or "")])
-                return
-            is_due = now - self._saving_since >= self.every_seconds
-            if saving is not None and not self._live and is_due:
+                view = self._latest
+                self._show([str(saving or "")] if view is None else self._parts(view))
+            elif not self._live and saving and now - self._saving_since >= self.every_seconds:
                 self._saving_since = now
                 self._show([str(saving)])
 
@@ -223,20 +220,7 @@ class Progress:
             self._ticker, self._saving = None, None
         if self._latest is not None and self._live:
             self._show(self._parts(self._latest))
-            self._stream.write("\n")
-            self._stream.flush()
-        self._line = ""
-        self._latest = None
-
-    def _average(self, view: StepView) -> None:
-        self._num_seen += 1
-        if self._num_seen == 1:
-            self._first_at = self._clock()
-        # The first step of a process is slow, so the average starts with the second.
-        decay = _SMOOTHING if self._num_seen > 2 else 0.0
-        self._tokens = decay * self._tokens + view.num_tokens
-        self._mfu_seconds = decay * self._mfu_seconds + (view.mfu or 0.0) * view.seconds
-        self._seconds = decay * self._seconds + view.seconds
+        self.break_off()
 
     def _show(self, parts: list[str]) -> None:
         if self._live:

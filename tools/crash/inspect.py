@@ -11,7 +11,7 @@ from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
-from automodel_ckpt.checkpoint.run.late_validations import recall
+from automodel_ckpt.checkpoint.run.notes import recall_losses
 from automodel_ckpt.errors import CheckpointUnusable
 
 
@@ -97,7 +97,7 @@ def wrong_pointers(root: Path) -> list[str]:
     }
     latest = next(iter(manifests), None)
     losses = {
-        name: {**m.losses, **recall(root / name, m.digest)}["val_loss"]
+        name: {**m.losses, **recall_losses(root / name, m.digest)}["val_loss"]
         for name, m in manifests.items()
     }
     validated = {name: loss for name, loss in losses.items() if loss is not None}

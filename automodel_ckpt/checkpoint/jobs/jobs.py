@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.direct import BLOCK_BYTES
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
+from automodel_ckpt.checkpoint.files.threads import CallingThread, Pool, started_pool
 from automodel_ckpt.checkpoint.jobs.checksums import Checksums, num_threads
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, RankTree
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
@@ -194,7 +194,20 @@ def run_all(
     reusable: ReusableFiles | None = None
     compared: list[tuple[FileJob, list[Future[Tensor | None]]]] = []
     jobs = list(jobs)
-    with _digest_threads(jobs) as threads, _checksum_threads(jobs) as pool:
+    # After an error, threads finish only the calls in progress. None uses memory after the block.
+    with contextlib.ExitStack() as stack:
+        # Digests release the GIL. The calling thread computes them if no other can start.
+        needs_digests = any(job.reusable for job in jobs)
+        pool = started_pool(_NUM_THREADS, "digest") if needs_digests else None
+        threads: Pool | CallingThread = pool or CallingThread()
+        stack.callback(threads.end)
+        checksums = started_pool(num_threads(), "checksum") if any(map(_is_large, jobs)) else None
+        if checksums is not None:
+            stack.callback(checksums.end)
+
+        def write(job: FileJob) -> None:
+            job.run(staging, written, view, checksums if _is_large(job) else None)
+
         for job in jobs:
             if job.reusable and reusable is None:
                 # Not before: most saves have no reusable file, and the manifest need not be read.
@@ -203,44 +216,15 @@ def run_all(
                 digests = [threads.submit(job.digested, chunk, view) for chunk in job.chunks]
                 compared.append((job, digests))
             else:
-                job.run(staging, written, view, pool if _is_large(job) else None)
+                write(job)
         for job, digests in compared:
             assert reusable is not None
             if not job.link(staging, written, view, reusable, digests):
-                job.run(staging, written, view, pool if _is_large(job) else None)
+                write(job)
 
 
 def _is_large(job: FileJob) -> bool:
     return not job.is_shared and job.size >= _THREADS_FROM_BYTES
-
-
-@contextlib.contextmanager
-def _digest_threads(jobs: Iterable[FileJob]) -> Iterator[Executor]:
-    """Threads for digests of reusable files, whose computation releases the GIL; the calling thread if none can start.
-
-    After an error, they finish only the calls in progress. No thread uses memory after the block.
-    """
-    are_needed = any(job.reusable for job in jobs)
-    pool = started_pool(_NUM_THREADS, "digest") if are_needed else None
-    threads = pool or CallingThread()
-    try:
-        yield threads
-    finally:
-        threads.end()
-
-
-@contextlib.contextmanager
-def _checksum_threads(jobs: Iterable[FileJob]) -> Iterator[ThreadPoolExecutor | None]:
-    """Threads for the checksums of large files; None if none of the *jobs* writes one, or no thread can start.
-
-    After an error, they finish only the calls in progress. No thread uses memory after the block.
-    """
-    pool = started_pool(num_threads(), "checksum") if any(map(_is_large, jobs)) else None
-    try:
-        yield pool
-    finally:
-        if pool is not None:
-            pool.end()
 
 
 def _length(data: Data) -> int:

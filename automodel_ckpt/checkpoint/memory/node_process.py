@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
 from automodel_ckpt.checkpoint.memory.save_files import files_below
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.store.transfer import Throttle
-from automodel_ckpt.errors import os_problem
+from automodel_ckpt.errors import AutomodelError, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -44,7 +44,7 @@ _HINT = "check what killed it (the system log reports out-of-memory kills)"
 class Settings:
     """What a process needs to know: the directory, where to listen, and the most bytes that it sends per second.
 
-    *reports_to* are the hosts and ports of the nodes that get the reports on hangs of this one.
+    *reports_to* are the nodes that get the reports on hangs of this one.
     """
 
     root: str
@@ -52,7 +52,7 @@ class Settings:
     port: int
     token: str
     bytes_per_second: float | None
-    reports_to: Sequence[Sequence[Any]] = ()
+    reports_to: Sequence[Address] = ()
 
 
 class NodeProcess:
@@ -97,7 +97,7 @@ class NodeProcess:
                 # Meanwhile: kill() may have found no process.
                 self.kill()
             # At the same port after a failure: the other nodes know it.
-            port = self._ask(process, asdict(self._settings), lambda: None, START_SECONDS)
+            port = self._ask(process, self._settings, lambda: None, START_SECONDS)
             self._settings = replace(self._settings, port=port)
 
     def _watch(self) -> None:
@@ -117,8 +117,8 @@ class NodeProcess:
         Raises OSError, and :class:`NodeFailed`.
         """
         # A process that replaces this one gets them with its settings.
-        self._settings = replace(self._settings, reports_to=[list(target) for target in targets])
-        self.do({"do": "report", "to": self._settings.reports_to}, lambda: None)
+        self._settings = replace(self._settings, reports_to=targets)
+        self.do({"do": "report", "to": targets}, lambda: None)
 
     def do(self, document: dict[str, Any], check: Callable[[], None]) -> None:
         """Run a command. Until it ends, *check* is called repeatedly; it may raise to cancel the command.
@@ -134,7 +134,7 @@ class NodeProcess:
     def _ask(
         self,
         process: CommandProcess,
-        document: dict[str, Any],
+        document: dict[str, Any] | Settings,
         check: Callable[[], None],
         stalled_seconds: float,
     ) -> Any:
@@ -142,6 +142,8 @@ class NodeProcess:
             return process.do(document, check=check, stalled_seconds=stalled_seconds)
         except NodeFailed:
             raise
+        except AutomodelError as error:
+            raise NodeFailed.all_of(error.problems) from error
         except ChildProcessError as error:
             raise self._failure("ended unexpectedly", str(error)) from error
         except TimeoutError as error:
@@ -181,26 +183,26 @@ class NodeProcess:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve, and run the commands of the trainer. The first one has the fields of the :class:`Settings`.
+    """Serve, and run the commands of the trainer. The first one is the :class:`Settings`.
 
     *arguments* are those of :func:`~.python_child.run_commands`, and no secret: everybody can read them.
     """
     descriptor, trainer = arguments
     sender: Sender | None = None
 
-    def run(document: dict[str, Any]) -> int | None:
+    def run(document: Any) -> int | None:
         nonlocal sender
         if sender is None:
-            settings = Settings(**document)
+            settings: Settings = document
             server = NodeServer(
                 Path(settings.root), Address(settings.host, settings.port), settings.token
             )
             threading.Thread(target=server.serve_forever, name="server", daemon=True).start()
             sender = Sender(server, Throttle(settings.bytes_per_second))
             if settings.reports_to:
-                sender.run({"do": "report", "to": settings.reports_to})
+                sender.run("report", settings.reports_to)
             return int(server.server_address[1])
-        sender.run(document)
+        sender.run(**document)
         return None
 
     run_commands(descriptor, trainer, run)
@@ -216,34 +218,27 @@ class Sender:
         self._sent: set[str] = set()
         """The files of this node in the directory *staging* that were sent."""
 
-    def run(self, document: dict[str, Any]) -> None:
-        """Run a command of the trainer. Raises :class:`NodeFailed` and OSError."""
-        do, staging = document["do"], document.get("staging", "")
-        targets = [Address(*target) for target in document.get("to", ())]
-        if do == "copy":
-            self._copy(staging, targets)
-        elif do == "deliver":
-            self._deliver(staging, document["files"], targets)
-        elif do == "publish":
-            # Here and not in the trainer: the manifest of a large run is megabytes of JSON.
-            digest = Summary.read(self._server.root / staging).digest
-            change = {"do": do, "staging": staging, "name": document["name"], "digest": digest}
-            self._change(targets, change)
-        elif do == "report":
-            self._server.hang_reports.start(targets)
-        else:
-            self._change(targets, {"do": "keep", "names": document["names"]})
+    def run(self, do: str, to: Sequence[Address], **fields: Any) -> None:
+        """Run a command of the trainer on the nodes *to*. Raises :class:`NodeFailed` and OSError."""
+        commands: dict[str, Callable[..., None]] = {
+            "copy": self._copy,
+            "deliver": self._deliver,
+            "publish": self._publish,
+            "report": self._server.hang_reports.start,
+            "keep": self._keep,
+        }
+        commands[do](to, **fields)
 
-    def _copy(self, staging: str, targets: Sequence[Address]) -> None:
+    def _copy(self, targets: Sequence[Address], staging: str) -> None:
         """Send the files of this node in *staging* that were not sent yet."""
         if staging != self._staging:
             self._staging, self._sent = staging, set()
         known = self._sent | self._server.received(staging)
         files = [file for file in files_below(self._server.root / staging) if file not in known]
-        self._deliver(staging, files, targets)
+        self._deliver(targets, staging, files)
         self._sent.update(files)
 
-    def _deliver(self, staging: str, files: Sequence[str], targets: Sequence[Address]) -> None:
+    def _deliver(self, targets: Sequence[Address], staging: str, files: Sequence[str]) -> None:
         """Send *files* of the directory *staging*, in this order, to each target."""
 
         def send_all(target: Address) -> None:
@@ -253,7 +248,15 @@ class Sender:
 
         _on_each(targets, send_all)
 
-    def _change(self, targets: Iterable[Address], document: dict[str, Any]) -> None:
+    def _publish(self, targets: Sequence[Address], staging: str, name: str) -> None:
+        # Here and not in the trainer: the manifest of a large run is megabytes of JSON.
+        digest = Summary.read(self._server.root / staging).digest
+        self._change(targets, do="publish", staging=staging, name=name, digest=digest)
+
+    def _keep(self, targets: Sequence[Address], names: Sequence[str]) -> None:
+        self._change(targets, do="keep", names=names)
+
+    def _change(self, targets: Iterable[Address], **document: Any) -> None:
         _on_each(targets, partial(command, token=self._server.token, document=document))
 
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -44,25 +44,12 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
 
 Convert = Callable[[Exception], AutomodelError]
+Pause = Callable[[float], None]
+"""Waits for some seconds, in the thread of a save. Raises when the save was abandoned."""
 
 log = logging.getLogger("automodel_ckpt")
 
 _POLL_SECONDS = 0.02
-
-
-class SaveInProgress(Protocol):
-    """The save in progress of this rank, whose thread calls the methods of :class:`Nodes`."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait. Raises when the save was abandoned."""
-
-
-class Waiting:
-    """A save that cannot be abandoned: the ranks wait for it."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +123,9 @@ class Nodes:
                 # Otherwise, another run would remove the directory. Rank 0's checkpointer holds that of its node.
                 if rank != 0:
                     self._lease = Lease(directory)
-        addresses = agree.gather_objects(group, self._process and self._process.address)
-        self.nodes = [Node(ranks, Address(*addresses[ranks[0]])) for ranks in of_ranks]
+        own = Address(host, 0) if self._process is None else self._process.address
+        addresses = agree.gather_objects(group, own)
+        self.nodes = [Node(ranks, addresses[ranks[0]]) for ranks in of_ranks]
         self.replicas = min(replicas, len(self.nodes) - 1)
 
     @property
@@ -174,7 +162,7 @@ class Nodes:
         for directory in (layout.PARTS, *directories):
             os.makedirs(staging / directory, exist_ok=True)
 
-    def contribute(self, staging: Path, save: SaveInProgress) -> None:
+    def contribute(self, staging: Path, pause: Pause = time.sleep) -> None:
         """Send the files that the ranks of this node have written. Called in the thread of the first rank of a node.
 
         Raises :class:`~.requests.NodeFailed`.
@@ -186,24 +174,24 @@ class Nodes:
         parts = [layout.rank_manifest_file(rank) for rank in node.ranks]
         for part in parts:
             while not (staging / part).exists():
-                save.pause(_POLL_SECONDS)
+                pause(_POLL_SECONDS)
         if self.replicas:
-            self._do(save, "copy", self._copy_targets, staging=staging.name)
+            self._do(pause, "copy", self._copy_targets, staging=staging.name)
         if 0 not in node.ranks:
             # After the copies: they show rank 0 that these exist.
             first = [self.nodes[0].address]
-            self._do(save, "deliver", first, staging=staging.name, files=parts)
+            self._do(pause, "deliver", first, staging=staging.name, files=parts)
 
-    def publish(self, staging: Path, name: str, save: SaveInProgress) -> None:
+    def publish(self, staging: Path, name: str, pause: Pause = time.sleep) -> None:
         """Publish a finalized checkpoint on the other nodes. Called in rank 0's thread."""
         if self.replicas:
-            self._do(save, "copy", self._copy_targets, staging=staging.name)
+            self._do(pause, "copy", self._copy_targets, staging=staging.name)
         if self._shares_manifest:
             files = [layout.MANIFEST]
-            self._do(save, "deliver", self._others, staging=staging.name, files=files)
-        self._do(save, "publish", self._others, staging=staging.name, name=name)
+            self._do(pause, "deliver", self._others, staging=staging.name, files=files)
+        self._do(pause, "publish", self._others, staging=staging.name, name=name)
 
-    def remove_others(self, save: SaveInProgress) -> None:
+    def remove_others(self, pause: Pause = time.sleep) -> None:
         """Have the other nodes remove the checkpoints that rank 0's node does not have, and those that were set aside.
 
         Called by rank 0.
@@ -212,7 +200,7 @@ class Nodes:
         if not names:
             return
         try:
-            self._do(save, "keep", self._others, names=names)
+            self._do(pause, "keep", self._others, names=names)
         except NodeFailed as failure:
             # The save itself is complete. The next one tries again.
             log.warning("earlier checkpoints were not removed from all nodes: %s", failure)
@@ -226,10 +214,10 @@ class Nodes:
                 return True
         return False
 
-    def _do(self, save: SaveInProgress, do: str, to: Sequence[Address], **fields: Any) -> None:
+    def _do(self, pause: Pause, do: str, to: Sequence[Address], **fields: Any) -> None:
         assert self._process is not None
-        document = {"do": do, "to": [list(address) for address in to], **fields}
-        self._process.do(document, lambda: save.pause(0))
+        document = {"do": do, "to": to, **fields}
+        self._process.do(document, lambda: pause(0))
 
     # ---------------------------------------------------------------- end
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
+from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.child_process import serve
 from automodel_ckpt.checkpoint.remote.parts import (
@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.remote.parts import (
 from automodel_ckpt.checkpoint.remote.push import only, send_files
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, Job, StoreLoop
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.notes import stamp
 from automodel_ckpt.checkpoint.store.store import StoreError
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable
@@ -41,10 +42,9 @@ class PartUploader(StoreLoop):
         self._answered: set[str] = set()
         self._stored: set[str] = set()
         """The digests of the checkpoints here that the store has completely."""
-        self._waiting_since: dict[str, float] = {}
-        self._next_look: dict[str, float] = {}
-        """When the store is read again for a checkpoint that it does not have, by digest."""
-        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
+        self._looks: dict[str, tuple[float, float]] = {}
+        """Since when the store is read for a checkpoint that it does not have, and when it is again, by digest."""
+        self._digests: dict[tuple[int, int, int], str] = {}
         self._answering = threading.Lock()
         self._current: tuple[str, str, int] | None = None
         """The checkpoint that is being uploaded, the attempt, and the bytes that were sent before."""
@@ -52,69 +52,47 @@ class PartUploader(StoreLoop):
     @property
     def is_done(self) -> bool:
         """Whether the store has all checkpoints that have files on this node."""
-        found = self._checkpoints()
-        return all(manifest.digest in self._stored for manifest in found.values())
+        return all(digest in self._stored for _, digest in self._checkpoints())
 
-    def _checkpoints(self) -> dict[str, Manifest]:
-        """The manifests of the checkpoints that have files on this node, by name, newest first."""
-        found = {}
+    def _checkpoints(self) -> Iterator[tuple[str, str]]:
+        """Yield the checkpoints that have files on this node, newest first: the name, and the manifest's digest."""
         for name in resume.checkpoint_names(self.root):
             # It may be removed meanwhile.
             with contextlib.suppress(OSError, CheckpointUnusable):
-                found[str(name)] = self._manifest(str(name))
-        return found
-
-    def _manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint here, once. Raises OSError and :class:`CheckpointUnusable`."""
-        path = self.root / name
-        stamp = resume.stamp(path)
-        if name not in self._known or self._known[name][0] != stamp:
-            data = read_safely(path, layout.MANIFEST, limit=MAX_BYTES)
-            # Without the tables, which are on rank 0's node.
-            manifest = Manifest.parse(data, path, lambda file, start, nbytes: b"")
-            self._known[name] = (stamp, manifest)
-        return self._known[name][1]
+                path = self.root / str(name)
+                current = stamp(path)
+                if current not in self._digests:
+                    self._digests[current] = Summary.read(path).digest
+                yield str(name), self._digests[current]
 
     def catch_up(self) -> None:
         """Answer the requests of the coordinator. Raises what an upload raises."""
-        for name, manifest in self._checkpoints().items():
-            if manifest.digest in self._stored or self.stopping.is_set():
+        for name, digest in self._checkpoints():
+            now = time.monotonic()
+            since, next_look = self._looks.get(digest, (now, now))
+            if digest in self._stored or self.stopping.is_set() or now < next_look:
                 continue
-            if not self._is_due(manifest.digest):
-                continue
+            self._looks[digest] = since, now + seconds_to_next_look(now - since)
             request = PartRequest.read(self.store, name)
             if request is None:
-                self._note_if_stored(name, manifest)
-            elif request.start == self.job.token and request.digest == manifest.digest:
-                self._answer(name, manifest, request)
+                self._note_if_stored(name, digest)
+            elif request.start == self.job.token and request.digest == digest:
+                self._answer(name, request)
 
-    def _is_due(self, digest: str) -> bool:
-        """Whether to read the store now for the checkpoint with this *digest*. If so, the next time is set."""
-        now = time.monotonic()
-        if now < self._next_look.get(digest, now):
-            return False
-        waited = now - self._waiting_since.setdefault(digest, now)
-        self._next_look[digest] = now + seconds_to_next_look(waited)
-        return True
-
-    def _note_if_stored(self, name: str, manifest: Manifest) -> None:
+    def _note_if_stored(self, name: str, digest: str) -> None:
         """Without a request, the checkpoint is complete in the store, or its upload has not begun."""
         place = f"{name}/{layout.MANIFEST}"
         here = read_safely(self.root / name, layout.MANIFEST, limit=MAX_BYTES)
-        try:
-            # It takes megabytes.
-            is_stored = self.store.size(place) == len(here) and self.store.read(place) == here
-        except FileNotFoundError:
-            return
-        if is_stored:
-            self._stored.add(manifest.digest)
-            self._memory(name, manifest).forget()
+        # It takes megabytes.
+        with contextlib.suppress(FileNotFoundError):
+            if self.store.size(place) == len(here) and self.store.read(place) == here:
+                self._stored.add(digest)
+                self._memory(name, digest).forget()
 
-    def _memory(self, name: str, manifest: Manifest) -> UploadMemory:
-        path = self.root / f"{LINK}{name}.json"
-        return UploadMemory.read(path, manifest.digest, str(self.store))
+    def _memory(self, name: str, digest: str) -> UploadMemory:
+        return UploadMemory.read(self.root / f"{LINK}{name}.json", digest, str(self.store))
 
-    def _answer(self, name: str, manifest: Manifest, request: PartRequest) -> None:
+    def _answer(self, name: str, request: PartRequest) -> None:
         if request.attempt in self._answered:
             return
         if not self._is_owner:
@@ -126,7 +104,7 @@ class PartUploader(StoreLoop):
         files: Sequence[str] = ()
         failure = ""
         try:
-            files = self._upload(name, manifest, request)
+            files = self._upload(name, request)
         except CheckpointUnusable as error:
             # Repeating cannot help: the files are damaged.
             failure = str(error)
@@ -139,27 +117,30 @@ class PartUploader(StoreLoop):
         answer.write(self.store, name, self.job.node)
         self._answered.add(request.attempt)
         # The wait for the other nodes begins.
-        self._waiting_since.pop(manifest.digest, None)
+        self._looks.pop(request.digest, None)
 
-    def _upload(self, name: str, manifest: Manifest, request: PartRequest) -> list[str]:
+    def _upload(self, name: str, request: PartRequest) -> list[str]:
         """Upload the files that this node has and the coordinator has not; return their names."""
         path = self.root / name
+        data = read_safely(path, layout.MANIFEST, limit=MAX_BYTES)
+        # Without the tables, which are on rank 0's node.
+        manifest = Manifest.parse(data, path, lambda file, start, nbytes: b"")
         here = files_here(manifest, path)
         mine = only(manifest, {file: here[file] for file in here.keys() - set(request.files)})
         problems = verify(path, mine, "digest")
         if problems:
             raise CheckpointUnusable.all_of(problems)
-        memory = self._memory(name, manifest)
+        memory = self._memory(name, request.digest)
         arrived = self.store.sizes(name)
         # An earlier attempt may have been removed from the store.
-        memory.done = {
+        memory.done &= {
             file for file, record in mine.files.items() if arrived.get(file) == record.size
-        } & memory.done
+        }
         send_files(self.run_in_store, path, mine, memory, self.throttle, self.job.num_threads)
         return sorted(mine.files)
 
     def note_progress(self) -> None:
-        """Tell the coordinator the bytes that were sent, so that it waits for the rest."""
+        """Report the bytes that were sent to the coordinator, so that it waits for the rest."""
         with self._answering:
             if self._current is None or self.sent_bytes == self.status.sent_bytes:
                 return

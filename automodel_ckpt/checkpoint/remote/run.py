@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
-from automodel_ckpt.checkpoint.store.transfer import abort_uploads, upload_begun
+from automodel_ckpt.checkpoint.store.transfer import abort_uploads
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
 SUPERSEDED = "SUPERSEDED"
@@ -35,7 +35,8 @@ OWNER = "run.json"
 _NAME_BYTES = 256
 _POINTERS = (layout.LOWEST_VAL, layout.LATEST)
 _MAX_CONFLICTS = 20
-_REMOVING = b"being removed\n"
+REMOVING = b"being removed\n"
+"""The content of :data:`SUPERSEDED` in a checkpoint that is being removed."""
 _NO_VERSION = "1"
 """A version that no object has: ETags are longer, and generations are times in microseconds."""
 
@@ -46,19 +47,6 @@ class RemoteCheckpoint:
 
     name: layout.CheckpointName
     summary: Summary
-
-
-@dataclass(frozen=True, slots=True)
-class IncompleteUpload:
-    """A checkpoint in a store without a manifest: its bytes, and when it was last written.
-
-    This is when its newest object was written, or the unfinished upload of a large file began. *written* is in seconds
-    since 1970; None: unknown.
-    """
-
-    name: str
-    nbytes: int
-    written: float | None
 
 
 class RemoteRun:
@@ -166,9 +154,9 @@ class RemoteRun:
 
     def checkpoint(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
         """Read the summary of a checkpoint; None if it is absent, incomplete, damaged or superseded."""
-        return None if self.is_superseded(str(name)) else self._complete(name)
+        return None if self.is_superseded(str(name)) else self.complete(name)
 
-    def _complete(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
+    def complete(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
         """Read the summary of a checkpoint; None if it is absent, incomplete or damaged."""
         known = self._known.get(str(name))
         if known is not None:
@@ -243,7 +231,7 @@ class RemoteRun:
         raise conflict(self.store, layout.LATEST)
 
     def _targets(self, metric_key: str, mode: policy.Mode) -> dict[str, str | None]:
-        records = [_record(each, metric_key) for each in self.checkpoints()]
+        records = [record_of(each, metric_key) for each in self.checkpoints()]
         best = policy.best(records, mode)
         return {
             layout.LOWEST_VAL: best.name if best else None,
@@ -296,7 +284,7 @@ class RemoteRun:
         manifest = f"{name}/{layout.MANIFEST}"
         versions = self._versions(name)
         self.check_owner()
-        is_marked = self.store.create(f"{name}/{SUPERSEDED}", _REMOVING)
+        is_marked = self.store.create(f"{name}/{SUPERSEDED}", REMOVING)
         if self._is_referenced(name):
             # A pointer was written at the same time.
             if is_marked:
@@ -334,73 +322,6 @@ class RemoteRun:
         if version is not None:
             self.store.delete_version(name, version)
 
-    def removable(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
-        """List the complete checkpoints that *keep* does not keep and no pointer names."""
-        return self._not_kept(self.checkpoints(), keep, metric_key)
-
-    def _not_kept(
-        self, checkpoints: Iterable[RemoteCheckpoint], keep: policy.KeepPolicy, metric_key: str
-    ) -> list[str]:
-        if keep.last is None:
-            return []
-        records = [_record(each, metric_key) for each in checkpoints]
-        protected = [target for target in map(self.pointed, layout.POINTERS) if target is not None]
-        return [record.name for record in keep.removable(records, protected)]
-
-    def superseded(self) -> list[str]:
-        """List the superseded checkpoints, newest first."""
-        return [str(name) for name in self.names() if self.is_superseded(str(name))]
-
-    def incomplete(self) -> list[IncompleteUpload]:
-        """List the checkpoints without a manifest, newest first: uploads that are in progress or were interrupted.
-
-        Superseded ones are not listed, nor those that a pointer names. Where no run of this program has written, there
-        are none.
-        """
-        if not self.was_written():
-            return []
-        pointed = {self.pointed(pointer) for pointer in layout.POINTERS}
-        found = []
-        for name in map(str, self.names()):
-            if name in pointed or name in self._known or self.manifest(name) is not None:
-                continue
-            if not self.is_superseded(name):
-                nbytes = sum(self.store.sizes(name).values())
-                written = self.store.written(name)
-                if written is not None:
-                    # The object of a large file appears when its last part has arrived.
-                    written = max(written, upload_begun(self.store, name))
-                found.append(IncompleteUpload(name, nbytes, written))
-        return found
-
-    def _is_being_removed(self, name: str) -> bool:
-        """Whether the removal of a superseded checkpoint was interrupted."""
-        try:
-            marker = self.store.read(f"{name}/{SUPERSEDED}")
-        except FileNotFoundError:
-            return False
-        return marker == _REMOVING or self.manifest(name) is None
-
-    def prune(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
-        """Remove the checkpoints that *keep* does not keep, and return their names."""
-        complete: list[RemoteCheckpoint] = []
-        leftovers: list[str] = []
-        # In one pass: each request takes longer than a small checkpoint.
-        for each in self.names():
-            if not self.is_superseded(str(each)):
-                found = self._complete(each)
-                complete += [] if found is None else [found]
-            elif self._is_being_removed(str(each)):
-                leftovers.append(str(each))
-        removable = [*self._not_kept(complete, keep, metric_key), *leftovers]
-        removed = []
-        for name in removable:
-            # A pointer may have been set to it meanwhile.
-            with contextlib.suppress(ValueError):
-                self.withdraw(name)
-                removed.append(name)
-        return removed
-
 
 def conflict(store: Store, name: str) -> StoreError:
     """Return the error for an object that another writer changes at the same time."""
@@ -412,7 +333,8 @@ def conflict(store: Store, name: str) -> StoreError:
     )
 
 
-def _record(checkpoint: RemoteCheckpoint, metric_key: str) -> policy.Record:
+def record_of(checkpoint: RemoteCheckpoint, metric_key: str) -> policy.Record:
+    """Return the record of a checkpoint for the keep policy."""
     summary = checkpoint.summary
     metric = policy.metric_of(summary.losses, metric_key) if summary.validated else None
     name = checkpoint.name

@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_lin
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes
 from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
+from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy, resume
 from automodel_ckpt.checkpoint.run.pending import TO_STORE, link, pending, step_of, unlink
@@ -217,7 +218,7 @@ class Uploader(StoreLoop):
             size = f"{nbytes / 1e6:.1f} MB in {time.monotonic() - started:.1f} s"
             print_line(f"uploaded {name} to {self.store}: {size}")
         try:
-            for removed in self.run_in_store.prune(self._keep, self.job.metric_key):
+            for removed in prune(self.run_in_store, self._keep, self.job.metric_key):
                 print_line(f"removed {self.store}/{removed}")
         except StoreError as error:
             # The next upload tries again.

@@ -18,9 +18,10 @@ from automodel_ckpt.checkpoint.export.export_leftovers import clear_checkpoint
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE
-from automodel_ckpt.checkpoint.run import late_validations, links, policy, resume
+from automodel_ckpt.checkpoint.run import links, policy, resume
 from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
 from automodel_ckpt.checkpoint.run.lock_file import HeldByThisProcess
+from automodel_ckpt.checkpoint.run.notes import note_losses, stamp
 from automodel_ckpt.checkpoint.run.writable import check_links, check_outside_checkpoints
 from automodel_ckpt.errors import os_problem
 
@@ -183,7 +184,7 @@ class RunDirectory:
         ):  # without this record, it is read from the manifest later
             metric = policy.metric_of(losses, self._metric_key)
             record = policy.Record(str(name), name.step, name.epoch, metric)
-            self._known[str(name)] = (resume.stamp(path), record)
+            self._known[str(name)] = (stamp(path), record)
         self._point(str(name))
 
     def _point(self, newest: str) -> None:
@@ -230,7 +231,7 @@ class RunDirectory:
         """
         try:
             self.check_lease()
-            late_validations.note(self.root / name, digest, losses)
+            note_losses(self.root / name, digest, losses)
             # The manifest is unchanged, so that the cache would ignore this validation.
             self._known.pop(name, None)
             # The best checkpoint itself may be worse than another one now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,18 +28,12 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
 
 def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
     """Return the metric *key* in a checkpoint's losses; None if it is missing or not a finite number."""
-    value = losses.get(key)
-    # True would rank as 1.0, because bool is a subclass of int.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    # JSON has integers of any size; float() fails for those above 1.8e308.
-    except OverflowError:
-        return None
-    if not math.isfinite(number):
-        return None
-    return number
+    value: Any = losses.get(key)
+    # Not isinstance: True would rank as 1.0. Comparing does not convert an integer of hundreds of digits, and is False
+    # for NaN.
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    return None
 
 
 def is_better(value: float | None, than: float | None, mode: Mode) -> bool:
@@ -52,14 +47,19 @@ def is_better(value: float | None, than: float | None, mode: Mode) -> bool:
     return value > than
 
 
+def ranked(records: Iterable[Record], mode: Mode) -> list[Record]:
+    """Sort the records that have a metric from the best to the worst; of equal ones, the lowest step comes first."""
+    sign = 1 if mode == "min" else -1
+    known = []
+    for record in records:
+        if record.metric is not None and math.isfinite(record.metric):
+            known.append((sign * record.metric, record.step, record.epoch, record))
+    return [record for *_, record in sorted(known, key=lambda entry: entry[:3])]
+
+
 def best(records: Iterable[Record], mode: Mode) -> Record | None:
-    """Return the record with the best metric, and of equal ones that with the lowest step; None without metrics."""
-    found: Record | None = None
-    for record in reversed(newest_first(records)):
-        best_so_far = found.metric if found else None
-        if is_better(record.metric, best_so_far, mode):
-            found = record
-    return found
+    """Return the record with the best metric, and of equal ones the earliest. Returns None without metrics."""
+    return next(iter(ranked(records, mode)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +90,13 @@ class KeepPolicy:
         num_last = max(self.last, 1)
         keep = set(protected)
         keep.update(record.name for record in ordered[:num_last])
-        keep.update(record.name for record in self._best_of(ordered))
+        # As for LOWEST_VAL.
+        keep.update(record.name for record in ranked(ordered, self.mode)[: self.best])
         removed = []
         for record in reversed(ordered):
-            if record.name not in keep and not self._is_milestone(record.step):
+            is_milestone = record.step in self.steps or (
+                self.every_steps is not None and record.step % self.every_steps == 0
+            )
+            if record.name not in keep and not is_milestone:
                 removed.append(record)
         return removed
-
-    def _best_of(self, records: Iterable[Record]) -> list[Record]:
-        """Return at most ``self.best`` records with the best metrics; of equal ones the earlier, as for LOWEST_VAL."""
-        sign = 1 if self.mode == "min" else -1
-        ranked = []
-        for record in records:
-            if record.metric is not None and math.isfinite(record.metric):
-                ranked.append((sign * record.metric, record.step, record))
-        ranked.sort(key=lambda entry: entry[:2])
-        return [record for _, _, record in ranked[: self.best]]
-
-    def _is_milestone(self, step: int) -> bool:
-        if step in self.steps:
-            return True
-        return self.every_steps is not None and step % self.every_steps == 0

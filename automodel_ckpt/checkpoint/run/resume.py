@@ -16,11 +16,12 @@ from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.run import late_validations, policy
+from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run.notes import recall_losses, stamp
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
-"""A cache of records by name, each with the :func:`stamp` that the checkpoint had when it was read."""
+"""A cache of records by name, each with the :func:`.notes.stamp` that the checkpoint had when it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def validated_losses(root: Path) -> Iterator[Mapping[str, Any]]:
         checkpoint = root / str(name)
         with contextlib.suppress(OSError, CheckpointUnusable):
             summary = Summary.read(checkpoint)
-            late = late_validations.recall(checkpoint, summary.digest)
+            late = recall_losses(checkpoint, summary.digest)
             if summary.validated or late:
                 yield {**summary.losses, **late}
 
@@ -148,20 +149,13 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
         summary = Summary.read(root / name)
     except (OSError, CheckpointUnusable):
         return None
-    late = late_validations.recall(root / name, summary.digest)
+    late = recall_losses(root / name, summary.digest)
     metric = None
     if summary.validated or late:
         metric = policy.metric_of({**summary.losses, **late}, metric_key)
     found = policy.Record(name, parsed.step, parsed.epoch, metric)
     known[name] = (current, found)
     return found
-
-
-def stamp(checkpoint: Path) -> tuple[int, int, int]:
-    """Return (inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
-    # The inode counts because a copy can keep time and size.
-    found = os.lstat(checkpoint / layout.MANIFEST)
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,8 @@ class AsyncSaves:
         if self._is_rank0:
             complete = partial(self._complete, save)
         elif self._nodes is not None and self._nodes.is_leader:
-            complete = partial(self._nodes.contribute, save.staging.path)
+            nodes, staging = self._nodes, save.staging.path
+            complete = lambda task: nodes.contribute(staging, task.pause)  # noqa: E731
         self._background.start(
             save.staging.path,
             written,
@@ -173,7 +174,7 @@ class AsyncSaves:
         common = RankManifest(ranks.rank)
         publisher.write_common(save, common)
         if self._nodes is not None:
-            self._nodes.contribute(staging, task)
+            self._nodes.contribute(staging, task.pause)
         # No collective: two threads that use one process group hang or crash. A rank manifest
         # appears complete, by a rename, and is the last thing that the writer of its rank creates.
         for path in rank_manifest_paths(staging, num_ranks):
@@ -190,7 +191,7 @@ class AsyncSaves:
             nbytes: int = task.do(Finalize(str(staging), manifest, common), staging)
             return nbytes
 
-        report = publisher.complete(save, common, merged, finish, task)
+        report = publisher.complete(save, common, merged, finish, task.pause)
         save.is_published = True
         is_exported = self._settings.makes_export(save.last)
         # A log must not ask for a command that this run is about to carry out.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -50,9 +50,6 @@ from automodel_ckpt.checkpoint.saving.save import (
     json_values,
 )
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
-
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.memory.nodes import SaveInProgress
 
 
 class Publisher:
@@ -130,13 +127,13 @@ class Publisher:
         common: RankManifest,
         merged: Callable[[str], Tree],
         finish: Callable[[], int],
-        progress: SaveInProgress | None = None,
+        pause: Callable[[float], None] = time.sleep,
     ) -> SaveReport:
         """Publish *save* after all ranks have written it.
 
         *common* is the rank manifest to which the metadata is added, *merged* as in :meth:`write_metadata`. *finish*
-        finalizes the checkpoint and returns its bytes. *progress* is a save that can be abandoned while other nodes are
-        waited for. Raises OSError where it could not be published.
+        finalizes the checkpoint and returns its bytes. *pause* is called while other nodes are
+        waited for, and may raise. Raises OSError where it could not be published.
         """
         common.files.update(self.write_metadata(save, merged))
         if save.before_publishing is not None:
@@ -145,14 +142,11 @@ class Publisher:
         nbytes = finish()
         nodes = self._settings.nodes
         if nodes is not None:
-            from automodel_ckpt.checkpoint.memory.nodes import Waiting
-
-            progress = progress or Waiting()
             # Before rank 0's node: its own checkpoint is the one that the next save continues.
-            nodes.publish(save.staging.path, str(save.name), progress)
+            nodes.publish(save.staging.path, str(save.name), pause)
         report = self._publish(save, nbytes)
-        if nodes is not None and progress is not None:
-            nodes.remove_others(progress)
+        if nodes is not None:
+            nodes.remove_others(pause)
         return report
 
     def _publish(self, save: Save, nbytes: int) -> SaveReport:
@@ -290,9 +284,7 @@ class SyncSaves:
         if nodes is not None:
             with self._raise_on_all_ranks(f"saving {save.name}"):
                 if nodes.is_leader:
-                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
-
-                    nodes.contribute(save.staging.path, Waiting())
+                    nodes.contribute(save.staging.path)
         # The report of a save with an export is complete only after the export.
         exports = self._settings.makes_export(save.last)
         report = None

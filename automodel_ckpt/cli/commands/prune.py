@@ -23,7 +23,7 @@ from automodel_ckpt.cli.common.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.remote.run import IncompleteUpload
+    from automodel_ckpt.checkpoint.remote.retention import IncompleteUpload
     from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 
 _METRIC = "val_loss"
@@ -109,11 +109,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prune_remote(arguments: argparse.Namespace) -> int:
     """Remove checkpoints in an object store. Those that LATEST and LOWEST_VAL name there are never removed."""
+    from automodel_ckpt.checkpoint.remote import retention
+
     if arguments.drop_optimizer:
         reject_url(arguments.path, "prune --drop-optimizer")
     policy = _policy(arguments)
     run, _ = locate(arguments.path)
-    uploads = run.incomplete()
+    uploads = retention.incomplete(run)
     if not run.names() and not uploads:
         raise CheckpointUnusable(
             "no checkpoints found", where=str(run.store), value="", hint="check the URL"
@@ -122,9 +124,9 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
         summaries = [checkpoint.summary for checkpoint in run.checkpoints()]
         validated = [summary.losses for summary in summaries if summary.validated]
         _check_selection(arguments, {summary.step for summary in summaries}, validated)
-    removable = run.removable(policy, _metric(arguments))
+    removable = retention.removable(run, policy, _metric(arguments))
     if arguments.superseded:
-        removable += run.superseded()
+        removable += retention.superseded(run)
     kept = []
     freed = {}
     for upload in uploads:

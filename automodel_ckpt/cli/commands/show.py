@@ -85,7 +85,7 @@ def _show_remote(arguments: argparse.Namespace) -> int:
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.run.late_validations import recall
+    from automodel_ckpt.checkpoint.run.notes import recall_losses
     from automodel_ckpt.checkpoint.state.display import plain_state
     from automodel_ckpt.config.help.changes import saved_recipe
 
@@ -101,7 +101,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "nbytes": manifest.nbytes,
         "progress": dict(manifest.progress),
         "data_position": plain_state(path, manifest, "dataloader"),
-        "losses": {**manifest.losses, **recall(path, manifest.digest)},
+        "losses": {**manifest.losses, **recall_losses(path, manifest.digest)},
         "config": saved_recipe(path / layout.CONFIG),
         "environment": dict(manifest.environment),
         "lineage": dict(manifest.lineage),

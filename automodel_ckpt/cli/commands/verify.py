@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt verify`` and print every problem. The exit code is 3 if there is one."""
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.verification_results import remember
+    from automodel_ckpt.checkpoint.run.notes import note_verifications
 
     if is_url(arguments.path):
         return _verify_remote(arguments)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if intact:
         # `ckpt ls` shows them.
-        remember(targets[0].parent, intact)
+        note_verifications(targets[0].parent, intact)
     return _report(results, removed, arguments)
 
 

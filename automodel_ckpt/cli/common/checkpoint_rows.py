@@ -17,7 +17,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.files.layout import CheckpointName
     from automodel_ckpt.checkpoint.parts.manifest import Summary
-    from automodel_ckpt.checkpoint.run.verification_results import Note
+    from automodel_ckpt.checkpoint.run.notes import Verification
 
 
 _SUPERSEDED = "superseded: the run was resumed from an earlier step"
@@ -72,10 +72,10 @@ class RunRow:
 def rows_of(run: Path) -> list[Row]:
     """Return a row for each directory of a run that is, or looks like, a checkpoint; oldest first."""
     from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.verification_results import recall
+    from automodel_ckpt.checkpoint.run.notes import recall_verifications
 
     pointers = _pointers(run)
-    notes = recall(run)
+    notes = recall_verifications(run)
     # Pointers and pins are links to checkpoints, which have their own rows; a link with the name of a checkpoint leads
     # to one that was moved to another disk.
     named = {str(name) for name in resume.checkpoint_names(run)}
@@ -125,13 +125,13 @@ def remote_rows(url: str) -> list[Row]:
 
 def single_row(path: Path) -> Row:
     """Return the row of one checkpoint, with the pointers and verification results of its run."""
-    from automodel_ckpt.checkpoint.run.verification_results import recall
+    from automodel_ckpt.checkpoint.run.notes import recall_verifications
 
     checkpoint = whole_checkpoint(path)
     run = checkpoint.parent
     if run_directory(run) != run:
         return row_of(checkpoint, {}, {})
-    return row_of(checkpoint, _pointers(run), recall(run))
+    return row_of(checkpoint, _pointers(run), recall_verifications(run))
 
 
 def run_row(above: Path, run: Path) -> RunRow:
@@ -197,7 +197,9 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
     return sorted(rows, key=_row_order)
 
 
-def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str, Note]) -> Row:
+def row_of(
+    path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str, Verification]
+) -> Row:
     """Return the row of the directory *path*.
 
     *pointers* and *notes* map the names of the run's checkpoints to their pointers and verification results.
@@ -228,10 +230,12 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     return _summary_row(path, summary, pointers_here, notes.get(name))
 
 
-def _summary_row(path: Path, summary: Summary, pointers: tuple[str, ...], note: Note | None) -> Row:
+def _summary_row(
+    path: Path, summary: Summary, pointers: tuple[str, ...], note: Verification | None
+) -> Row:
     """Return the row of a checkpoint whose manifest could be read."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.run.late_validations import recall
+    from automodel_ckpt.checkpoint.run.notes import recall_losses
 
     is_damaged = note is not None and not note.ok
     reasons = {
@@ -242,7 +246,7 @@ def _summary_row(path: Path, summary: Summary, pointers: tuple[str, ...], note: 
     }
     reason = next((text for text, applies in reasons.items() if applies), "")
     # A published checkpoint never changes: later validations are stored beside it.
-    losses = {**summary.losses, **recall(path, summary.digest)}
+    losses = {**summary.losses, **recall_losses(path, summary.digest)}
     return Row(
         path.name,
         complete=not is_damaged,

@@ -48,11 +48,10 @@ repo ? hub:ORG/NAME | repository that the card is for
 
 def run_push(arguments: argparse.Namespace) -> int:
     """Upload the model of a checkpoint or an export to the Hub."""
-    from automodel_ckpt.hub.address import HubAddress, check_revision
     from automodel_ckpt.hub.bundle import opened
     from automodel_ckpt.hub.card import card_files
-    from automodel_ckpt.hub.client import web_page
     from automodel_ckpt.hub.push import push
+    from automodel_ckpt.hub.repository import HubAddress, check_revision, web_page
 
     address = HubAddress.parse(arguments.url, "ckpt push")
     _reject(arguments, ("metric", "max", "max_mb_per_second"), "with hub:ORG/NAME")
@@ -107,8 +106,8 @@ def run_push(arguments: argparse.Namespace) -> int:
 
 def run_pull(arguments: argparse.Namespace) -> int:
     """Download a repository of the Hub into a directory."""
-    from automodel_ckpt.hub.address import HubAddress
     from automodel_ckpt.hub.pull import pull
+    from automodel_ckpt.hub.repository import HubAddress
 
     address = HubAddress.parse(arguments.url, "ckpt pull")
     directory = download_directory(arguments.directory, address.repo)
@@ -126,9 +125,9 @@ def run_pull(arguments: argparse.Namespace) -> int:
 
 def run_card(arguments: argparse.Namespace) -> int:
     """Run ``ckpt card``. Makes no request to the Hub."""
-    from automodel_ckpt.hub.address import HubAddress
     from automodel_ckpt.hub.bundle import README, described
     from automodel_ckpt.hub.card import card_files
+    from automodel_ckpt.hub.repository import HubAddress
 
     _check_base(arguments)
     source = find_checkpoint(Path(arguments.path))
@@ -172,7 +171,7 @@ def _check_own_card(arguments: argparse.Namespace, bundle: Bundle) -> None:
 
 
 def _check_base(arguments: argparse.Namespace) -> None:
-    from automodel_ckpt.hub.address import check_repo
+    from automodel_ckpt.hub.repository import check_repo
 
     if arguments.base_model is not None:
         check_repo(arguments.base_model, "--base-model")

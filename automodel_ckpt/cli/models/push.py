@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
     from automodel_ckpt.checkpoint.store.transfer import Throttle
-    from automodel_ckpt.hub.address import is_hub
+    from automodel_ckpt.hub.repository import is_hub
 
     if is_hub(arguments.url):
         return hub.run_push(arguments)
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_pull(arguments: argparse.Namespace) -> int:
     """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
-    from automodel_ckpt.hub.address import is_hub
+    from automodel_ckpt.hub.repository import is_hub
 
     if not is_hub(arguments.url):
         _check_is_url(arguments.url, "ckpt pull")

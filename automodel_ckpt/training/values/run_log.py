@@ -168,8 +168,8 @@ class RunLog:
         known = math.inf if is_finished or not scheduler.spikes else scheduler.spikes.num_rollbacks
         removed = training.truncate_after(last_kept, max_rollbacks=known)
         validation.truncate_after(last_kept)
-        if removed.last_step is not None:
-            lost = counted(removed.last_step - scheduler.step, "logged step")
+        if removed is not None:
+            lost = counted(removed - scheduler.step, "logged step")
             log.info("%s after step %d will be repeated", lost, scheduler.step)
         if resumed_from is not None and not is_finished:
             event = {"event": "resume", "step": scheduler.step, "timestamp": time.time()}

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import deep_verification
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.retention import incomplete
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store import store
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
@@ -240,7 +241,7 @@ def test_prune_removes_uploads_that_were_interrupted_long_ago(
         run = RemoteRun(Store(url))
         interrupt(run, local / FIRST, memory)
         # Other programs have directories of this name: without a run, nothing is known to be an upload.
-        assert run.incomplete() == []
+        assert incomplete(run) == []
         push_checkpoint(run, local / SECOND, tmp_path / "other")
         run.point("val_loss", "min")
         nbytes = sum(run.store.sizes(FIRST).values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,6 @@ import torch
 from huggingface_hub import ModelCard
 
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems
-from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
-from automodel_ckpt.checkpoint.parts.commit import recover
 from automodel_ckpt.cli.ckpt import main
 from tests.support.servers.hub_server import (
     PART_BYTES,
@@ -407,18 +403,3 @@ def test_local_damage_is_found_before_the_upload(
 def test_a_malformed_address_is_an_error(runs: Path, target: str) -> None:
     code = main(["push", str(runs / "lora"), target])
     assert code == 2
-
-
-def test_options_of_the_hub_are_rejected_for_a_store(runs: Path, tmp_path: Path) -> None:
-    assert main(["push", str(runs / "lora"), f"file://{tmp_path}/store", "--public"]) == 2
-
-
-def test_a_start_of_the_run_keeps_an_export_that_is_uploaded(tmp_path: Path) -> None:
-    name = layout.staging_name(layout.HUB_EXPORT, owner_digits(tmp_path))
-    (tmp_path / name).mkdir()
-    with owned(tmp_path / name):
-        assert recover(tmp_path) == []
-    # As after a kill: no process of this number has the lock.
-    dead = tmp_path / name.replace(f"{os.getpid():06x}", "3fffff")
-    (tmp_path / name).rename(dead)
-    assert recover(tmp_path) == [dead.name]

@@ -178,21 +178,6 @@ def test_going_back_to_an_earlier_checkpoint_makes_steps_of_earlier_starts_lost(
     assert found.total == pytest.approx(clock.now - BEGAN)
 
 
-def test_steps_that_a_start_went_back_from_after_a_spike_are_lost(
-    tmp_path: Path, clock: Clock
-) -> None:
-    run = Run(tmp_path, clock)
-    start = run.start(0)
-    run.steps(start, 7)
-    run.go_back(start, 4)
-    run.steps(start, 6)
-    start.outcome = "done"
-    start.close()
-    found = read_goodput(tmp_path)
-    assert (found.num_steps, found.num_lost_steps) == (6, 3)
-    assert found.seconds["lost_steps"] == pytest.approx(3 * 2)
-
-
 def test_a_running_start_and_one_whose_disk_was_lost_are_counted(
     tmp_path: Path, clock: Clock
 ) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -156,20 +155,6 @@ def test_a_learning_rate_is_never_smoothed_and_lost_losses_are_counted(tmp_path:
     assert "<td>50 steps, first 251</td>" in text
 
 
-def test_only_what_is_drawn_stands_in_the_legend(run: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "other", num_steps=3)
-    page = tmp_path / "report.html"
-    for path, expected in (
-        (run, {"checkpoint", "LOWEST_VAL", "resumed", "validation"}),
-        (other, set()),
-    ):
-        assert main(["plot", str(path), "-o", str(page)]) == 0
-        legend = page.read_text().split('class="legend">')[1].split("</p>")[0]
-        assert {
-            w for w in ("checkpoint", "LOWEST_VAL", "resumed", "validation") if w in legend
-        } == expected
-
-
 def test_a_report_is_an_html_page(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,32 +187,6 @@ def test_a_page_is_utf_8_whatever_the_locale_and_the_name(run: Path, tmp_path: P
     subprocess.run(command, check=True, env=env, cwd=tmp_path, capture_output=True)
     text = (tmp_path / "page.html").read_text("utf-8")
     assert "▲ checkpoint" in text and "odd\\udcff" in text
-
-
-def test_a_report_that_cannot_be_written_is_named_and_the_one_before_stays(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    name = "report.html"
-    place = tmp_path / "place"
-    place.mkdir()
-    (place / name).write_text("before")
-
-    def full(path: Path, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        assert main(["plot", str(run), "-o", str(place / name)]) == 4
-    message = capsys.readouterr().err
-    assert "the report could not be written" in message and str(place / name) in message
-    assert (place / name).read_text() == "before" and len(list(place.iterdir())) == 1
-    # A link stays a link.
-    (place / "link.html").symlink_to(name)
-    assert main(["plot", str(run), "-o", str(place / "link.html")]) == 0
-    assert (place / "link.html").is_symlink() and (place / name).stat().st_size > 1000
 
 
 def test_names_in_a_log_cannot_steer_a_terminal_or_a_page(

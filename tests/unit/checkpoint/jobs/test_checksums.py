@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.direct import block_of
 from automodel_ckpt.checkpoint.jobs import jobs
@@ -149,41 +147,6 @@ def test_the_file_and_its_entries_are_those_of_one_thread(
     job.run(tmp_path, alone, memory)
     assert (tmp_path / "optim/x").read_bytes() == content
     assert alone.to_bytes() == written.to_bytes()
-
-
-@pytest.mark.parametrize("kind", ["memory", "device"])
-def test_after_a_failed_write_no_thread_reads_the_state(
-    kind: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has_failed = threading.Event()
-    calls: list[float] = []
-
-    def compute(_: object) -> None:
-        has_failed.wait(20)
-        time.sleep(0.2)
-        calls.append(time.monotonic())
-
-    def full(*_: object) -> int:
-        has_failed.set()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    slowed(monkeypatch, compute)
-    monkeypatch.setattr(direct.DirectStream, "_past_cache", full)
-    # The first one is written before its checksum is known.
-    sizes = [12 * MIB, *SIZES]
-    memory = block_of(64 * MIB)
-    place = in_memory(memory, 0) if kind == "memory" else (lambda _, data: OnDevice(data))
-    job, _, _ = archives(sizes, place)
-    with pytest.raises(OSError, match="No space left on device") as raised:
-        run_all([job], tmp_path, RankManifest(0), memory)
-    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "optim/x"))
-    ended = time.monotonic()
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("checksum")]
-    time.sleep(0.3)
-    assert all(call <= ended for call in calls)
-    if kind == "memory":
-        # Those that had not begun were left out.
-        assert len(calls) < sum(-(-size // (8 * MIB)) for size in sizes if size >= 2 * MIB)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 64, 1000, 4 * MIB, 4 * MIB + 1])

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.direct import begins_at_a_sector
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, gathered
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 
 
@@ -49,11 +49,6 @@ def test_blocks_have_all_bytes_in_order_and_use_at_most_two_buffers(nbytes: int)
     assert found == flat.numpy().tobytes()
     assert len(sizes) == (2 if nbytes > 100 else 1)
     assert max(sizes) <= 164
-
-
-def test_gathered_bytes_are_those_of_the_tensor() -> None:
-    flat = content(1000)
-    assert bytes(gathered(flat)) == flat.numpy().tobytes()
 
 
 @dataclass(frozen=True)

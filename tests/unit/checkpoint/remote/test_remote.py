@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.remote import background, child_process, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.pending import link, pending, unlink
@@ -78,7 +79,7 @@ def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_pat
     assert (pulled / layout.MANIFEST).read_bytes() == (
         local / SECOND / layout.MANIFEST
     ).read_bytes()
-    assert run.prune(policy.KeepPolicy(last=1), "val_loss") == [FIRST]
+    assert prune(run, policy.KeepPolicy(last=1), "val_loss") == [FIRST]
     assert not any(name.startswith(FIRST) for name in run.store.sizes())
     with pytest.raises(ValueError, match="referenced"):
         run.withdraw(SECOND)
@@ -123,7 +124,7 @@ def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
         for name in (FIRST, SECOND):
             push_checkpoint(run, local / name, tmp_path / f"memory-{name}", num_threads=1)
             run.point("val_loss", "min")
-        run.prune(policy.KeepPolicy(last=1), "val_loss")
+        prune(run, policy.KeepPolicy(last=1), "val_loss")
 
     everything(URL)
     num_requests = len(s3.requests)
@@ -418,10 +419,10 @@ def test_an_interrupted_removal_is_completed(s3: ObjectStore, local: Path, tmp_p
 
     s3.fault = fault
     with pytest.raises(StoreError):
-        run.prune(policy.KeepPolicy(last=1), "val_loss")
+        prune(run, policy.KeepPolicy(last=1), "val_loss")
     s3.fault = None
     assert run.manifest(FIRST) is None and run.store.sizes(FIRST)
-    assert run.prune(policy.KeepPolicy(last=5), "val_loss") == [FIRST]
+    assert prune(run, policy.KeepPolicy(last=5), "val_loss") == [FIRST]
     assert not run.store.sizes(FIRST)
 
 
@@ -519,7 +520,7 @@ def test_other_file_systems_have_the_same_protocol(
         push_checkpoint(run, local / name, tmp_path / "memory")
         run.point("val_loss", "min")
     is_sound(run, local)
-    run.prune(policy.KeepPolicy(last=1), "val_loss")
+    prune(run, policy.KeepPolicy(last=1), "val_loss")
     assert [str(name) for name in run.names()] == [SECOND]
     (tmp_path / "run").mkdir()
     assert pull_checkpoint(run, SECOND, tmp_path / "run").name == SECOND

@@ -70,7 +70,16 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+_QUICK = ("throttled", "reply lost", "reset while receiving")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=name, marks=() if name in _QUICK else pytest.mark.further)
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_faults_of_uploads_and_downloads_pass(
     proxy: FaultProxy,
     local: Path,

@@ -48,9 +48,13 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: full)
 
 
-@pytest.mark.parametrize("has_tables", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"model_layout": "hf"}, {"model_save_format": "torch_save"}]
+    ("options", "has_tables"),
+    [
+        ({}, True),
+        ({"model_layout": "hf"}, False),
+        pytest.param({"model_save_format": "torch_save"}, False, marks=pytest.mark.further),
+    ],
 )
 def test_a_disk_without_space_does_not_prevent_loading(
     options: dict[str, Any],
@@ -199,17 +203,6 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_store_where_its_disk_has_none_as
     (tmp_path / "store").write_text("no directory")
     assert fetcher.fetch_up_to(15) is None
     assert "are not used to go back to step 15" in caplog.text
-
-
-def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    url = f"file://{tmp_path}/store"
-    run = in_store(url, tmp_path)
-    gone_back.note(tmp_path, 10, "token")
-    job = uploader.Job(url, {}, "token", "val_loss", went_back_to=10)
-    uploader.Uploader(tmp_path, job).catch_up()
-    assert run.is_superseded(SECOND)
-    assert gone_back.GoneBack.read(tmp_path) is None
 
 
 def test_a_damaged_directory_of_this_name_does_not_prevent_a_download(tmp_path: Path) -> None:

@@ -316,17 +316,17 @@ def record(**changed: Any) -> lock_file.Holder:
     return lock_file.Holder(**{**fields, **changed})
 
 
-def test_a_token_is_compared_with_the_file_and_says_who_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+def test_a_lock_file_that_is_no_regular_file_is_rejected_and_kept(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / LOCK_FILE
-    path.write_bytes(record().to_bytes())
-    before = os.listdir("/proc/self/fd")
-    lease.check_token(path, "mine")
-    with pytest.raises(LeaseLost, match=f"process {os.getpid()} on here, running ckpt-train"):
-        lease.check_token(path, "another")
-    path.write_bytes(b"?")
-    with pytest.raises(LeaseLost, match="unknown"):
-        lease.check_token(path, "mine")
-    path.unlink()
-    with pytest.raises(LeaseLost, match="was removed"):
-        lease.check_token(path, "mine")
-    assert os.listdir("/proc/self/fd") == before
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.mkdir()
+    with pytest.raises(RecipeError, match="lock file of this directory is not a regular file"):
+        Lease(tmp_path)
+    assert os.listdir(tmp_path) == [LOCK_FILE]

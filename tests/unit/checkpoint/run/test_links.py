@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from pathlib import Path
@@ -290,48 +289,6 @@ def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: P
     run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
     run.release()
     assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
-
-
-def test_abandoned_checkpoints_are_set_aside_by_the_next_save_if_one_fails_to_do_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, made = tmp_path / "run", tiny.recipe()
-    for step in (20, 30, 40):
-        tiny.save(root, made, step=step)
-    run = RunDirectory(root, KeepPolicy(), "val_loss")
-    run.hold()
-    run.went_back_to = 20
-    staging = commit.reserve(run.root, "epoch_0_step_30")
-    commit.finalize(staging, b"{}")
-    real_rename = os.rename
-
-    def fails_for_the_newest(source: Any, target: Any, **options: Any) -> None:
-        if Path(source).name == "epoch_0_step_40":
-            raise OSError(errno.EIO, "disk error", str(source))
-        real_rename(source, target, **options)
-
-    monkeypatch.setattr(os, "rename", fails_for_the_newest)
-    name = layout.CheckpointName(step=30, epoch=0)
-    with pytest.raises(OSError, match="disk error"):
-        run.publish(staging, name, {})
-    monkeypatch.setattr(os, "rename", real_rename)
-    run.publish(staging, name, {})
-    run.release()
-    assert sorted(path.name for path in root.glob("epoch*")) == [
-        "epoch_0_step_20",
-        "epoch_0_step_30",
-        "epoch_0_step_30.superseded-1",
-        "epoch_0_step_40.superseded-1",
-    ]
-
-
-def test_a_start_removes_what_a_killed_export_left_in_a_checkpoint(tmp_path: Path) -> None:
-    root, made = tmp_path / "run", tiny.recipe()
-    tiny.save(root, made, step=20)
-    left = root / NAME / "model" / f".consolidated.staging-{'0' * 32}"
-    left.mkdir()
-    tiny.load(root, made)
-    assert not left.exists()
 
 
 def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_aside(

@@ -142,18 +142,6 @@ def test_a_directory_that_someone_else_created_is_an_error(run: Path, parent: Pa
         open_memory(run, parent)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
-def test_orphans_of_another_user_are_not_touched(tmp_path: Path, run: Path, parent: Path) -> None:
-    orphan = open_memory(run, parent).directory
-    (run / ".memory.json").unlink()
-    os.chown(orphan, 12345, 12345)
-    remove_orphans(parent)
-    assert orphan.is_dir() and not (orphan / ".run.lock").exists()
-    os.chown(orphan, 0, 0)
-    remove_orphans(parent)
-    assert not orphan.exists()
-
-
 def test_the_newest_of_both_is_tried_first_and_of_one_step_the_one_on_disk(
     run: Path, parent: Path
 ) -> None:

@@ -20,8 +20,7 @@ from automodel_ckpt.checkpoint.memory.requests import NodeFailed
 from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
 from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, set_aside
 from automodel_ckpt.checkpoint.memory.survey import _complete
-from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
@@ -92,31 +91,6 @@ def test_parts_that_a_failed_start_has_set_aside_are_copied(memory: Memory) -> N
     with pytest.raises(CheckpointUnusable, match="nodes that did not copy them"):
         memory.copy(1, wait_seconds=0.0)
     memory.copy(0)
-    assert_whole(memory)
-
-
-def test_a_copy_after_a_killed_one_leaves_nothing_of_that(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(_: Path) -> None:
-        raise Killed
-
-    def nothing(*_: Path, **__: Any) -> None:
-        """A killed process removes nothing."""
-
-    monkeypatch.setattr("automodel_ckpt.checkpoint.memory.rescue.fsync_file", kill)
-    monkeypatch.setattr(Path, "unlink", nothing)
-    with pytest.raises(Killed):
-        memory.copy(0)
-    monkeypatch.undo()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(memory.copy, (0, 1)))
-    copy = memory.run / NAME
-    assert unlisted_files(copy, Manifest.read(copy)) == []
-    commit.recover(memory.run)
     assert_whole(memory)
 
 

@@ -26,8 +26,9 @@ from automodel_ckpt.checkpoint.export.export_manifest import export_problems as 
 from automodel_ckpt.checkpoint.files import durable_file, layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
-from automodel_ckpt.checkpoint.run import links, verification_results
+from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
+from automodel_ckpt.checkpoint.run.notes import recall_verifications
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.common.checkpoint_rows import rows_of
@@ -297,7 +298,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
         resumed = tiny.load(tmp_path, tiny.recipe())
     assert resumed is not None and resumed.step == 20
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
-    assert not verification_results.recall(tmp_path)[path.name].ok  # which `ckpt ls` shows
+    assert not recall_verifications(tmp_path)[path.name].ok  # which `ckpt ls` shows
 
 
 def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Path) -> None:

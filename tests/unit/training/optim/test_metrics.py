@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.logs.metrics import JsonlLog, Removed
+from automodel_ckpt.logs.metrics import JsonlLog
 
 
 def steps(path: Path) -> list[int]:
@@ -34,7 +34,7 @@ def test_resuming_drops_later_steps_and_their_events_and_appends(tmp_path: Path)
     log.append({"event": "save", "step": 2})
     log.append({"step": 3})
     log.append({"event": "save", "step": 3})
-    assert log.truncate_after(2) == Removed(num_lines=2, last_step=3)
+    assert log.truncate_after(2) == 3
     log.append({"step": 3})
     log.close()
     assert steps(path) == [1, 2, 2, 3]
@@ -46,7 +46,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
     filled(path, 2).close()
     with open(path, "ab") as file:
         file.write(tail)
-    assert JsonlLog(path).truncate_after(2).num_lines == 1
+    assert JsonlLog(path).truncate_after(2) is None
     assert steps(path) == [1, 2]
 
 
@@ -55,12 +55,12 @@ def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(
     tmp_path: Path, tail: bytes
 ) -> None:
     path = tmp_path / "training.jsonl"
-    assert JsonlLog(path).truncate_after(math.inf).num_lines == 0
+    assert JsonlLog(path).truncate_after(math.inf) is None
     filled(path, 2).close()
     whole, inode = path.read_bytes(), path.stat().st_ino
     with open(path, "ab") as file:
         file.write(tail)
-    assert JsonlLog(path).truncate_after(math.inf).num_lines == bool(tail)
+    assert JsonlLog(path).truncate_after(math.inf) is None
     assert path.read_bytes() == whole and (path.stat().st_ino == inode) is not bool(tail)
 
 
@@ -82,11 +82,11 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
         '{"step": 6, "loss"',
     ]
     path.write_text("\n".join(lines))
-    assert JsonlLog(path).truncate_after(4) == Removed(num_lines=6, last_step=5)
+    assert JsonlLog(path).truncate_after(4) == 5
     assert path.read_text().splitlines() == [lines[0], lines[4], lines[5], lines[6], lines[8]]
     reports = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert [report.partition(":")[0] for report in reports] == ["2 lines", "2 lines", "1 line"]
-    assert JsonlLog(path).truncate_after(4).num_lines == 0
+    assert JsonlLog(path).truncate_after(4) is None
 
 
 def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""A repository of the Hugging Face Hub: its address, its files, and the library's client with its exceptions.
+
+Commands name it ``hub:ORG/NAME@REVISION``. The token is read by the library from its usual places (``HF_TOKEN``,
+``hf auth login``), never from a recipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.base.hub_access import chain_of, explain, is_repo_name, is_revision_name
+from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
+
+PREFIX = "hub:"
+MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """A repository ``ORG/NAME``, and a branch, tag or commit of it; None: not given."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.repo}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def branch(self) -> str:
+        """The revision, by default the main branch."""
+        return self.revision or MAIN
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> HubAddress:
+        """Parse ``hub:ORG/NAME`` or ``hub:ORG/NAME@REVISION``. Raises :class:`RecipeError` for anything else."""
+        repo, at, revision = text.removeprefix(PREFIX).removeprefix("//").partition("@")
+        check_repo(repo, where)
+        if at:
+            check_revision(revision, where)
+        return cls(repo, revision or None)
+
+
+def is_hub(text: str) -> bool:
+    """Whether *text* names a repository of the Hub rather than the URL of a store or a path."""
+    return text.startswith(PREFIX)
+
+
+def check_repo(repo: str, where: str) -> None:
+    """Raise :class:`RecipeError` unless *repo* is ``ORG/NAME``, as the Hub accepts it."""
+    if not is_repo_name(repo):
+        raise RecipeError(
+            "this is not the name of a repository",
+            where=where,
+            value=repo,
+            hint="use ORG/NAME (letters, digits, -, _ and .), such as hub:my-org/my-model",
+        )
+
+
+def check_revision(revision: str, where: str) -> None:
+    """Raise :class:`RecipeError` unless *revision* can be the name of a branch, tag or commit."""
+    if not is_revision_name(revision):
+        raise RecipeError(
+            "this is not the name of a branch, tag or commit",
+            where=where,
+            value=revision,
+            hint="use letters, digits, -, _, . and /",
+        )
+
+
+# ---------------------------------------------------------------- the client
+
+
+class HubError(SaveFailed):
+    """The Hub could not be read or written. With *is_temporary*, another attempt may succeed."""
+
+    is_temporary = False
+
+
+def client() -> Any:
+    """Return the library's client."""
+    from huggingface_hub import HfApi
+
+    return HfApi()
+
+
+def has_token() -> bool:
+    """Whether the library finds a token in its usual places. Makes no request."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def missing_token(where: str) -> HubError:
+    """The error if there is no token."""
+    return HubError(
+        "there is no token of the Hugging Face Hub",
+        where=where,
+        value="",
+        hint="`hf auth login`, or set HF_TOKEN to a token with write access",
+    )
+
+
+def web_page(address: HubAddress) -> str:
+    """The address of a repository for a browser."""
+    from huggingface_hub import constants
+
+    tree = f"/tree/{address.revision}" if address.revision else ""
+    return f"{constants.ENDPOINT}/{address.repo}{tree}"
+
+
+@contextlib.contextmanager
+def reporting(address: HubAddress, doing: str) -> Iterator[None]:
+    """Raise :class:`HubError` for what the library raises in the context. *doing* names what fails: "the upload"."""
+    try:
+        yield
+    except AutomodelError:
+        raise
+    except Exception as error:  # each version of the library has its own exceptions
+        problem = explain(error, address.repo)
+        if problem is None:
+            *_, cause = chain_of(error)
+            text = " ".join(str(cause).split())
+            raise HubError(
+                f"{doing} failed",
+                where=str(address),
+                value=f"{type(cause).__name__}: {text[:300]}",
+                hint="try again: files that were transferred are not transferred again",
+            ) from error
+        found = HubError(
+            f"{doing} failed: {problem.cause or problem.what}",
+            where=str(address),
+            value="",
+            hint=problem.hint if not problem.cause else "check the network, and try again",
+        )
+        found.is_temporary = problem.is_temporary
+        raise found from error
+
+
+# ---------------------------------------------------------------- files
+
+
+Content = Path | bytes
+"""A local file, or what is to be its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file of a repository: the SHA-256 of a large file (LFS, Xet), and git's id of its entry."""
+
+    size: int
+    sha256: str | None
+    git_id: str
+
+
+def listed(api: Any, repo: str, revision: str) -> dict[str, Listed]:
+    """Return the files of a revision by their paths. *api* is the library's client, whose exceptions it raises."""
+    found = {}
+    for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
+        git_id = getattr(entry, "blob_id", None)
+        # Directories have none.
+        if git_id is not None:
+            sha256 = entry.lfs.sha256 if entry.lfs is not None else None
+            found[entry.path] = Listed(entry.size, sha256, git_id)
+    return found
+
+
+def differences(files: Mapping[str, Content], found: Mapping[str, Listed]) -> list[str]:
+    """Describe those of *files* that a repository does not have with the same content."""
+    problems = []
+    for name, content in files.items():
+        remote = found.get(name)
+        if remote is None:
+            problems.append(f"{name} is missing")
+        elif differs(content, remote):
+            problems.append(f"{name} differs")
+    return problems
+
+
+def differs(content: Content, remote: Listed) -> bool:
+    """Whether a local file or content is not that of a file of the repository."""
+    if size_of(content) != remote.size:
+        return True
+    digest, expected = hashlib.sha256(), remote.sha256
+    if expected is None:
+        # SHA-1 is git's name of a content here, not a protection.
+        digest = hashlib.sha1(b"blob %d\0" % remote.size, usedforsecurity=False)
+        expected = remote.git_id
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        return hashlib.file_digest(file, lambda: digest).hexdigest() != expected
+
+
+def size_of(content: Content) -> int:
+    """The size of a local file or content in bytes."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
