@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, cast
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
@@ -98,13 +97,6 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.
         SaveFailed: A checkpoint cannot be written.
     """
-    try:
-        # Before a run directory is created.
-        os.close(open_regular(Path(os.path.realpath(path))))
-    except OSError as error:
-        hint = "check the path and its permissions"
-        problem = os_problem(error, "the archive cannot be read", hint=hint)
-        raise CheckpointUnusable.all_of([problem]) from error
     zstandard = _zstandard()
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
@@ -113,12 +105,14 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
             BinaryIO, decompressor.stream_reader(file, read_across_frames=True, closefd=False)
         )
 
-    # The manifests limit the members and their sizes.
-    faults = (zstandard.ZstdError,)
-    with (
-        held_run(run, f"extracting {path}") as directory,
-        TarReader(path, decompressed, faults, max_members=None) as reader,
-    ):
+    try:
+        # Before a run directory is created. The manifests limit the members and their sizes.
+        reader = TarReader(path, decompressed, (zstandard.ZstdError,), max_members=None)
+    except OSError as error:
+        hint = "check the path and its permissions"
+        problem = os_problem(error, "the archive cannot be read", hint=hint)
+        raise CheckpointUnusable.all_of([problem]) from error
+    with reader, held_run(run, f"extracting {path}") as directory:
         published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
         directory.candidates(None)

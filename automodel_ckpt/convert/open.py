@@ -35,7 +35,6 @@ from automodel_ckpt.checkpoint.sources.source import (
     without_averages,
 )
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.registry import DCP, detect
 from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
@@ -54,6 +53,7 @@ from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 log = logging.getLogger("automodel_ckpt")
 
+_OWN_NAMES = "these are names of the other program: Hugging Face names need the model's config.json beside the weights"
 _HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
 
 
@@ -97,7 +97,7 @@ def open_source(path: Path) -> Source:
     program.
 
     Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model if
-    *path* states which one it is. In a checkpoint of this program, symbolic links are not followed; in other
+    its config.json is in *path*. In a checkpoint of this program, symbolic links are not followed; in other
     directories, only those within the directory or to the Hub's cache. Raises :class:`CheckpointUnusable` if there is
     no model, the format is not supported, or the files contradict each other.
     """
@@ -129,7 +129,7 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
     a module's directory in one, a directory of another program, or a single .safetensors file.
 
     Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model: the
-    one whose config.json is in the directory *config*, or else the one that *path* states. Symbolic links are followed.
+    model with its config.json in the directory *config*, or else in *path*. Symbolic links are followed.
     Raises :class:`CheckpointUnusable` if there are no weights, the format is not supported, or the files contradict
     each other or the config.
     """
@@ -173,8 +173,7 @@ def _open_external(directory: Path, config: Path | None = None) -> Source:
             continue
         known = detect(place)
         if known is not None:
-            source = known.open(place)
-            return _in_hugging_face_names(source, known, place, config)
+            return _in_hugging_face_names(known.open(place), place, config)
         if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
             return DCP.open(place)  # raises an error: .metadata is missing
     try:
@@ -191,13 +190,10 @@ def _open_file(path: Path, config: Path | None = None) -> Source:
     except OSError as error:
         raise _unusable("the file cannot be read", path, error.strerror) from error
     assert known is not None, "the last format recognizes every file"
-    source = known.open(path)
-    return _in_hugging_face_names(source, known, path, config)
+    return _in_hugging_face_names(known.open(path), path, config)
 
 
-def _in_hugging_face_names(
-    source: Source, known: Format, path: Path, config: Path | None
-) -> Source:
+def _in_hugging_face_names(source: Source, path: Path, config: Path | None) -> Source:
     """Return *source* with the names of a Hugging Face model, if it has Megatron's or torchtitan's and the model is
     known."""
     directory = path if path.is_dir() else path.parent
@@ -207,12 +203,11 @@ def _in_hugging_face_names(
         )
     elif has_megatron_names(source.tensors):
         found = required_conversion(config) if config else conversion_in(directory)
-        stated = None if found else known.conversion(path)
-        if stated is not None:
-            return stated.source(source)
     else:
         return source
-    return replace(found.source(source), side_files=config or directory) if found else source
+    if found is None:
+        return replace(source, notes=(*source.notes, _OWN_NAMES))
+    return replace(found.source(source), side_files=config or directory)
 
 
 # ---------------------------------------------------------------- checkpoints of this program

@@ -147,4 +147,5 @@ def test_objects_with_code_beside_the_arguments_are_not_executed(tmp_path: Path)
     source = source_in(tmp_path)
     value = arguments(timers=Hostile()) | {"opt_param_scheduler": Hostile()}
     torch.save(value, source / CHECKPOINT / "common.pt", pickle_module=pickle)
-    assert check_harmless(source.parent, tmp_path / "executed").code == 0
+    options = ["--config", str(FIXTURE / "expected")]
+    assert check_harmless(source.parent, tmp_path / "executed", *options).code == 0

@@ -15,7 +15,7 @@ from .test_torch_files import NAMES, content
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # The checkpoint, and a file of torch.save in it that only --training-state reads. Numbered optimizers also need the
-# model, which imports transformers: test_numbered_optimizer.py has damaged ones.
+# model, which imports transformers: test_training_import.py has damaged ones.
 FILES = (("automodel/run/epoch_0_step_4", "step_scheduler.pt"),)
 # HOSTILE=all (make hostile) runs every file; else every twelfth.
 CHOSEN = NAMES if bombs.EVERY else NAMES[1::12]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -245,54 +244,38 @@ class _StateFile:
         return found
 
 
-@dataclass(frozen=True, slots=True)
 class _Partition:
     """One rank's part of the parameters: a flat tensor for each group.
 
     *facts* are what all ranks have in common: the stage, the number of ranks that share the groups, the number of
     groups, their dtype, and the elements after each parameter that belong to none. *places* has where the file states
-    that parameters are, for each group, as stored.
+    that parameters are, for each group, as stored. Raises :class:`CheckpointUnusable` if the file is damaged.
     """
 
-    path: Path
-    facts: tuple[Any, ...]
-    parts: Vector
-    places: Any
-
-    def stated_places(self, index: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (name, first element, number of elements) of the parameters in group *index*, if they are stated."""
-        groups = self.places if isinstance(self.places, (list, tuple)) else ()
-        group = groups[index] if index < len(groups) else None
-        for name, address in group.items() if isinstance(group, dict) else ():
-            if isinstance(address, Opaque):
-                place = counts([address.get("start"), address.get("numel")])
-                if place is not None:
-                    yield name, place[0], place[1]
-
-
-def _partition(tag: Path, name: str) -> _Partition:
-    """Read the file *name* of a rank's optimizer states. Raises :class:`CheckpointUnusable` if it is damaged."""
-    file = _StateFile(tag, name)
-    with faults_of(file.path, "this rank's part of the parameters cannot be read"):
-        state = file.mapping("optimizer_state_dict")
-        # An optimizer without ZeRO (BF16_Optimizer) states no stage.
-        stage = state.get("zero_stage")
-        if isinstance(stage, Opaque) and stage.kind == _STAGE_ENUM:
-            (stage,) = stage.arguments
-        if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
-            raise Fault(f"the stage of ZeRO is unknown: {stage!r:.100}")
-        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        parts = [file.flat(key, group) for group in state[key]]
-        count = state["partition_count"]
-        numbers = counts(count if isinstance(count, (list, tuple)) else [count])
-        if len({part.dtype for part in parts}) != 1 or not numbers:
-            raise Fault(f"{key} is empty or has several dtypes, or there is no partition_count")
-        if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
-            # Parameters of experts are divided among fewer ranks than the others.
-            raise _divided(file.path, "expert parallelism", f"partition_count {count!r:.100}")
-    paddings = state.get("param_alignment_paddings")
-    facts = (stage, numbers[0], len(parts), parts[0].dtype, paddings)
-    return _Partition(file.path, facts, parts, state.get("param_slice_mappings"))
+    def __init__(self, tag: Path, name: str) -> None:
+        file = _StateFile(tag, name)
+        self.path = file.path
+        with faults_of(file.path, "this rank's part of the parameters cannot be read"):
+            state = file.mapping("optimizer_state_dict")
+            # An optimizer without ZeRO (BF16_Optimizer) states no stage.
+            stage = state.get("zero_stage")
+            if isinstance(stage, Opaque) and stage.kind == _STAGE_ENUM:
+                (stage,) = stage.arguments
+            if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
+                raise Fault(f"the stage of ZeRO is unknown: {stage!r:.100}")
+            key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+            self.parts = [file.flat(key, group) for group in state[key]]
+            count = state["partition_count"]
+            numbers = counts(count if isinstance(count, (list, tuple)) else [count])
+            dtypes = {part.dtype for part in self.parts}
+            if len(dtypes) != 1 or not numbers:
+                raise Fault(f"{key} is empty or has several dtypes, or no partition_count")
+            if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
+                # Parameters of experts are divided among fewer ranks than the others.
+                raise _divided(self.path, "expert parallelism", f"partition_count {count!r:.100}")
+        paddings = state.get("param_alignment_paddings")
+        self.facts: tuple[Any, ...] = (stage, numbers[0], len(self.parts), dtypes, paddings)
+        self.places = state.get("param_slice_mappings")
 
 
 # ---------------------------------------------------------------- the model
@@ -389,7 +372,7 @@ class _Model:
     def _add_partitions(self, groups: Sequence[Shapes]) -> None:
         """Add the parameters of *groups*, whose values are in the ranks' files of optimizer states."""
         files = sorted(self._optimizer_files.items())
-        ranks = [_partition(self._tag, name) for _, name in files]
+        ranks = [_Partition(self._tag, name) for _, name in files]
         first = ranks[0]
         stage, num_ranks, num_groups, _, stated_paddings = first.facts
         for rank in ranks:
@@ -430,31 +413,28 @@ class _Model:
         vectors: Sequence[Vector],
         paddings: Sequence[int],
     ) -> None:
-        """Add parameters that follow one another in *vectors*, each with a *padding* after it."""
+        """Add parameters that follow one another in *vectors*, each with a *padding* after it.
+
+        Each parameter is divided evenly among the vectors. The end of the last parts is padding.
+        """
         position = 0
+        dtype = vectors[0][0].dtype
         for (fqn, shape), padding in zip(shapes, paddings, strict=True):
-            self._add(fqn, shape, vectors, position)
-            position += -(-math.prod(shape) // len(vectors)) + padding
+            num_elements = math.prod(shape)
+            share = -(-num_elements // len(vectors))
+            slices: list[Slice] = []
+            for rank, vector in enumerate(vectors):
+                first = min(rank * share, num_elements)
+                elements = range(first, min(first + share, num_elements))
+                slices.extend(_slices(vector, fqn, shape, elements, position))
+            self._add_tensor(tiled(fqn, dtype, shape, slices, self._tag))
+            position += share + padding
         # One vector is padded to twice the number of ranks, and that padding is stored only in part.
-        unit = 2 * len(self._optimizer_files) if len(vectors) == 1 else 1
-        longest = max(map(_length, vectors))
+        unit = max(1, 2 * len(self._optimizer_files) if len(vectors) == 1 else 1)
+        longest = max(sum(part.shape[0] for part in vector) for vector in vectors)
         if longest >= position + unit:
             what = "the ranks' parts do not have the size of the parameters"
             raise unusable(what, self._tag, f"{longest} elements, not {position}")
-
-    def _add(self, fqn: str, shape: Shape, vectors: Sequence[Vector], position: int) -> None:
-        """Add a parameter that is divided evenly among *vectors*, in each from *position* on.
-
-        The end of the last parts is padding.
-        """
-        num_elements = math.prod(shape)
-        share = -(-num_elements // len(vectors))
-        slices: list[Slice] = []
-        for rank, vector in enumerate(vectors):
-            first = min(rank * share, num_elements)
-            elements = range(first, min(first + share, num_elements))
-            slices.extend(_slices(vector, fqn, shape, elements, position))
-        self._add_tensor(tiled(fqn, vectors[0][0].dtype, shape, slices, self._tag))
 
     def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[_StateFile, Any]]) -> None:
         """Add a parameter of which each file has a flat part, or one file a tensor of its shape."""
@@ -467,7 +447,7 @@ class _Model:
         if any((each.dtype, each.shape) != (flat[0].dtype, (share,)) for each in flat):
             what = f"the parts of the parameter {fqn!r} do not have its size, or several dtypes"
             raise unusable(what, file.path, f"{len(flat)} parts of {list(shape)}")
-        self._add(fqn, shape, [[each] for each in flat], 0)
+        self._add_group([(fqn, shape)], [[each] for each in flat], [0])
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.fqn in self._tensors:
@@ -533,10 +513,6 @@ class _Model:
                 raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
 
 
-def _length(vector: Vector) -> int:
-    return sum(part.shape[0] for part in vector)
-
-
 def _slices(
     vector: Vector, fqn: str, shape: Shape, elements: range, position: int
 ) -> Iterator[Slice]:
@@ -570,10 +546,17 @@ def _check_places(ranks: Sequence[_Partition], index: int) -> None:
     ends: dict[str, int] = {}
     rank_begin = 0
     for rank in ranks:
-        for fqn, start, num_elements in rank.stated_places(index):
-            begin = rank_begin + start
+        groups = rank.places if isinstance(rank.places, (list, tuple)) else ()
+        group = groups[index] if index < len(groups) else None
+        for fqn, address in group.items() if isinstance(group, dict) else ():
+            place = None
+            if isinstance(address, Opaque):
+                place = counts([address.get("start"), address.get("numel")])
+            if place is None:
+                continue
+            begin = rank_begin + place[0]
             if ends.setdefault(fqn, begin) != begin:
                 what = f"the part of {fqn!r:.200} does not continue the part of the rank before"
                 raise unusable(what, rank.path, f"element {begin}, not {ends[fqn]}")
-            ends[fqn] = begin + num_elements
+            ends[fqn] = begin + place[1]
         rank_begin += rank.parts[index].shape[0]

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.type_aliases import Shape, TensorMap, Values
 
 
@@ -148,14 +147,6 @@ class Format(ABC):
         Symbolic links are followed where a user may keep files elsewhere, such as the Hub's cache.
         Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
         """
-
-    def conversion(self, path: Path) -> Conversion | None:
-        """Return how the tensors of :meth:`open` become those of a Hugging Face model, if they have Megatron's names.
-
-        None if *path* does not state the type and the dimensions of the model. A ``config.json`` in *path*, or one that
-        the user names, takes precedence. Raises :class:`CheckpointUnusable` if the files are damaged.
-        """
-        return None
 
     def parts(self, path: Path) -> frozenset[str]:
         """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed beside *path*.

@@ -265,10 +265,11 @@ def _without_ties(tree: Tree, config: bytes | None) -> Tree:
         tensor = tree.tensors[fqn]
         return tensor.dtype, tensor.shape, tensor.slices[0].digest
 
-    names = [fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight")]
-    embeddings = {content(fqn): fqn for fqn in reversed(names)}
-    heads = [fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")]
-    tied = {fqn: embeddings[content(fqn)] for fqn in heads if content(fqn) in embeddings}
+    tied: dict[str, str] = {}
+    for head in [fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")]:
+        for fqn in tree.tensors:
+            if fqn.endswith("embed_tokens.weight") and content(fqn) == content(head):
+                tied.setdefault(head, fqn)
     tensors = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn not in tied}
     copies = {fqn: tree.tensors[fqn] for fqn in tied}
     return replace(tree, tensors=tensors, tied=tied, copies=copies)

@@ -184,12 +184,9 @@ def _opened(sources: Sequence[Path]) -> list[Weights]:
     for source in sources:
         weights_in = open_weights(source)
         if MODEL not in weights_in.modules:
-            modules, hint = (
-                ", ".join(weights_in.modules),
-                "name the directory of one of its modules",
-            )
             what = "this checkpoint has no module named 'model'"
-            raise unusable(what, weights_in.path, modules, hint)
+            hint = "name the directory of one of its modules"
+            raise unusable(what, weights_in.path, ", ".join(weights_in.modules), hint)
         opened.append(weights_in)
         first, other = opened[0].modules[MODEL], weights_in.modules[MODEL]
         _check_consistent(first, other, opened[0].path, source)

@@ -1,4 +1,4 @@
-"""The dimensions of a transformer that conversions need, from a Hugging Face config or Megatron's arguments."""
+"""The dimensions of a transformer that conversions need, and what the arguments of Megatron-LM state of a config."""
 
 from __future__ import annotations
 
@@ -63,30 +63,11 @@ def dimensions_of_config(config: Values, where: str) -> Dimensions:
     )
 
 
-def dimensions_of_arguments(arguments: Values, where: str) -> Dimensions:
-    """Return the dimensions in the command-line arguments of Megatron-LM, which the file *where* contains.
-
-    Source of the names: megatron/training/arguments.py of Megatron-LM. Its ``padded_vocab_size`` includes padding, so
-    that the vocabulary's own size is unknown unless ``vocab_size`` is set. Raises :class:`CheckpointUnusable` if a
-    dimension is missing or is not a positive integer.
-    """
-    groups = "num_query_groups" if arguments.get("group_query_attention") else "num_attention_heads"
-    keys = {
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": groups,
-        "head_dim": "kv_channels",
-        "hidden_size": "hidden_size",
-        "vocab_size": "vocab_size",
-        "num_experts": "num_experts",
-    }
-    return dimensions_of_config({key: arguments.get(keys[key]) for key in keys}, where)
-
-
 def config_of_arguments(arguments: Values) -> ValueDict:
     """Return what arguments of Megatron-LM state of the keys of ``config.json`` that the shapes do not show.
 
-    The same sources as for :func:`dimensions_of_arguments`. A value that is not set, or is not usable, is left out.
+    Source of the names: megatron/training/arguments.py of Megatron-LM. A value that is not set, or is not usable, is
+    left out.
     """
     found: ValueDict = {}
     for key, argument in _COUNTS.items():

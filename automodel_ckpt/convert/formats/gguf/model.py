@@ -89,35 +89,35 @@ class GgufModel:
 
     def tensors(self) -> list[GgufTensor]:
         """Return all tensors. An output layer that is tied to the embedding is not one of them."""
-        found = []
-        for fqn, name in TOP.items():
-            if name != _OUTPUT or not self.is_tied:
-                found.append(self._tensor(fqn, name, name))
-        for number in range(self.num_layers):
-            for fqn, name in self.architecture.layer.items():
-                found.append(
-                    self._tensor(f"model.layers.{number}.{fqn}", f"blk.{number}.{name}", name)
-                )
-        return found
-
-    def _tensor(self, fqn: str, name: str, kind: str) -> GgufTensor:
-        numbers = self.numbers
+        architecture, numbers = self.architecture, self.numbers
+        num_heads, num_groups = (
+            int(numbers["num_attention_heads"]),
+            int(numbers["num_key_value_heads"]),
+        )
         sizes = {
             "vocabulary": self.vocab_size,
             "hidden": int(numbers["hidden_size"]),
             "inner": int(numbers["intermediate_size"]),
             "head": self.head_dim,
-            "queries": int(numbers["num_attention_heads"]) * self.head_dim,
-            "keys": int(numbers["num_key_value_heads"]) * self.head_dim,
+            "queries": num_heads * self.head_dim,
+            "keys": num_groups * self.head_dim,
         }
-        shape = tuple(sizes[word] for word in SHAPES[kind])
-        heads = None
-        if self.architecture.is_interleaved and kind == "attn_q.weight":
-            heads = int(self.numbers["num_attention_heads"])
-        elif self.architecture.is_interleaved and kind == "attn_k.weight":
-            heads = int(self.numbers["num_key_value_heads"])
-        offset = self.architecture.norm_offset if kind.endswith("norm.weight") else 0
-        return GgufTensor(fqn, name, shape, heads, offset)
+        heads = {}
+        if architecture.is_interleaved:
+            heads = {"attn_q.weight": num_heads, "attn_k.weight": num_groups}
+        names = []
+        for fqn, kind in TOP.items():
+            if kind != _OUTPUT or not self.is_tied:
+                names.append((fqn, kind, kind))
+        for number in range(self.num_layers):
+            for fqn, kind in architecture.layer.items():
+                names.append((f"model.layers.{number}.{fqn}", f"blk.{number}.{kind}", kind))
+        found = []
+        for fqn, name, kind in names:
+            shape = tuple(sizes[word] for word in SHAPES[kind])
+            offset = architecture.norm_offset if kind.endswith("norm.weight") else 0
+            found.append(GgufTensor(fqn, name, shape, heads.get(kind), offset))
+        return found
 
     def config(self) -> ValueDict:
         """Return config.json of the model, for transformers."""

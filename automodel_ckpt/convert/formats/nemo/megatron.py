@@ -35,10 +35,8 @@ from automodel_ckpt.convert.formats.torch.dcp_directory import (
 )
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
-from automodel_ckpt.convert.names.conversion import Conversion
-from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
+from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
-from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.type_aliases import TensorDict, Values
 
 _MAX_LATEST_BYTES = 64
@@ -82,11 +80,6 @@ class MegatronCore(Format):
             omitted=omitted,
             stated_config=config_of_arguments(_arguments(common)),
         )
-
-    def conversion(self, path: Path) -> Conversion | None:
-        """Return the conversion that the arguments of Megatron-LM in ``common.pt`` imply."""
-        path = self.place(path)
-        return conversion_of_arguments(_arguments(read_common(path)), str(path / _COMMON))
 
     def stored_tensors(self, path: Path) -> StoredTensors:
         path = self.place(path)
@@ -236,21 +229,3 @@ def _omitted(others: Collection[str]) -> Iterator[str]:
         yield f"the state of the optimizer and of the ranks ({number})"
     if num_extra:
         yield f"{counted(num_extra, '_extra_state object')} of Transformer Engine"
-
-
-def conversion_of_arguments(arguments: Values, where: str) -> Conversion | None:
-    """Return the conversion that *arguments* of Megatron-LM imply; None if they do not describe a known model."""
-    if not arguments.get("swiglu") or arguments.get("normalization") != "RMSNorm":
-        return None
-    # These have tensors that the models below lack.
-    if arguments.get("add_bias_linear") or arguments.get("multi_latent_attention"):
-        return None
-    model_type = "llama"
-    if arguments.get("qk_layernorm"):
-        model_type = "qwen3_moe" if arguments.get("num_experts") else "qwen3"
-    elif arguments.get("num_experts"):
-        model_type = "mixtral"
-    elif arguments.get("add_qkv_bias"):
-        model_type = "qwen2"
-    dimensions = dimensions_of_arguments(arguments, where)
-    return Conversion(converter_of(model_type, where), dimensions, where)

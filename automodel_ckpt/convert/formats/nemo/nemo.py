@@ -20,7 +20,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import names_in, reports
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore, conversion_of_arguments
+from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
     has_member,
@@ -28,7 +28,6 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_in
 from automodel_ckpt.convert.formats.torch.torch_files import read_model
-from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
@@ -40,16 +39,7 @@ ARTIFACT_PREFIX = "nemo:"
 MAX_CONFIG_BYTES = 1 << 20
 # Source: nemo.utils.model_utils.inject_model_parallel_rank, NeMo 3.0.
 _RANK = re.compile(r"(mp_rank_[0-9]{2,4}|tp_rank_[0-9]{2,4}_pp_rank_[0-9]{3,4})/", re.ASCII)
-_GATED_SILU = re.compile(r"(fast-)?swiglu", re.ASCII)
-_NUMBERS = (
-    "num_layers",
-    "num_attention_heads",
-    "num_query_groups",
-    "hidden_size",
-    "kv_channels",
-    "vocab_size",
-    "moe_router_topk",
-)
+_NUMBERS = ("num_attention_heads", "num_query_groups", "kv_channels", "moe_router_topk")
 
 
 class NemoDirectory(Format):
@@ -66,7 +56,7 @@ class NemoDirectory(Format):
         config = read_config(packed)
         if (path / DISTRIBUTED_WEIGHTS).is_dir():
             source = MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
-            return replace(source, stated_config=config_of_arguments(_arguments(config)))
+            return replace(source, stated_config=_stated_config(config))
         if any(name.startswith(f"{DISTRIBUTED_WEIGHTS}/") for name in packed.files):
             raise unusable(
                 "a distributed checkpoint in a .nemo file is read after it was unpacked",
@@ -75,14 +65,6 @@ class NemoDirectory(Format):
                 f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
             )
         return _source(packed, config, path if path.is_dir() else path.parent)
-
-    def conversion(self, path: Path) -> Conversion | None:
-        """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
-        arguments = _arguments(read_config(packed_files(path)))
-        conversion = conversion_of_arguments(arguments, str(path / CONFIG))
-        if conversion is None and (path / DISTRIBUTED_WEIGHTS).is_dir():
-            return MegatronCore().conversion(path / DISTRIBUTED_WEIGHTS)
-        return conversion
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset(name for name in names_in(path) if _is_weights(path, name))
@@ -135,26 +117,17 @@ def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:
             yield path, text.removeprefix(ARTIFACT_PREFIX)
 
 
-def _arguments(config: Values) -> ValueDict:
-    """Return the config of a GPT model as arguments of Megatron-LM.
+def _stated_config(config: Values) -> ValueDict:
+    """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show.
 
     Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml.
     """
-    flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
     arguments: ValueDict = {key: _number(config.get(key)) for key in _NUMBERS}
-    arguments |= {
-        "swiglu": _GATED_SILU.fullmatch(flags.get("activation", "")),
-        "normalization": "RMSNorm" if flags.get("normalization") == "rmsnorm" else None,
-        "group_query_attention": arguments["num_query_groups"] is not None,
-        "num_experts": _number(config.get("num_moe_experts")),
-        "add_bias_linear": flags.get("bias") == "true",
-        "qk_layernorm": flags.get("qk_layernorm") == "true",
-        "add_qkv_bias": "true" in (flags.get("qkv_bias"), flags.get("add_qkv_bias")),
-    }
+    arguments["group_query_attention"] = arguments["num_query_groups"] is not None
     for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
         with contextlib.suppress(ValueError):
             arguments[argument] = float(str(config.get(key)))
-    return arguments
+    return config_of_arguments(arguments)
 
 
 def _number(value: object) -> int | None:
@@ -183,7 +156,7 @@ def _source(packed: PackedFiles, config: Values, directory: Path) -> Source:
         model.tensors,
         notes=notes,
         omitted=omitted,
-        stated_config=config_of_arguments(_arguments(config)),
+        stated_config=_stated_config(config),
     )
 
 

@@ -11,11 +11,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, first_bytes
 from automodel_ckpt.convert.formats.nemo.tar_files import (
@@ -113,20 +112,15 @@ def files_in_directory(path: Path) -> PackedFiles:
     and for more files than a model has.
     """
     files: dict[str, StoredFile] = {}
-
-    def reject(error: OSError) -> NoReturn:
-        reason = str(error.strerror)
-        raise unusable("this directory cannot be read", Path(error.filename), reason) from error
-
-    # Without onerror, os.walk() leaves out what it cannot read.
-    for parent, directories, names in os.walk(path, onerror=reject):
-        relative = os.path.relpath(parent, path)
-        # os.walk() does not enter links to directories. As files, they are rejected.
-        links = [name for name in directories if os.path.islink(f"{parent}/{name}")]
-        check_regular_files(Path(parent), [*links, *names])
-        if relative.count("/") >= _MAX_DEPTH or len(files) + len(names) > _MAX_FILES:
-            raise unusable("this directory has more files than a model", path, relative)
-        for name in names:
-            file = os.path.normpath(os.path.join(relative, name))
-            files[file] = StoredFile(file, 0, os.lstat(os.path.join(parent, name)).st_size)
+    with faults_of(path, "this directory cannot be read"):
+        for parent, directories, names in walk(path):
+            relative = os.path.relpath(parent, path)
+            # os.walk() does not enter links to directories. As files, they are rejected.
+            links = [name for name in directories if os.path.islink(f"{parent}/{name}")]
+            check_regular_files(Path(parent), [*links, *names])
+            if relative.count("/") >= _MAX_DEPTH or len(files) + len(names) > _MAX_FILES:
+                raise Fault(f"it has more files than a model: {relative}")
+            for name in names:
+                file = os.path.normpath(os.path.join(relative, name))
+                files[file] = StoredFile(file, 0, os.lstat(os.path.join(parent, name)).st_size)
     return PackedFiles(path, path, files)

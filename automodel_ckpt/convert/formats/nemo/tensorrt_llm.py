@@ -87,21 +87,18 @@ def _config(packed: PackedFiles) -> ValueDict:
 
 def _num_ranks(config: Values, packed: PackedFiles) -> int:
     """Return the tensor-parallel size. Raises :class:`CheckpointUnusable` for pipeline parallelism."""
-    path = packed.path / CONFIG
     mapping = config["mapping"]
-    sizes = {key: mapping.get(key, 1) for key in ("world_size", "tp_size", "pp_size")}
-    for key, size in sizes.items():
-        # Not isinstance: True is an int, too.
-        if type(size) is not int or not 0 < size <= _MAX_RANKS:
-            raise unusable(f"the config's mapping.{key} is no number of ranks", path, str(size))
-    if sizes["world_size"] != sizes["tp_size"]:
+    num_ranks = mapping.get("tp_size", 1)
+    # Not isinstance: True is an int, too.
+    is_count = type(num_ranks) is int and 0 < num_ranks <= _MAX_RANKS
+    if not is_count or mapping.get("world_size", 1) != num_ranks:
         raise unusable(
             "a checkpoint of TensorRT-LLM with another than tensor parallelism is not read",
-            path,
+            packed.path / CONFIG,
             str(mapping)[:200],
             "export it again with pipeline parallel size 1",
         )
-    return int(sizes["tp_size"])
+    return int(num_ranks)
 
 
 def _rank_tensors(packed: PackedFiles, rank: int) -> TensorDict:

@@ -82,27 +82,17 @@ def read_optimizer(
     stored = {*grouped.values(), *(name for entry in entries.values() for name in entry.values())}
     with damaged_optimizer(where):
         loaded = _loaded(directory, content, stored)
-        state: dict[Key, ValueDict] = {
-            fqn: {
-                what: _renamed(loaded[name], f"{rename(fqn)}.{what}")
-                for what, name in entry.items()
-            }
-            for fqn, entry in entries.items()
-        }
-        options = {
-            path: number_of(loaded[name], directory)
-            if isinstance(loaded[name], Tensor)
-            else loaded[name]
-            for path, name in grouped.items()
-        }
+        state: dict[Key, ValueDict] = {}
+        for fqn, entry in entries.items():
+            state[fqn] = {what: loaded[name] for what, name in entry.items()}
+        options = {}
+        for path, name in grouped.items():
+            is_number = isinstance(loaded[name], Tensor)
+            options[path] = number_of(loaded[name], directory) if is_number else loaded[name]
         groups = _groups(options)
         names = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         return named_state(state, groups, names, shapes, root=directory, where=where)
-
-
-def _renamed(value: Any, fqn: str) -> Any:
-    return value.renamed(fqn) if isinstance(value, Tensor) else value
 
 
 def read_training_state(

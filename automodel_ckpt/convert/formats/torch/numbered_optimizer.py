@@ -124,7 +124,7 @@ def named_state(
             if not is_text_name(what) or "." in what:
                 raise Fault(f"an entry has no usable name: {what!r:.100}")
             if isinstance(value, Tensor) and what != _STEP and value.shape == shapes[name]:
-                tensors[name][what] = value
+                tensors[name][what] = value.renamed(f"{name}.{what}")
             elif isinstance(value, Tensor) and value.shape:
                 raise unusable(
                     "the state of this optimizer does not have the shapes of the parameters, which is not supported",

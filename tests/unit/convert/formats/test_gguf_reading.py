@@ -83,7 +83,16 @@ def test_tensors_that_are_not_changed_are_slices_of_the_file(tmp_path: Path) -> 
     assert decoded_kinds == {"self_attn.q_proj.weight", "self_attn.k_proj.weight"}
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Q8_0",
+        *(
+            pytest.param(kind, marks=pytest.mark.further)
+            for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
+        ),
+    ],
+)
 def test_quantized_tensors_become_single_precision(tmp_path: Path, kind: str) -> None:
     gguf = pytest.importorskip("gguf")
     path = written(BY_NAME["Llama 2"], tmp_path, tensor_type=kind)

@@ -73,7 +73,7 @@ def continued(content: dict[str, Any]) -> Iterator[float]:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("epoch", "step"), [(0, 5), (1, 7)])
+@pytest.mark.parametrize(("epoch", "step"), [(0, 5), pytest.param(1, 7, marks=pytest.mark.further)])
 def test_the_next_losses_are_those_of_the_run(
     run: Path, tmp_path: Path, epoch: int, step: int
 ) -> None:

@@ -104,7 +104,8 @@ def test_megatrons_names_are_written_and_converted_back(tied: bool, tmp_path: Pa
     original = model.state_dict()
     query = original["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(fused[: config["kv_channels"]], query[: config["kv_channels"]])
-    found = values(target)
+    model.config.save_pretrained(tmp_path / "config")
+    found = values(target, tmp_path / "config")
     for name, value in original.items():
         if name in found:
             assert torch.equal(found[name], value), name

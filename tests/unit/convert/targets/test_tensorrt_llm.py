@@ -118,7 +118,7 @@ def changed(directory: Path, **options: object) -> None:
     ("options", "message"),
     [
         ({"mapping": {"world_size": 8, "tp_size": 4, "pp_size": 2}}, "another than tensor"),
-        ({"mapping": {"world_size": -1, "tp_size": -1}}, "no number of ranks"),
+        ({"mapping": {"world_size": -1, "tp_size": -1}}, "another than tensor parallelism"),
         ({"num_attention_heads": 8}, "rows that the model's config implies"),
         ({"num_hidden_layers": 1}, "no rule for"),
         ({"num_hidden_layers": 3}, "tensor of the model is missing"),
