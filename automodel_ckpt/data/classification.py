@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Batch, Item, padded
+from automodel_ckpt.data.collate import Batch, Item, Key, padded
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
@@ -216,7 +216,7 @@ def texts(
         values, classes = source.values(label_field), source.class_names(label_field)
         return reading_of(labels, values, label_values, field=label_field, classes=classes)
 
-    key: tuple[object, ...] = (text_field, pair_field, label_field, chat_template, str(labels))
+    key: Key = (text_field, pair_field, label_field, chat_template, str(labels))
     return labeled_texts(
         "classification-texts",
         source,
@@ -237,7 +237,7 @@ def labeled_texts(
     label_field: str,
     reading: Callable[[], Reading],
     *,
-    key: tuple[object, ...],
+    key: Key,
     max_samples: int | None,
 ) -> TokenizedDataset:
     """Tokenize *rows*, and convert their labels by what *reading* returns, which is called once.

@@ -14,6 +14,10 @@ from automodel_ckpt.errors import RecipeError
 
 Integers = npt.NDArray[np.int64]
 Batch = dict[str, torch.Tensor]
+Ids = list[int]
+"""The ids of the tokens of a text, or other numbers for each of them."""
+Key = tuple[object, ...]
+"""What prepared data depend on: the key of a cache, or a part of it."""
 Tensors = Mapping[str, torch.Tensor]
 Sample = dict[str, list[int]]
 """The ``input_ids`` and ``labels`` of a sample, and further lists of their length."""

@@ -18,6 +18,8 @@ from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     AnySample,
     Batch,
+    Ids,
+    Key,
     PadCollator,
     Sample,
     has_keys,
@@ -103,7 +105,7 @@ class SourceTargetEncoder:
         require_choice("truncation", self.truncation, ("error", "right", "skip"))
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         """What the tokens depend on besides the texts and the backend of the tokenizer, for the key of a cache."""
         return (self.target_length, self.start_token_id, self._around_targets)
 
@@ -113,7 +115,7 @@ class SourceTargetEncoder:
         return tuple(self._tokenized_targets(["a"])[0])
 
     @cached_property
-    def _end(self) -> list[int]:
+    def _end(self) -> Ids:
         """The end token, if the tokenizer does not add it to targets."""
         ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
         known = [int(each) for each in ends if each is not None]
@@ -155,16 +157,16 @@ class SourceTargetEncoder:
             samples.append(sample._replace(is_cut=is_long))
         return samples
 
-    def _tokenized_targets(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenized_targets(self, texts: Sequence[str]) -> list[Ids]:
         """The tokens of targets, with what the tokenizer adds to them: tokenizers of translation have two modes."""
         return [ids for ids, _ in tokenize(self.tokenizer, (), text_target=list(texts))]
 
-    def _as_target(self, ids: list[int]) -> list[int]:
+    def _as_target(self, ids: Ids) -> Ids:
         if self.start_token_id is not None and self._around_targets[:1] == (self.start_token_id,):
             ids = ids[1:]
         return ids + self._end
 
-    def _truncated(self, source: str, target: str) -> tuple[list[int], list[int]]:
+    def _truncated(self, source: str, target: str) -> tuple[Ids, Ids]:
         """The tokens of both texts within their limits; the tokenizer's special tokens remain."""
         source_ids, _ = truncated(self.tokenizer, [source], self.seq_length)
         [whole] = self._tokenized_targets([target])

@@ -6,6 +6,7 @@ from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.pairs.pair_encoder import chat_pairs, pair_template
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.row_stream import RowStream
@@ -58,7 +59,7 @@ def squad(
             completions.append(separator + answer)
         return encoder.pairs(prompts, completions)
 
-    key: tuple[object, ...] = ("squad", repr(no_answer))
+    key: Key = ("squad", repr(no_answer))
     # Options are added if they are set, so that the keys of samples that do not need them stay the same.
     if prompt != PROMPT:
         key += ("prompt", prompt)

@@ -12,6 +12,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations, conversations_of
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import (
     Object,
@@ -69,9 +70,9 @@ class PairEncoder:
         return [*chain.from_iterable(map(names_in, self._text_fields)), "tools"]
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         """Everything that the samples depend on besides the tokenizer."""
-        key: tuple[object, ...] = (self.prompt_field, self.completion_field, *self._template.key)
+        key: Key = (self.prompt_field, self.completion_field, *self._template.key)
         # Options are added if they are set, so that the keys of samples that do not need them stay the same.
         if self.as_chat:
             key += ("as_chat", self.as_chat, self.system_field)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.conversations.chat_renderer import common_length
 from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.rows.rows import (
@@ -86,7 +87,7 @@ class PreferenceEncoder:
     rejected: PairEncoder
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         """Everything that the samples depend on besides the rows and the tokenizer."""
         return ("preference-pairs", repr(self.fields), *self.chosen.key)
 

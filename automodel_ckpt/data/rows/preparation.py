@@ -34,7 +34,7 @@ from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread
 from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, ArrayFile, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
+from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
@@ -228,31 +228,28 @@ def _encode_range(
 ) -> Part:
     samples = encode(RowRange(rows, start, stop))
     truncation = policy.anew()
-    rejects = policy.policy == "error"
     remaining = []
     used, lengths = [], []
     for number in range(start, stop):
         first = (number - start) * group_size
         group = samples[first : first + group_size]
-        if rejects:
-            longest = longest_with_labels(group)
-            if longest:
-                used.append(number)
-                lengths.append(longest)
+        # The first token is never predicted.
+        sizes = [len(sample.tokens) for sample in group if any(sample.labelled[1:])]
+        if policy.policy == "error" and sizes:
+            used.append(number)
+            lengths.append(max(sizes))
             # One error reports all of them after the last row.
-            if longest > policy.seq_length:
+            if lengths[-1] > policy.seq_length:
                 continue
         remaining += truncation.apply(group, partial(rows.place, number))
-    counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
-    sizes = [len(sample.tokens) for sample in remaining]
+    tokens = chain.from_iterable(sample.tokens for sample in remaining)
+    labelled = chain.from_iterable(sample.labelled for sample in remaining)
     return Part(
         num_rows=stop - start,
-        tokens=np.fromiter(chain.from_iterable(sample.tokens for sample in remaining), np.int32),
-        ends=np.cumsum(sizes, dtype=np.int64),
-        labelled=np.fromiter(
-            chain.from_iterable(sample.labelled for sample in remaining), np.bool_
-        ),
-        counts=np.array(counts, dtype=np.int64),
+        tokens=np.fromiter(tokens, np.int32),
+        ends=np.cumsum([len(sample.tokens) for sample in remaining], dtype=np.int64),
+        labelled=np.fromiter(labelled, np.bool_),
+        counts=np.array(truncation.counts, dtype=np.int64),
         used=np.array(used, dtype=np.int64),
         lengths=np.array(lengths, dtype=np.int64),
         numbers=[sample.number for sample in remaining],

@@ -12,6 +12,7 @@ from typing import TypeVar, Unpack
 import tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.rows.arguments import ROW_DEFAULTS, RowOptions
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.preparation import Encode, prepare
@@ -27,7 +28,6 @@ Samples = TypeVar("Samples", bound=SampleArrays)
 
 _FORMAT = 11
 """Part of the cache's keys. Increase it when the samples of the same data change."""
-_PREPARING = "preparing the data of %s; later starts read the result from the cache"
 
 
 def samples_of(
@@ -36,7 +36,7 @@ def samples_of(
     encode: Encode,
     policy: Truncation,
     *,
-    key: tuple[object, ...],
+    key: Key,
     fields: Sequence[str] | None = None,
     template: str | None = None,
     kind: type[TokenizedDataset] = TokenizedDataset,
@@ -90,7 +90,7 @@ def samples_of_rows(
     encode: Encode,
     policy: Truncation,
     *,
-    key: tuple[object, ...],
+    key: Key,
     max_samples: int | None,
     fields: Sequence[str] | None = None,
     template: str | None = None,
@@ -99,8 +99,9 @@ def samples_of_rows(
     """Tokenize *rows*, as :func:`samples_of` does without *streaming*; *fingerprint* changes with their content."""
 
     def report() -> None:
-        if fields is not None:
-            _report_unused(rows, fields)
+        unused = [name for name in rows.fields if fields is not None and name not in fields]
+        if unused:
+            log.info("%s: unused fields: %s", rows.path, ", ".join(unused))
 
     def build(directory: Path) -> None:
         prepare(rows, encode, policy, directory, kind.group_size, report)
@@ -115,15 +116,9 @@ def samples_of_rows(
     return dataset
 
 
-def _report_unused(rows: Rows, used: Sequence[str]) -> None:
-    unused = [field for field in rows.fields if field not in used]
-    if unused:
-        log.info("%s: unused fields: %s", rows.path, ", ".join(unused))
-
-
 def prepared(
     name: str,
-    key: tuple[object, ...],
+    key: Key,
     tokenizer: PreTrainedTokenizerBase,
     build: Callable[[Path], None],
     kind: type[Samples],
@@ -140,14 +135,14 @@ def prepared(
             return kind.load(Path(directory))
 
     def save(directory: Path) -> None:
-        log.info(_PREPARING, name)
+        log.info("preparing the data of %s; later starts read the result from the cache", name)
         build(directory)
 
     whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
     return kind.load(cached(name, whole_key, save))
 
 
-def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+def identity(key: Key, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of *key* and the tokenizer. *key* contains everything else that the samples depend on."""
     whole_key = repr((key, _fingerprint(tokenizer)))
     return hashlib.blake2b(whole_key.encode(), digest_size=12).hexdigest()

@@ -185,7 +185,7 @@ def test_long_samples_are_cut_counted_or_refused_with_their_row(
         False,
         True,
     ]
-    assert "1 were truncated to seq_length 8, 1 more have no label left" in caplog.text
+    assert "1 of 3 samples truncated to seq_length 8" in caplog.text
     strict = prompt_completion(tokenizer, path, seq_length=8, streaming=True)
     made = GlobalBatchLoader(
         strict, collate_fn=PadCollator(0), global_batch_size=3, local_batch_size=3, shuffle=False

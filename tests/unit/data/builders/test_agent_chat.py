@@ -117,7 +117,7 @@ def test_unanswered_messages_can_be_removed_and_conversations_skipped(
     options: dict[str, Any] = {"end_with_answer": True, "skip_unanswered": True}
     dataset = messages(tokenizer, path, chat_template=TEMPLATE, **options)
     assert len(dataset) == 1 and "three" not in tokenizer.decode(dataset[0]["input_ids"])
-    assert "rows.jsonl: 1 sample was skipped" in caplog.text
+    assert "rows.jsonl: 1 of 2 samples skipped" in caplog.text
 
 
 def test_the_oldest_exchanges_are_removed_until_the_rest_fits(

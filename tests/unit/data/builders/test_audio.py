@@ -199,7 +199,7 @@ def test_only_what_the_assistant_says_has_labels(family: str, processors: Any, d
     assert is_audio.any(1).all()
     assert (batch["labels"][is_audio] == -100).all()
     unknown = ImageTextCollator(processor, media=frozenset())
-    with pytest.raises(RecipeError, match="samples have audios, which the data set does not"):
+    with pytest.raises(RecipeError, match="samples have audio, which the data set does not"):
         unknown([samples[2]])
     if family in ONE_AUDIO:
         return

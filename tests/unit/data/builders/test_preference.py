@@ -138,7 +138,7 @@ def test_pairs_are_skipped_and_counted_as_pairs(
     dataset = pairs(tokenizer, path, seq_length=16, truncation="right")
     assert len(dataset) == 3
     assert [pair.get("margin") for pair in dataset] == [2, 4.5, None]
-    assert "1 of 3 pairs was truncated to seq_length 16, 2 more were skipped" in caplog.text
+    assert "1 of 5 pairs truncated to seq_length 16" in caplog.text
     assert len(pairs(tokenizer, path, seq_length=16, truncation="skip")) == 2
     assert len(pairs(tokenizer, path, seq_length=16, truncation="skip", max_samples=1)) == 1
     # Pairs that were prepared before come from the cache.
