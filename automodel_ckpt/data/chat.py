@@ -18,10 +18,9 @@ from automodel_ckpt.data.conversations.messages import (
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def messages(
     skip_unanswered: bool = False,
     truncation: Literal["error", "right", "skip", "history"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per conversation, with labels on the assistant's text and the end of its turns.
 
     A conversation is a list of ``{"role", "content", ...}``, or of ShareGPT's ``{"from", "value"}``, also as JSON text.

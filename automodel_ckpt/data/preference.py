@@ -29,8 +29,7 @@ from automodel_ckpt.data.pairs.preference_rows import (
     PreferenceFields,
 )
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import AutomodelError, RecipeError
@@ -55,7 +54,7 @@ def pairs(
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one pair per row: the prompt with its preferred answer, and the prompt with its rejected answer.
 
     Only the answers and their end tokens have labels. Prompt and answers are texts, which are concatenated unchanged,

@@ -31,10 +31,9 @@ from automodel_ckpt.data.rows.arguments import (
     require_range,
     require_tokenizer,
 )
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
-from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
 from automodel_ckpt.errors import RecipeError
@@ -51,7 +50,7 @@ def source_target(
     truncation: Literal["error", "right", "skip"] = "error",
     start_token_id: int | None = None,
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: a source text for the encoder, and a target text for the decoder, which has labels.
 
     *source_field* and *target_field* are fields, or Jinja templates of fields, such as ``"{{ translation.de }}"``.

@@ -9,11 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.pairs.pair_encoder import chat_pairs, pair_template
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -31,7 +30,7 @@ def squad(
     chat_template: str | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make a sample of each row: the paragraph and the question without labels, and the first answer with labels.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and

@@ -21,10 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.collate import AnySample, Batch, PadCollator
 from automodel_ckpt.data.pairs.joint_pairs import TextsEncoder, no_text, starts_of
 from automodel_ckpt.data.rows.arguments import RowOptions, require_range, require_tokenizer
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedSample
 from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
@@ -45,7 +44,7 @@ def text_pairs(
     pair_template: str | None = None,
     truncation: Literal["error", "right"] = "right",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: a query, its document, and any negative documents.
 
     *query_field* and *positive_field* are fields, or templates of several, such as ``"{{ title }}: {{ body }}"``.

@@ -154,7 +154,7 @@ class StreamReader(IterableDataset[Any]):
         # Seeded again: how far the source was read ahead must not change what collate_fn draws.
         seed_everything(derive_seed(self.position.seed, self.position.epoch, ids[0]), devices=False)
         samples = [all_samples[offset] for offset in chosen]
-        prepare = getattr(self.source, "prepare", None)
+        prepare: Any = getattr(self.source, "prepare", None)
         for number in range(len(samples) if prepare is not None else 0):
             try:
                 samples[number] = prepare(samples[number])

@@ -163,13 +163,11 @@ def prepare(
     policy: Truncation,
     directory: Path,
     group_size: int,
-    report: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the data set of all *rows*, whose samples *encode* makes and *policy* truncates, into *directory*.
 
-    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. *report* is called
-    after the last row was tokenized. Raises :class:`RecipeError` for the first row that *encode* does not accept, and
-    then for all samples that are too long.
+    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. Raises
+    :class:`RecipeError` for the first row that *encode* does not accept, and then for all samples that are too long.
     """
     show = progress(rows.path, rows.num_rows)
     tokens = ArrayFile(directory / "tokens.npy", np.int32)
@@ -190,7 +188,6 @@ def prepare(
             numbers += part.numbers
             notes += part.notes
             show(part.num_rows)
-    report()
     policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
     np.save(directory / "counts.npy", counts)
     if not np.isnan(numbers).all():

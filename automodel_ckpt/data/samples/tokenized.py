@@ -33,24 +33,14 @@ class SampleArrays:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Load the samples that :meth:`save` wrote; the arrays are memory-mapped."""
-        return cls(*cls.mapped_arrays(directory))
-
-    @classmethod
-    def mapped_arrays(cls, directory: Path) -> list[npt.NDArray[Any]]:
-        """Map the arrays of :attr:`array_names` in a directory."""
+        """Load the samples in a directory; the arrays are memory-mapped."""
         arrays: list[npt.NDArray[Any]] = []
         for name in cls.array_names:
             # np.load rejects pickled objects by default: a cache that others can write must not run code.
             mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
             # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
             arrays.append(np.asarray(mapped))
-        return arrays
-
-    def save(self, directory: Path) -> None:
-        """Write the arrays as ``.npy`` files into an existing directory."""
-        for name in self.array_names:
-            np.save(directory / f"{name}.npy", getattr(self, name))
+        return cls(*arrays)
 
     @property
     def lengths(self) -> Integers:
@@ -122,8 +112,11 @@ class LengthSummary:
         if not len(lengths):
             return cls(0, 0, 0, 0, 0, 0)
         # A length that occurs, not a mean of two.
-        found = np.percentile(lengths, [50, 99, 100], method="higher").astype(int).tolist()
-        return cls(len(lengths), *found, int(lengths.sum()), num_labels)
+        median, percentile_99, longest = map(
+            int, np.percentile(lengths, [50, 99, 100], method="higher")
+        )
+        total = int(lengths.sum())
+        return cls(len(lengths), median, percentile_99, longest, total, num_labels)
 
     @property
     def samples_text(self) -> str:
@@ -219,7 +212,7 @@ class TokenizedDataset(SampleArrays):
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Load a data set that :mod:`~automodel_ckpt.data.rows.preparation` wrote; its arrays are memory-mapped."""
-        dataset = cls(*cls.mapped_arrays(directory))
+        dataset = super().load(directory)
         if (directory / NUMBERS).exists():
             dataset.numbers = np.load(directory / NUMBERS)
         if (directory / NOTES).exists():
@@ -242,7 +235,7 @@ class TokenizedDataset(SampleArrays):
         return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
 
     @staticmethod
-    def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
+    def item(samples: Sequence[Sample], number: Any, limit: int | None) -> Any:
         """Make an item of the tokenized *samples* of a row, their *number*, and the maximum tokens of a sample."""
         return samples[0]
 

@@ -91,15 +91,6 @@ def test_reasoning_can_be_rendered_without_labels(
     assert [text.split("</s>")[0] for text in labeled(tokenizer, last)] == ["four"]
 
 
-def test_tags_that_the_template_always_writes_keep_their_labels(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    template = TEMPLATE.replace("{% if m.reasoning_content %}", "{% if m.role == 'assistant' %}")
-    path = write(tmp_path, {"messages": THINKING[:2]})
-    sample = messages(tokenizer, path, chat_template=template, mask_reasoning=True)[0]
-    assert labeled(tokenizer, sample)[0] == "<think>"
-
-
 def test_earlier_reasoning_can_be_removed(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": THINKING})
     sample = messages(tokenizer, path, chat_template=TEMPLATE, drop_earlier_reasoning=True)[0]

@@ -143,15 +143,6 @@ def test_other_sampling_rates_are_converted_as_by_transformers(rate: int, tmp_pa
     np.testing.assert_allclose(found[middle], (TONE / 2**15)[middle], atol=2e-3)
 
 
-@pytest.mark.skipif(not find_spec("soundfile"), reason="needs the extra audio")
-def test_flac_files_are_read(tmp_path: Path) -> None:
-    import soundfile
-
-    soundfile.write(tmp_path / "a.flac", TONE, RATE)
-    assert np.array_equal(open_audio("a.flac", tmp_path, RATE), (TONE / 2**15).astype(np.float32))
-    assert duration_of("a.flac", tmp_path) == 0.25
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,14 +247,6 @@ def test_a_conversation_without_the_assistant_is_refused_with_its_number(
         messages(tokenizer, path, chat_template=template)
 
 
-def test_markers_that_mark_nothing_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    template = MARKED.replace("== 'assistant'", "== 'model'")
-    with pytest.raises(
-        RecipeError, match=r"no assistant token to train on[\s\S]*generation markers"
-    ):
-        messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
-
-
 def test_tools_and_calls_reach_the_template_without_what_the_table_added(
     tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -350,17 +341,6 @@ def test_what_is_no_conversation_is_refused(
         messages(tokenizer, write(tmp_path, row), chat_template=PLAIN)
 
 
-@pytest.mark.parametrize("build", [messages, prompt_completion])
-def test_text_without_a_tokenizer_is_refused_with_what_to_name(
-    tmp_path: Path, build: Callable[..., object]
-) -> None:
-    file = tmp_path / "x.jsonl"
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    file.write_text(json.dumps({"prompt": "a", "completion": "b", "messages": turns}) + "\n")
-    with pytest.raises(RecipeError, match="text data requires a tokenizer"):
-        build(tokenizer=None, path=str(file), seq_length=16)
-
-
 PARTS = PLAIN.replace(
     "{{ m.content }}",
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}"
@@ -425,22 +405,6 @@ def test_a_template_that_leaves_out_the_tools_is_refused(tokenizer: Any, tmp_pat
     with pytest.raises(RecipeError, match=r"omits the tools[\s\S]*jsonl:1[\s\S]*add_up"):
         messages(tokenizer, path, chat_template=MARKED)
     assert messages(tokenizer, path, chat_template=MARKED, tools_field="none")[0]
-
-
-@pytest.mark.parametrize("ending", ["| tojson", ""])
-def test_arguments_in_json_are_written_once(tokenizer: Any, tmp_path: Path, ending: str) -> None:
-    calling = (
-        "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments ending }}"
-    )
-    template = PLAIN.replace("call {{ m.tool_calls | tojson }}", calling.replace("ending", ending))
-    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    path = write(
-        tmp_path,
-        {"messages": [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]},
-    )
-    assert labeled(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == [
-        'call add {"a": 1}</s>\n'
-    ]
 
 
 def test_a_template_that_writes_the_date_is_told_of(

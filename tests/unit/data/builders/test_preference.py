@@ -110,19 +110,6 @@ def texts_of_labels(tokenizer: Any, pair: Any) -> list[str]:
     return found
 
 
-def test_texts_as_chat_with_a_system_message(tokenizer: Any, tmp_path: Path) -> None:
-    row = {"system": "Be brief.", "question": "How many?", "chosen": "Two", "rejected": "No"}
-    pair = pairs(
-        tokenizer,
-        jsonl(tmp_path / "a.jsonl", row),
-        prompt_field="question",
-        system_field="system",
-        as_chat=True,
-        chat_template=TEMPLATE,
-    )[0]
-    assert texts(tokenizer, pair)[0] == ("<system>Be brief.<user>How many?<assistant>", "Two</s>")
-
-
 def test_pairs_are_skipped_and_counted_as_pairs(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -212,17 +212,6 @@ def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None
     assert len({source.fingerprint() for source in (some, listed, every)}) == 3
 
 
-def test_the_line_of_one_of_several_files_that_cannot_be_read_is_named(parts: Path) -> None:
-    (parts / "part-2.jsonl").write_text('{"text": "d"}\n{"text": \n')
-    source = Source.of(f"{parts}/*.jsonl")
-    with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
-        source.texts(["text"])
-    with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
-        list(
-            row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None)
-        )
-
-
 def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
