@@ -27,7 +27,7 @@ from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 
 _TYPES = {
@@ -74,7 +74,7 @@ def xlam(
     template = ChatTemplate(tokenizer, text, dict(template_kwargs or {}), False)
     fields = (query_field, answers_field, tools_field)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         queries, answers, tools = rows.columns(fields)
 
         def conversation(row: int) -> tuple[Turns, Any]:

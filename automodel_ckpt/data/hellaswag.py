@@ -10,7 +10,7 @@ from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -31,7 +31,7 @@ def hellaswag(
     """
     encoder = Encoder(tokenizer)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         (beginnings,) = rows.texts(["ctx"])
         endings, labels = rows.columns(["endings", "label"])
         prompts = [text.strip() for text in beginnings]

@@ -27,7 +27,7 @@ from automodel_ckpt.data.rows.datasets_library import TableStream
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -79,7 +79,7 @@ def judged_completions(
         "completion",
     )
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         samples = pairs.encode(rows)
         [labels] = rows.columns([label_field])
         names = rows.class_names(label_field) or ()

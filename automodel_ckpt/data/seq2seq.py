@@ -34,7 +34,7 @@ from automodel_ckpt.data.rows.arguments import (
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
@@ -127,7 +127,7 @@ class SourceTargetEncoder:
             )
         return [] if set(known) & set(self._around_targets) else known[:1]
 
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
+    def encode(self, rows: Rows) -> Samples:
         """Make a sample of each row. Raises :class:`RecipeError` for a source without tokens, or texts too long."""
         sources, targets = rows.texts(self.fields)
         sources = [self.prompt + source for source in sources]

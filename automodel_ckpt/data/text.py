@@ -15,7 +15,7 @@ from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 
 
@@ -35,7 +35,7 @@ def text(
     """
     encoder = Encoder(tokenizer)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         (documents,) = rows.texts([field])
         return encoder.documents(documents)
 

@@ -23,7 +23,7 @@ from automodel_ckpt.data.pairs.joint_pairs import TextsEncoder, no_text, starts_
 from automodel_ckpt.data.rows.arguments import RowOptions, require_range, require_tokenizer
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
@@ -124,7 +124,7 @@ class PairReader:
         names += [f"negative_{number}" for number in range(100)]
         return names
 
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
+    def encode(self, rows: Rows) -> Samples:
         """Make a sample of each row. Raises :class:`RecipeError` with the row's location for a text that is empty."""
         queries, positives = rows.texts([self.query_field, self.positive_field])
         negatives = self._negatives(rows)

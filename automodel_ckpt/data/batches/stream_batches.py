@@ -184,17 +184,14 @@ def restores_exactly(source: Any) -> bool:
 
     A source with a shuffle buffer of ``datasets`` cannot: its state does not contain the buffered samples.
     """
-    saves = callable(getattr(source, "state_dict", None))
-    loads = callable(getattr(source, "load_state_dict", None))
-    return saves and loads and not _has_shuffle_buffer(source)
+    methods = (getattr(source, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods)) and not _has_shuffle_buffer(source)
 
 
 def _has_shuffle_buffer(source: Any) -> bool:
-    if hasattr(source, "buffer_size"):
-        return True
     # The names are private to datasets: a wrapper has one inner iterable, or several.
-    inner = getattr(source, "_ex_iterable", None) or getattr(source, "ex_iterable", None)
-    if inner is not None:
-        return _has_shuffle_buffer(inner)
-    several = getattr(source, "ex_iterables", None) or []
-    return any(map(_has_shuffle_buffer, several))
+    inner = [getattr(source, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    inner += getattr(source, "ex_iterables", None) or []
+    return hasattr(source, "buffer_size") or any(
+        _has_shuffle_buffer(each) for each in inner if each is not None
+    )

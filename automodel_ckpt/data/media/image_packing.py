@@ -190,15 +190,10 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
     def build(directory: Path) -> None:
         np.save(directory / "lengths.npy", _lengths(dataset, collate, num_workers))
 
-    key = (
-        _FORMAT,
-        fingerprint(),
-        processor_fingerprint(collate.processor),
-        transformers.__version__,
-    )
+    digest = processor_fingerprint(collate.processor)
+    key = (_FORMAT, fingerprint(), digest, transformers.__version__)
     # np.load rejects pickled objects by default.
-    lengths = np.load(cached("image_lengths", key, build) / "lengths.npy")
-    return MeasuredImages(dataset, lengths)
+    return MeasuredImages(dataset, np.load(cached("image_lengths", key, build) / "lengths.npy"))
 
 
 def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Integers:
@@ -246,8 +241,6 @@ def processor_fingerprint(processor: Any) -> str:
     """Return a digest of the files that a processor is saved as."""
     with TemporaryDirectory() as directory:
         processor.save_pretrained(directory)
-        contents = []
-        for path in sorted(Path(directory).rglob("*")):
-            if path.is_file():
-                contents.append(f"{path.name} {digest(path)}")
+        paths = sorted(Path(directory).rglob("*"))
+        contents = [f"{path.name} {digest(path)}" for path in paths if path.is_file()]
     return hashlib.blake2b("\n".join(contents).encode(), digest_size=16).hexdigest()

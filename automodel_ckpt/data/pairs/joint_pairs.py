@@ -32,7 +32,7 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.rows import FieldTemplate
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -74,9 +74,7 @@ class TextsEncoder:
         self._noun = "a query with its document" if self._is_joint else "a text of a pair"
         self._has_types = self._is_joint and has_types(tokenizer, template or "")
 
-    def samples(
-        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
-    ) -> list[TokenizedSample]:
+    def samples(self, rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> Samples:
         """Make a sample of each row of texts: the query, the positive document, and negative documents.
 
         ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that

@@ -33,7 +33,12 @@ from automodel_ckpt.base.forks import freeze_in_forked_processes
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread
-from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, ArrayFile, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import (
+    NOTES,
+    NUMBERS,
+    ArrayFile,
+    Samples,
+)
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
@@ -130,7 +135,7 @@ def _begin_worker(parent: int) -> None:
         os._exit(1)
 
 
-Encode = Callable[[Rows], list[TokenizedSample]]
+Encode = Callable[[Rows], Samples]
 """A function that makes a sample of each row of a table, or for each row the samples of a group."""
 ROWS_PER_PART = 1000
 """Rows that are in memory as Python objects, in each process."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from automodel_ckpt.data.collate import Ids
 from automodel_ckpt.data.rows.arguments import require_tokenizer
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 _CALLED = ("__call__", "_encode_plus", "_convert_encoding", "set_truncation_and_padding")
@@ -211,7 +211,7 @@ class Encoder:
         if begin is not None and list(tokenizer("a")["input_ids"])[:1] == [begin]:
             self.begin = [int(begin)]
 
-    def documents(self, texts: Sequence[str]) -> list[TokenizedSample]:
+    def documents(self, texts: Sequence[str]) -> Samples:
         """Make a sample of each text, with labels on all of its tokens, or on none if the text is blank."""
         samples = []
         for text, ids in zip(texts, encode_all(self.tokenizer, texts), strict=True):
@@ -220,7 +220,7 @@ class Encoder:
             samples.append(TokenizedSample(tokens, labelled))
         return samples
 
-    def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
+    def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> Samples:
         """Make a sample of each prompt and completion, tokenized separately so that no token spans both.
 
         Labels are on the completion and the end token.

@@ -173,6 +173,9 @@ class TokenizedSample(NamedTuple):
         return cls(prompt + completion, labelled, is_empty)
 
 
+Samples = list[TokenizedSample]
+
+
 class TokenizedDataset(SampleArrays):
     """A map-style data set of ``{"input_ids": list[int], "labels": list[int]}``, with the label -100 for no label.
 

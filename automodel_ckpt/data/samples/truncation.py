@@ -13,7 +13,7 @@ from automodel_ckpt.data.collate import (
     Where,
 )
 from automodel_ckpt.data.rows.arguments import require_choice, require_range
-from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, Samples, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 POLICIES = ("error", "right", "skip", "history")
@@ -63,7 +63,7 @@ class Truncation:
         """Return the same policy with counts of zero."""
         return type(self)(self.policy, self.seq_length)
 
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
 
         They count as one sample. With the policy ``error``, raises :class:`RecipeError` with the location ``where()``
@@ -134,7 +134,7 @@ class Truncation:
 class EarlierTruncation(Truncation):
     """Counts the samples that an encoder has truncated itself, and skips those without tokens."""
 
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         self.num_seen += 1
         remaining = [sample for sample in samples if sample.tokens]
         self.num_left_out += len(samples) - len(remaining)

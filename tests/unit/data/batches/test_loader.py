@@ -18,6 +18,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
 
+FURTHER = pytest.mark.further
 SOURCES = {
     "map-style": Numbers,
     "stream": Stream,
@@ -135,7 +136,7 @@ def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
-@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=FURTHER) for stop in (1, 4, 6))])
 def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: int) -> None:
     whole = contents(train(make(SOURCES[source](13)), 7))
     first, second = (
@@ -148,7 +149,7 @@ def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: i
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=FURTHER)])
 def test_the_global_generators_are_left_alone(source: str, num_workers: int) -> None:
     random.seed(1)
     np.random.seed(2)
@@ -205,7 +206,7 @@ def test_an_empty_data_set_is_refused() -> None:
             make(type("Half", (), {only: lambda *_: 3})())
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=FURTHER)])
 @pytest.mark.parametrize("source", [Numbers, Stream])
 def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) -> None:
     with pytest.raises(AutomodelError) as caught:

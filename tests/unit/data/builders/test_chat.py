@@ -569,22 +569,3 @@ def test_empty_answers_are_counted_and_null_means_absent(
         == "<s>content,role 2 + 2</s><s>content,role four</s>"
     )
     assert "2 of 3 samples have an empty completion" in caplog.text
-
-
-def test_a_null_in_a_call_or_a_tool_stays_null(tokenizer: Any, tmp_path: Path) -> None:
-    call = {
-        "type": "function",
-        "function": {"name": "f", "arguments": {"a": None, "day": "2024-01-01", "n": 2**70}},
-    }
-    tool = {"type": "function", "function": {"name": "f", "default": None}}
-    talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    for row in (
-        {"messages": talk, "tools": [tool]},
-        {"messages": json.dumps(talk), "tools": json.dumps([tool])},
-    ):
-        sample = messages(
-            tokenizer, write(tmp_path, row, {"messages": TALK, "tools": None}), chat_template=PLAIN
-        )[0]
-        text = tokenizer.decode(sample["input_ids"])
-        assert '"default": null' in text
-        assert f'"arguments": {{"a": null, "day": "2024-01-01", "n": {2**70}}}' in text

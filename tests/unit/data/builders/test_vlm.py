@@ -329,29 +329,6 @@ def test_a_part_that_no_template_would_write_is_refused(
     assert "rows.jsonl:1" in str(caught.value)
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-def test_the_tools_of_a_conversation_with_images_reach_the_template(
-    as_text: bool, processors: Any, tmp_path: Path
-) -> None:
-    tools = [{"type": "function", "function": {"name": "add_up"}}]
-    turns = one_turn([{**IMAGE, "path": "a.png"}, *text("?")])
-    offered = {"tools": json.dumps(tools) if as_text else tools}
-    rows = written(tmp_path, {"messages": turns} | offered, {"messages": turns, "tools": []})
-    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE
-    template = template.replace("IMAGE", "<image>")
-    processor = processors["llava"][1]
-    samples = conversations(processor, rows, chat_template=template)
-    told, plain = samples[0], samples[1]
-    assert told.text == "add_up" + plain.text
-    start, end = told.labeled_spans[0]
-    assert told.text[start:end] == "red</s>"
-    renamed = conversations(processor, rows, chat_template=template, tools_field="no")
-    assert renamed[0].text == plain.text and renamed.fingerprint() != samples.fingerprint()
-    with pytest.raises(RecipeError, match=r"omits the tools[\s\S]*add_up"):
-        conversations(processor, rows)[0]
-    assert conversations(processor, rows)[1].text == plain.text
-
-
 def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)

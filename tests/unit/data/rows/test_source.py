@@ -291,22 +291,6 @@ def test_parts_of_splits_are_the_rows_between_their_bounds(tmp_path: Path, split
     assert Source(str(tmp_path), split=split).texts(["text"]) == [["a", "b", "y", "z"]]
 
 
-def test_the_fingerprint_of_a_directory_follows_its_content_whatever_reads_it(
-    tmp_path: Path,
-) -> None:
-    rows = datasets.Dataset.from_list([{"text": text} for text in "abc"])
-    for name in ("parquet", "jsonl"):
-        directory = tmp_path / name
-        directory.mkdir()
-        write = rows.to_parquet if name == "parquet" else rows.to_json
-        write(directory / f"train.{name}")
-        first, again = (Source(str(directory)).fingerprint() for _ in range(2))
-        (directory / f"train.{name}").unlink()
-        write = rows.select([0]).to_parquet if name == "parquet" else rows.select([0]).to_json
-        write(directory / f"train.{name}")
-        assert first == again != Source(str(directory)).fingerprint()
-
-
 def test_a_stream_of_a_table_goes_on_where_its_state_says(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"text": text} for text in "abcd"])
     rows.to_parquet(tmp_path / "train.parquet")
