@@ -190,8 +190,7 @@ def restores_exactly(source: Any) -> bool:
 
 def _has_shuffle_buffer(source: Any) -> bool:
     # The names are private to datasets: a wrapper has one inner iterable, or several.
-    inner = [getattr(source, name, None) for name in ("_ex_iterable", "ex_iterable")]
-    inner += getattr(source, "ex_iterables", None) or []
-    return hasattr(source, "buffer_size") or any(
-        _has_shuffle_buffer(each) for each in inner if each is not None
-    )
+    inner = getattr(source, "_ex_iterable", None) or getattr(source, "ex_iterable", None)
+    several = getattr(source, "ex_iterables", None) or []
+    each_inner = several if inner is None else [inner]
+    return hasattr(source, "buffer_size") or any(map(_has_shuffle_buffer, each_inner))

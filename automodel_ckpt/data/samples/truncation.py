@@ -119,8 +119,9 @@ class Truncation:
             places.append(f"and {len(too_long) - len(places)} more")
         longest = int(lengths.max())
         percentile = int(np.percentile(lengths, 99, method="higher"))
-        several = len(too_long) > 1
-        what = f"{'samples are' if several else 'a sample is'} longer than seq_length"
+        what = "samples are longer than seq_length"
+        if len(too_long) == 1:
+            what = "a sample is longer than seq_length"
         raise RecipeError(
             what,
             where=", ".join(places),
