@@ -18,10 +18,9 @@ from automodel_ckpt.data.conversations.messages import (
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def messages(
     skip_unanswered: bool = False,
     truncation: Literal["error", "right", "skip", "history"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per conversation, with labels on the assistant's text and the end of its turns.
 
     A conversation is a list of ``{"role", "content", ...}``, or of ShareGPT's ``{"from", "value"}``, also as JSON text.
@@ -86,7 +85,7 @@ def messages(
             turns[number] = {key: turn[key] for key in turn if key not in REASONING}
         return turns
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         field = messages_field
         is_default = field == _DEFAULT_FIELD
         if is_default and not rows.has_field(field) and rows.has_field(_OTHER_FIELD):
@@ -119,7 +118,7 @@ def conversations(
     fields: Sequence[str],
     tools_field: str,
     turns: Callable[..., list[dict[str, Any]]],
-) -> list[TokenizedSample]:
+) -> Samples:
     """Make a sample of each row: *turns* makes a conversation of the row's values of *fields*.
 
     If *turns* returns no message, the sample has no token. Raises :class:`RecipeError` with the row's location for a
@@ -140,7 +139,7 @@ def conversations_of(
     template: ChatTemplate,
     rows: Rows,
     conversation: Callable[[int], tuple[Turns, Any]],
-) -> list[TokenizedSample]:
+) -> Samples:
     """Make a sample of each row n of *rows*: ``conversation(n)`` returns its messages, and its tools or None.
 
     If there is no message, the sample has no token. Raises :class:`RecipeError` with the row's location if

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Batch, Item, padded
+from automodel_ckpt.data.collate import Batch, Item, Key, padded
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
@@ -26,6 +26,7 @@ from automodel_ckpt.data.samples.labels import Labels, LabelValues, Reading, rea
 from automodel_ckpt.data.samples.samples import samples_of_rows
 from automodel_ckpt.data.samples.tokenized import (
     LengthSummary,
+    Samples,
     TokenizedDataset,
     TokenizedSample,
 )
@@ -128,7 +129,7 @@ class TextEncoder:
         text = template_of(self.tokenizer, self.chat_template)
         return ChatTemplate(self.tokenizer, text, {}, False)
 
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
+    def encode(self, rows: Rows) -> Samples:
         """Make a sample of each row, with labels on the tokens of type 0.
 
         The tokenizer truncates, so that its special tokens remain. With *truncation* ``error``, long samples are not
@@ -157,10 +158,8 @@ class TextEncoder:
     def _columns(self, rows: Rows) -> tuple[list[list[str]], bool]:
         """The texts of all rows, and whether the tokenizer adds special tokens: a chat template has written them."""
         if not rows.contain_messages([self.text_field]):
-            fields = [self.text_field]
-            if self.pair_field is not None:
-                fields.append(self.pair_field)
-            return rows.texts(fields), True
+            pair = [] if self.pair_field is None else [self.pair_field]
+            return rows.texts([self.text_field, *pair]), True
         if self.pair_field is not None:
             raise RecipeError(
                 "messages have no second text",
@@ -216,7 +215,7 @@ def texts(
         values, classes = source.values(label_field), source.class_names(label_field)
         return reading_of(labels, values, label_values, field=label_field, classes=classes)
 
-    key: tuple[object, ...] = (text_field, pair_field, label_field, chat_template, str(labels))
+    key: Key = (text_field, pair_field, label_field, chat_template, str(labels))
     return labeled_texts(
         "classification-texts",
         source,
@@ -237,7 +236,7 @@ def labeled_texts(
     label_field: str,
     reading: Callable[[], Reading],
     *,
-    key: tuple[object, ...],
+    key: Key,
     max_samples: int | None,
 ) -> TokenizedDataset:
     """Tokenize *rows*, and convert their labels by what *reading* returns, which is called once.
@@ -247,7 +246,7 @@ def labeled_texts(
     require_choice("truncation", encoder.truncation, ("error", "right"))
     known = cache(reading)
 
-    def encode(part: Rows) -> list[TokenizedSample]:
+    def encode(part: Rows) -> Samples:
         read = known()
         samples = encoder.encode(part)
         for number, value in enumerate(part.values(label_field)):

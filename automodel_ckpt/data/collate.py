@@ -14,6 +14,10 @@ from automodel_ckpt.errors import RecipeError
 
 Integers = npt.NDArray[np.int64]
 Batch = dict[str, torch.Tensor]
+Ids = list[int]
+"""The ids of the tokens of a text, or other numbers for each of them."""
+Key = tuple[object, ...]
+"""What prepared data depend on: the key of a cache, or a part of it."""
 Tensors = Mapping[str, torch.Tensor]
 Sample = dict[str, list[int]]
 """The ``input_ids`` and ``labels`` of a sample, and further lists of their length."""
@@ -79,11 +83,10 @@ def check_unpadded(sample: AnySample) -> None:
     """Raise :class:`RecipeError` if the sample's own attention mask hides some of its tokens."""
     mask = sample.get("attention_mask", [])
     if not all(mask):
-        num_hidden = sum(1 for is_visible in mask if not is_visible)
         raise RecipeError(
             "a sample is already padded: tokens that its attention_mask hides would be treated as data",
             where="dataset",
-            value=f"{num_hidden} of {len(sample['input_ids'])} tokens",
+            value=f"{list(map(bool, mask)).count(False)} of {len(mask)} tokens",
             hint="remove the padding (each batch is padded as needed), or set dataloader.collate_fn",
         )
 

@@ -25,10 +25,9 @@ from automodel_ckpt.data.conversations.messages import (
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 
 _TYPES = {
@@ -63,7 +62,7 @@ def xlam(
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: a question with the available functions, and the assistant's calls with labels.
 
     *tools_field* contains the functions (xLAM's format, or already JSON schema as in OpenAI's) and *answers_field* the
@@ -75,7 +74,7 @@ def xlam(
     template = ChatTemplate(tokenizer, text, dict(template_kwargs or {}), False)
     fields = (query_field, answers_field, tools_field)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         queries, answers, tools = rows.columns(fields)
 
         def conversation(row: int) -> tuple[Turns, Any]:

@@ -7,11 +7,10 @@ from typing import Literal, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -22,7 +21,7 @@ def hellaswag(
     seq_length: int | None = 512,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make a sample of each row: the beginning of the story without labels, and the right ending with labels.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``ctx``, ``endings`` (four texts)
@@ -32,7 +31,7 @@ def hellaswag(
     """
     encoder = Encoder(tokenizer)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         (beginnings,) = rows.texts(["ctx"])
         endings, labels = rows.columns(["endings", "label"])
         prompts = [text.strip() for text in beginnings]

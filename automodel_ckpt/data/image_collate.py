@@ -16,10 +16,7 @@ import torch
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import (
-    IGNORE_INDEX,
-    Batch,
-)
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.media import (
     AUDIO,
@@ -62,19 +59,18 @@ class AudioLimit:
     def _is_end_used(self, num_samples: int) -> bool:
         silence = np.zeros(num_samples, np.float32)
         noise = silence.copy()
-        end = noise[-self._end :]
-        end[:] = np.random.default_rng(0).uniform(-0.5, 0.5, len(end))
+        num_changed = len(noise[-self._end :])
+        noise[-self._end :] = np.random.default_rng(0).uniform(-0.5, 0.5, num_changed)
         try:
-            pairs = zip(self.features_of(silence), self.features_of(noise), strict=True)
-            return any(not np.array_equal(left, right) for left, right in pairs)
+            found = [self.features_of(samples) for samples in (silence, noise)]
         except Exception as error:  # feature extractors raise many types for what they reject
             # Not cut: the samples show the error.
             log.debug("the processor rejects %d samples of audio: %r", num_samples, error)
             return True
+        return not all(map(np.array_equal, *found))
 
 
 _BLANK_PIXELS = 64
-_BLANK_SECONDS = 1
 _OF_AUDIO = re.compile("feature|audio")
 """The names of tensors of audio. Their shape may be that of the tokens by chance."""
 _REJECTIONS = (ValueError, TypeError, IndexError, KeyError, StopIteration)
@@ -116,7 +112,7 @@ class ImageTextCollator:
             return 0
         batch = self._process([sample])
         length = int(batch["attention_mask"].sum())
-        tokens: list[int] = batch["input_ids"][0, :length].tolist()
+        tokens: Ids = batch["input_ids"][0, :length].tolist()
         if not self._is_used(sample, tokens, self._labeled(sample, tokens)):
             return 0
         return min(length, sample.seq_length or length)
@@ -125,45 +121,38 @@ class ImageTextCollator:
         for sample in samples:
             check_conversation(sample)
         samples = [sample if self._uses_whole_audio(sample) else self.blank for sample in samples]
-        has_kind = {IMAGE: any(s.images for s in samples), AUDIO: any(s.audios for s in samples)}
-        self._check_media(has_kind, samples)
-        if not all(has_kind[kind] for kind in self.media):
+        present = {IMAGE for sample in samples if sample.images}
+        present |= {AUDIO for sample in samples if sample.audios}
+        if not present <= self.media:
+            # Other micro-batches get no blank one of these.
+            raise RecipeError(
+                f"samples have {', '.join(sorted(present - self.media))}, which the data set does not announce",
+                where=", ".join(sample.where for sample in samples),
+                value=f"media: {', '.join(sorted(self.media))}",
+                hint="give the data set an attribute media, a frozenset of image and audio",
+            )
+        if present < self.media:
             samples = [*samples, self.blank]
         batch = self._process(samples)
-        lengths: list[int] = batch["attention_mask"].sum(1).tolist()
-        rows: list[list[int]] = batch["input_ids"].tolist()
+        lengths: Ids = batch["attention_mask"].sum(1).tolist()
+        rows: list[Ids] = batch["input_ids"].tolist()
         # _call pads on the right, whatever the processor's own setting is.
         tokens = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        labeled = []
+        is_labeled = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
         used = []
-        for sample, row in zip(samples, tokens, strict=True):
+        for number, (sample, row) in enumerate(zip(samples, tokens, strict=True)):
             flags = self._labeled(sample, row)
-            is_used = self._is_used(sample, row, flags)
-            labeled.append(flags)
-            used.append(sample if is_used else self.blank)
+            used.append(sample if self._is_used(sample, row, flags) else self.blank)
+            is_labeled[number, : len(flags)] = torch.tensor(flags)
         if any(sample is not given for sample, given in zip(used, samples, strict=True)):
             # Processed again, because the tensors of the pixels do not show to which sample they belong.
             # The blank sample has no seq_length and is always used, so this happens at most once.
             return self(used)
-        is_labeled = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
-        for row, flags in zip(is_labeled, labeled, strict=True):
-            row[: len(flags)] = torch.tensor(flags)
         batch["labels"] = batch["input_ids"].where(is_labeled, IGNORE_INDEX)
         is_blank = torch.tensor([sample is self.blank for sample in samples])
         if is_blank.any():
             batch[IS_TOKEN] = (batch["attention_mask"] != 0) & ~is_blank[:, None]
         return self._truncated(batch, samples, lengths)
-
-    def _check_media(self, has_kind: Mapping[str, bool], samples: Sequence[ImageText]) -> None:
-        """Raise :class:`RecipeError` for media that other micro-batches get no blank one of."""
-        for kind, is_present in has_kind.items():
-            if is_present and kind not in self.media:
-                raise RecipeError(
-                    f"samples have {kind}s, which the data set does not announce",
-                    where=", ".join(sample.where for sample in samples),
-                    value=f"media: {', '.join(sorted(self.media))}",
-                    hint="give the data set an attribute media, a frozenset of image and audio",
-                )
 
     @cached_property
     def blank(self) -> ImageText:
@@ -172,7 +161,7 @@ class ImageTextCollator:
         if IMAGE in self.media:
             image = pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS))
         if AUDIO in self.media:
-            audio = np.zeros(_BLANK_SECONDS * sampling_rate_of(self.processor), np.float32)
+            audio = np.zeros(sampling_rate_of(self.processor), np.float32)
         return self.unlabeled(image, ".", audio=audio)
 
     def unlabeled(
@@ -251,7 +240,7 @@ class ImageTextCollator:
         start = self.processor.tokenizer.bos_token
         return start is None or not text.startswith(start)
 
-    def _labeled(self, sample: ImageText, tokens: list[int]) -> list[bool]:
+    def _labeled(self, sample: ImageText, tokens: Ids) -> list[bool]:
         """Return for each token whether it is the assistant's.
 
         Positions are counted from the end: the placeholder of an earlier image may expand to any number of tokens.
@@ -271,7 +260,7 @@ class ImageTextCollator:
             )
         return flags
 
-    def _num_from(self, sample: ImageText, start: int, tokens: list[int]) -> int:
+    def _num_from(self, sample: ImageText, start: int, tokens: Ids) -> int:
         """Count the last *tokens* that belong to the sample's text from character *start* on."""
         rest = sample.text[start:]
         counts = {kind: rest.count(text) for kind, text in self._placeholders.items()}
@@ -333,10 +322,12 @@ class ImageTextCollator:
                 value=f"{seconds:.1f} s; {type(self.processor).__name__} cuts its end",
                 hint="divide it into shorter ones with their texts, or leave such samples out: dataset.truncation skip",
             )
-        self._skip(sample, f"its audio has {seconds:.1f} s, of which the processor cuts the end")
+        self._report_skipped(
+            sample, f"its audio has {seconds:.1f} s, of which the processor cuts the end"
+        )
         return False
 
-    def _is_used(self, sample: ImageText, tokens: list[int], labeled: list[bool]) -> bool:
+    def _is_used(self, sample: ImageText, tokens: Ids, labeled: list[bool]) -> bool:
         """Whether a sample is used, whole or truncated; logs a warning if it is skipped.
 
         With *truncation* ``error``, raises :class:`RecipeError` for a sample that is too long.
@@ -362,16 +353,15 @@ class ImageTextCollator:
         if sample.truncation == "right":
             effect = "cut an image or an audio" if cuts_image else "remove all labels"
             why = f"truncating its {len(tokens)} tokens to {limit} would {effect}"
-        self._skip(sample, why)
+        self._report_skipped(sample, why)
         return False
 
-    def _skip(self, sample: ImageText, why: str) -> None:
-        """Count a sample that is skipped, and log the reason."""
+    def _report_skipped(self, sample: ImageText, why: str) -> None:
         # In a worker process, this counts the samples of that worker.
         self.num_left_out += 1
         log.warning("%s is skipped (%d so far): %s", sample.where, self.num_left_out, why)
 
-    def _truncated(self, batch: Batch, samples: Sequence[ImageText], lengths: list[int]) -> Batch:
+    def _truncated(self, batch: Batch, samples: Sequence[ImageText], lengths: Ids) -> Batch:
         """Truncate every sample of a batch to its seq_length, and remove the padding that is not needed any more."""
         limits = [sample.seq_length for sample in samples]
         ends = [min(length, limit or length) for length, limit in zip(lengths, limits, strict=True)]

@@ -26,8 +26,8 @@ from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.datasets_library import TableStream
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -54,7 +54,7 @@ def judged_completions(
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: a prompt with a completion, and whether the completion is desirable.
 
     *label_field* contains ``true`` or 1 for desirable completions, ``false`` or 0 for others, also as text. Only the
@@ -79,7 +79,7 @@ def judged_completions(
         "completion",
     )
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         samples = pairs.encode(rows)
         [labels] = rows.columns([label_field])
         names = rows.class_names(label_field) or ()

@@ -290,10 +290,9 @@ class MixtureDataset:
 
         Packing changes the number of samples of each source.
         """
-        changed = {}
+        changed = {name: change(dataset) for name, dataset in self.sources.items()}
         counts = {}
         for name, dataset in self.sources.items():
-            changed[name] = change(dataset)
             fraction = Fraction(self.num_of_epoch[name], len(dataset))
             counts[name] = max(round(fraction * len(changed[name])), 1)
         return MixtureDataset(changed, counts)

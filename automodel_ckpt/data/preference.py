@@ -25,13 +25,14 @@ from automodel_ckpt.data.pairs.preference_rows import (
     PROMPT,
     REJECTED,
     SYSTEM,
-    PreferenceEncoder,
     PreferenceFields,
+    in_one_form,
+    margins_of,
 )
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
@@ -55,7 +56,7 @@ def pairs(
     template_kwargs: dict[str, Any] | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one pair per row: the prompt with its preferred answer, and the prompt with its rejected answer.
 
     Only the answers and their end tokens have labels. Prompt and answers are texts, which are concatenated unchanged,
@@ -88,14 +89,27 @@ def pairs(
             "completion",
         )
 
-    encoder = PreferenceEncoder(fields, encoder_of(CHOSEN), encoder_of(REJECTED))
+    chosen_encoder, rejected_encoder = encoder_of(CHOSEN), encoder_of(REJECTED)
+
+    def encode(rows: Rows) -> Samples:
+        table = in_one_form(rows, fields)
+        margins = margins_of(rows, margin_field)
+        answers = (each.encode(table) for each in (chosen_encoder, rejected_encoder))
+        samples = []
+        for chosen, rejected, margin in zip(*answers, margins, strict=True):
+            if chosen.tokens == rejected.tokens:
+                # The row is skipped.
+                chosen = rejected = TokenizedSample([], [])
+            samples += [chosen._replace(number=margin), rejected._replace(number=margin)]
+        return samples
+
     return samples_of(
         path,
         tokenizer,
-        encoder.encode,
+        encode,
         Truncation.of(truncation, seq_length),
         fields=fields.names,
-        key=encoder.key,
+        key=("preference-pairs", repr(fields), *chosen_encoder.key),
         **options,
         kind=PreferenceDataset,
     )
@@ -135,14 +149,11 @@ class PreferenceCollator:
         self.collate_fn = collate_fn
 
     def __call__(self, pairs: Sequence[Item]) -> Batch:
-        rows = []
-        names: dict[str, None] = {}
         for pair in pairs:
             _require_pair(pair)
-            rows += [pair[CHOSEN], pair[REJECTED]]
-            names.update(dict.fromkeys(pair))
+        rows = [pair[name] for pair in pairs for name in (CHOSEN, REJECTED)]
         batch = dict(self.collate_fn(rows))
-        for name in names:
+        for name in dict.fromkeys(name for pair in pairs for name in pair):
             if name not in (CHOSEN, REJECTED):
                 numbers = [pair.get(name, math.nan) for pair in pairs]
                 batch[name] = torch.tensor(numbers, dtype=torch.float32)

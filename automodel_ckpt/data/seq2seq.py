@@ -18,6 +18,8 @@ from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     AnySample,
     Batch,
+    Ids,
+    Key,
     PadCollator,
     Sample,
     has_keys,
@@ -29,11 +31,10 @@ from automodel_ckpt.data.rows.arguments import (
     require_range,
     require_tokenizer,
 )
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
@@ -49,7 +50,7 @@ def source_target(
     truncation: Literal["error", "right", "skip"] = "error",
     start_token_id: int | None = None,
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: a source text for the encoder, and a target text for the decoder, which has labels.
 
     *source_field* and *target_field* are fields, or Jinja templates of fields, such as ``"{{ translation.de }}"``.
@@ -103,7 +104,7 @@ class SourceTargetEncoder:
         require_choice("truncation", self.truncation, ("error", "right", "skip"))
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         """What the tokens depend on besides the texts and the backend of the tokenizer, for the key of a cache."""
         return (self.target_length, self.start_token_id, self._around_targets)
 
@@ -113,7 +114,7 @@ class SourceTargetEncoder:
         return tuple(self._tokenized_targets(["a"])[0])
 
     @cached_property
-    def _end(self) -> list[int]:
+    def _end(self) -> Ids:
         """The end token, if the tokenizer does not add it to targets."""
         ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
         known = [int(each) for each in ends if each is not None]
@@ -126,7 +127,7 @@ class SourceTargetEncoder:
             )
         return [] if set(known) & set(self._around_targets) else known[:1]
 
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
+    def encode(self, rows: Rows) -> Samples:
         """Make a sample of each row. Raises :class:`RecipeError` for a source without tokens, or texts too long."""
         sources, targets = rows.texts(self.fields)
         sources = [self.prompt + source for source in sources]
@@ -155,16 +156,16 @@ class SourceTargetEncoder:
             samples.append(sample._replace(is_cut=is_long))
         return samples
 
-    def _tokenized_targets(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenized_targets(self, texts: Sequence[str]) -> list[Ids]:
         """The tokens of targets, with what the tokenizer adds to them: tokenizers of translation have two modes."""
         return [ids for ids, _ in tokenize(self.tokenizer, (), text_target=list(texts))]
 
-    def _as_target(self, ids: list[int]) -> list[int]:
+    def _as_target(self, ids: Ids) -> Ids:
         if self.start_token_id is not None and self._around_targets[:1] == (self.start_token_id,):
             ids = ids[1:]
         return ids + self._end
 
-    def _truncated(self, source: str, target: str) -> tuple[list[int], list[int]]:
+    def _truncated(self, source: str, target: str) -> tuple[Ids, Ids]:
         """The tokens of both texts within their limits; the tokenizer's special tokens remain."""
         source_ids, _ = truncated(self.tokenizer, [source], self.seq_length)
         [whole] = self._tokenized_targets([target])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.pairs.pair_encoder import chat_pairs, pair_template
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -30,7 +30,7 @@ def squad(
     chat_template: str | None = None,
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make a sample of each row: the paragraph and the question without labels, and the first answer with labels.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and
@@ -44,12 +44,26 @@ def squad(
     encoder = Encoder(tokenizer)
     template = pair_template(tokenizer, as_chat, chat_template)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         # A template writes a missing field as empty text, so the fields are checked before.
         rows.texts(names_in(prompt))
         (prompts,) = rows.texts([prompt])
         (found,) = rows.columns(["answers"])
-        answers = [_answer(rows, row, each, no_answer) for row, each in enumerate(found)]
+        answers = []
+        for row, each in enumerate(found):
+            texts = each.get("text") if isinstance(each, dict) else None
+            is_valid = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+            if not is_valid or (not texts and no_answer is None):
+                raise RecipeError(
+                    "a question has no answer"
+                    if is_valid
+                    else "the answers are not in SQuAD's format",
+                    where=rows.place(row),
+                    value=each,
+                    hint='use {"text": ["..."], "answer_start": [0]}; for questions without an answer, set '
+                    "dataset.no_answer to the text that the model should answer",
+                )
+            answers.append(texts[0].strip() if texts else str(no_answer))
         if template is not None:
             return chat_pairs(template, rows, prompts, answers)
         completions = []
@@ -58,7 +72,7 @@ def squad(
             completions.append(separator + answer)
         return encoder.pairs(prompts, completions)
 
-    key: tuple[object, ...] = ("squad", repr(no_answer))
+    key: Key = ("squad", repr(no_answer))
     # Options are added if they are set, so that the keys of samples that do not need them stay the same.
     if prompt != PROMPT:
         key += ("prompt", prompt)
@@ -72,23 +86,3 @@ def squad(
         key=key,
         **options,
     )
-
-
-def _answer(source: Rows, row: int, answers: Any, no_answer: str | None) -> str:
-    texts = answers.get("text") if isinstance(answers, dict) else None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        hint = 'use {"text": ["..."], "answer_start": [0]}'
-        raise RecipeError(
-            "the answers are not in SQuAD's format",
-            where=source.place(row),
-            value=answers,
-            hint=hint,
-        )
-    if texts:
-        return str(texts[0]).strip()
-    if no_answer is None:
-        hint = "set dataset.no_answer to the text that the model should answer"
-        raise RecipeError(
-            "a question has no answer", where=source.place(row), value=answers, hint=hint
-        )
-    return no_answer

@@ -12,11 +12,10 @@ from typing import Any, Literal, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import Truncation
 
 
@@ -27,7 +26,7 @@ def text(
     field: str = "text",
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per document, with labels on all tokens, including the end token.
 
     *field* is the field that contains the text (``text`` in ``.txt`` files), or a template of several fields, such as
@@ -36,7 +35,7 @@ def text(
     """
     encoder = Encoder(tokenizer)
 
-    def encode(rows: Rows) -> list[TokenizedSample]:
+    def encode(rows: Rows) -> Samples:
         (documents,) = rows.texts([field])
         return encoder.documents(documents)
 
@@ -64,7 +63,7 @@ def prompt_completion(
     learn: Literal["completion", "all"] = "completion",
     truncation: Literal["error", "right", "skip"] = "error",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: the prompt without labels, then the completion and the end token with labels.
 
     Prompt and completion are concatenated unchanged, so one of them has to contain the space or line break between

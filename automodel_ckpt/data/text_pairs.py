@@ -11,27 +11,19 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from typing import Literal, Unpack
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import (
-    IGNORE_INDEX,
-    AnySample,
-    Batch,
-    PadCollator,
-    has_keys,
-    require_sample,
-)
-from automodel_ckpt.data.pairs.joint_pairs import TextsEncoder, no_text
+from automodel_ckpt.data.collate import AnySample, Batch, PadCollator
+from automodel_ckpt.data.pairs.joint_pairs import TextsEncoder, no_text, starts_of
 from automodel_ckpt.data.rows.arguments import RowOptions, require_range, require_tokenizer
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows, names_in
-from automodel_ckpt.data.samples.samples import samples_of
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.tokenized import Samples
 from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
@@ -52,7 +44,7 @@ def text_pairs(
     pair_template: str | None = None,
     truncation: Literal["error", "right"] = "right",
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Make one sample per row: a query, its document, and any negative documents.
 
     *query_field* and *positive_field* are fields, or templates of several, such as ``"{{ title }}: {{ body }}"``.
@@ -132,7 +124,7 @@ class PairReader:
         names += [f"negative_{number}" for number in range(100)]
         return names
 
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
+    def encode(self, rows: Rows) -> Samples:
         """Make a sample of each row. Raises :class:`RecipeError` with the row's location for a text that is empty."""
         queries, positives = rows.texts([self.query_field, self.positive_field])
         negatives = self._negatives(rows)
@@ -183,32 +175,19 @@ class PairCollator:
         self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
 
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
-        by_sample = [_texts_of(sample) for sample in samples]
-        pairs = chain.from_iterable(texts[:2] for texts in by_sample)
-        negatives = chain.from_iterable(texts[2:] for texts in by_sample)
-        rows = []
-        for ids in chain(pairs, negatives):
-            rows.append({"input_ids": ids, "labels": ids})
+        all_pairs, all_negatives, counts = [], [], []
+        for sample in samples:
+            ids = list(sample.get("input_ids", ()))
+            starts = starts_of(sample, "a sample is no pair of texts")
+            texts = [ids[start:end] for start, end in pairwise([*starts, len(ids)])]
+            all_pairs += texts[:2]
+            all_negatives += texts[2:]
+            counts.append(len(texts) - 2)
+        rows = [{"input_ids": ids, "labels": ids} for ids in all_pairs + all_negatives]
         batch = self._pad(rows)
-        batch["num_negatives"] = torch.tensor([len(texts) - 2 for texts in by_sample])
+        batch["num_negatives"] = torch.tensor(counts)
         batch["digests"] = torch.tensor([_digest(row["input_ids"]) for row in rows])
         return batch
-
-
-def _texts_of(sample: AnySample) -> list[list[int]]:
-    """The tokens of each text of a sample."""
-    starts: list[int] = []
-    if has_keys(sample, "input_ids", "labels"):
-        starts = [place for place, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
-    require_sample(
-        len(starts) >= 2 and starts[0] == 0,
-        sample,
-        "a sample is no pair of texts",
-        "read pairs with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
-    )
-    ids = list(sample["input_ids"])
-    ends = [*starts[1:], len(ids)]
-    return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def _digest(ids: Sequence[int]) -> int:

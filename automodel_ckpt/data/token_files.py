@@ -18,7 +18,6 @@ from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.token_arrays import (
-    MegatronIndex,
     TokenArray,
     TokenSpans,
     documents_of,
@@ -64,7 +63,10 @@ def megatron(
     arrays, starts = [], []
     for prefix in _paths(path, is_index=True):
         index = read_index(prefix)
-        first, last = _part_of(index, shares, part)
+        # Rounded as Megatron does.
+        first, last = (
+            round(sum(shares[: _PARTS.index(part) + end]) * index.num_documents) for end in (0, 1)
+        )
         arrays.append(index.tokens(first, last))
         if documents:
             starts.append(index.document_starts(first, last))
@@ -103,7 +105,20 @@ def nanogpt(
     files = _paths(path, is_index=False)
     arrays = [read_header(file) if header else raw_tokens(file, num_bytes) for file in files]
     if documents:
-        starts = _starts(arrays, bos_token, eos_token)
+        if (bos_token is None) == (eos_token is None):
+            raise RecipeError(
+                "the documents of a token file are found by one token that begins or ends them",
+                where="dataset.bos_token, dataset.eos_token",
+                value=f"{bos_token}, {eos_token}",
+                hint="give one of the two, or remove documents",
+            )
+        starts = []
+        for array in arrays:
+            # A document begins behind the end of another one.
+            is_end = bos_token is None
+            token = eos_token if is_end else bos_token
+            assert token is not None
+            starts.append(array.positions_of(token) + int(is_end))
         found = _documents(arrays, starts, path, seq_length, truncation, max_samples)
     else:
         found = _windows(arrays, path, seq_length, bos_token, max_samples)
@@ -126,23 +141,6 @@ def _checked(
     if vocab_size is None and tokenizer is not None:
         spans.vocab_size = len(tokenizer)
     return spans
-
-
-def _starts(
-    arrays: Sequence[TokenArray], bos_token: int | None, eos_token: int | None
-) -> list[Integers]:
-    """Find the first tokens of the documents of each array by the token that begins or ends them."""
-    if (bos_token is None) == (eos_token is None):
-        raise RecipeError(
-            "the documents of a token file are found by one token that begins or ends them",
-            where="dataset.bos_token, dataset.eos_token",
-            value=f"{bos_token}, {eos_token}",
-            hint="give one of the two, or remove documents",
-        )
-    if bos_token is not None:
-        return [array.positions_of(bos_token) for array in arrays]
-    assert eos_token is not None
-    return [array.positions_of(eos_token) + 1 for array in arrays]
 
 
 def _documents(
@@ -192,10 +190,10 @@ def _windows(
     windows = windows_of(arrays, seq_length, start_token=start_token, max_samples=limit)
     num_tokens = sum(array.count for array in arrays)
     log.info(
-        "%s: %s of %s, from %s in %s",
+        "%s: %s of %d tokens, from %s in %s",
         path,
         counted(len(windows), "sample"),
-        counted(seq_length, "token"),
+        seq_length,
         counted(num_tokens, "token"),
         counted(len(arrays), "file"),
     )
@@ -243,11 +241,3 @@ def _shares(split: str) -> list[float]:
         )
     shares += [0.0] * (3 - len(shares))
     return [share / sum(shares) for share in shares]
-
-
-def _part_of(index: MegatronIndex, shares: Sequence[float], part: str) -> tuple[int, int]:
-    """Return the first document that a part gets and the one after its last, with Megatron's rounding."""
-    number = _PARTS.index(part)
-    first = round(sum(shares[:number]) * index.num_documents)
-    last = round(sum(shares[: number + 1]) * index.num_documents)
-    return first, last

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from automodel_ckpt.data.collate import Item
+from automodel_ckpt.data.collate import Item, Key
 from automodel_ckpt.data.conversations.content_parts import parts_of
 from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
 from automodel_ckpt.data.media.columns import AnswerColumns, TranscriptColumns, usable_rows
@@ -82,7 +82,7 @@ def conversations(
         audios = _as_list(row.get(audios_field))
         return RowContent(row.get(messages_field), images, row.get(tools_field), audios)
 
-    key: tuple[object, ...] = ("conversations", messages_field, images_field)
+    key: Key = ("conversations", messages_field, images_field)
     if audios_field in source.fields:
         key += (audios_field,)
     if tools_field in source.fields:

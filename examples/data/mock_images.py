@@ -151,7 +151,7 @@ class MockImages:
             self.num_words,
             self.seed,
             self.num_samples,
-            *self.options.key,
+            repr(self.options),
             *self.template.key,
         )
 

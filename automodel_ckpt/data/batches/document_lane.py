@@ -223,8 +223,9 @@ class Lane:
         while state["taken"] == len(self._rows):
             state["block"] += bool(self._rows)
             self._read_block()
-        state["taken"] += 1
-        return self._rows[state["taken"] - 1]
+        number: int = state["taken"]
+        state["taken"] = number + 1
+        return self._rows[number]
 
     def state_dict(self) -> State:
         """The state after the rows that were taken."""

@@ -76,8 +76,15 @@ class GlobalBatchLoader:
         self._start_state: Any = None
         if self.num_samples is None:
             self._prepare_stream()
-        else:
-            self._require_a_batch(self.num_samples)
+        elif self.num_samples == 0:
+            raise _empty("the data set is empty")
+        elif len(self) == 0:
+            raise RecipeError(
+                "the data set has fewer samples than one global batch, and drop_last drops them all",
+                where="dataloader.drop_last",
+                value=f"{counted(self.num_samples, 'sample')}, global_batch_size {global_batch_size}",
+                hint="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
+            )
 
     def __len__(self) -> int:
         """The number of global batches in an epoch. Raises :class:`TypeError` for an iterable data set."""
@@ -343,17 +350,6 @@ class GlobalBatchLoader:
             )
         if restores_exactly(self.dataset):
             self._source_state = self._start_state = self.dataset.state_dict()
-
-    def _require_a_batch(self, num_samples: int) -> None:
-        if num_samples == 0:
-            raise _empty("the data set is empty")
-        if self.sizes.drop_last and num_samples < self.sizes.global_batch_size:
-            raise RecipeError(
-                "the data set has fewer samples than one global batch, and drop_last drops them all",
-                where="dataloader.drop_last",
-                value=f"{counted(num_samples, 'sample')}, global_batch_size {self.sizes.global_batch_size}",
-                hint="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
-            )
 
     def _report_differences(self, state: State) -> None:
         """Warn of data that changed but kept its length, of another order, and of other global batches."""

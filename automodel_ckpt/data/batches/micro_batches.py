@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.data.batches.sampler import derive_seed
-from automodel_ckpt.data.collate import IGNORE_INDEX, Batch
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 Collate = Callable[[list[Any]], Batch]
@@ -39,7 +39,7 @@ class GlobalBatch:
     epoch: int
     index: int
     start: int
-    sample_ids: list[int]
+    sample_ids: Ids
     micro_batches: list[Batch] = field(repr=False)
     last_of_epoch: bool
     source_state: Any = field(default=None, repr=False)
@@ -54,7 +54,7 @@ class Request:
 
     seed: int
     epoch: int
-    sample_ids: list[int]
+    sample_ids: Ids
     filler: int
     preceding: int | None = None
 
@@ -133,19 +133,12 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
         raise RecipeError(
             "collate_fn must return a mapping of tensors with a key 'labels'",
             where="dataloader.collate_fn",
-            value=_types_in(batch),
+            value=type(batch).__name__ if not isinstance(batch, Mapping) else ", ".join(batch),
             hint="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
         )
     if empty:
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
     return batch
-
-
-def _types_in(batch: object) -> str:
-    """The type of *batch*, and of each value in a mapping, as text."""
-    if not isinstance(batch, Mapping):
-        return type(batch).__name__
-    return ", ".join(f"{key}: {type(value).__name__}" for key, value in batch.items()) or "no keys"
 
 
 def with_location(

@@ -19,6 +19,7 @@ import torch
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Batch,
+    Ids,
     Integers,
     Sample,
     Tensors,
@@ -27,7 +28,7 @@ from automodel_ckpt.data.collate import (
 )
 from automodel_ckpt.errors import RecipeError
 
-Packs = list[list[int]]
+Packs = list[Ids]
 """The numbers of the samples in each pack, or in each row."""
 IS_TOKEN = "is_token"  # noqa: S105
 """Key of a mask [B, T] that shows which positions of a row have a token that counts.
@@ -65,8 +66,8 @@ class _FreeSpace:
     """The packs that are not full, by their free space. Finding the fullest that fits takes logarithmic time."""
 
     def __init__(self) -> None:
-        self._packs: dict[int, list[int]] = {}  # free space -> packs
-        self._spaces: list[int] = []  # the keys of _packs, ascending
+        self._packs: dict[int, Ids] = {}  # free space -> packs
+        self._spaces: Ids = []  # the keys of _packs, ascending
 
     def add(self, pack: int, space: int) -> None:
         if space == 0:
@@ -124,10 +125,7 @@ class PackedDataset:
     @property
     def waste(self) -> float:
         """The fraction of all packs that is empty, from 0 to 1."""
-        if not self.packs:
-            return 0.0
-        capacity = len(self.packs) * self.size
-        return 1 - self.num_tokens / capacity
+        return 1 - self.num_tokens / (len(self.packs) * self.size) if self.packs else 0.0
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -168,13 +166,12 @@ def lengths_of(dataset: Any) -> Integers:
     known = getattr(dataset, "lengths", None)
     if known is None:
         check_has_length(dataset)
-        known = [_num_tokens(dataset[number]) for number in range(len(dataset))]
+        known = []
+        for number in range(len(dataset)):
+            sample = dataset[number]
+            check_has_tokens(sample)
+            known.append(len(sample["input_ids"]))
     return np.asarray(known, dtype=np.int64)
-
-
-def _num_tokens(sample: Any) -> int:
-    check_has_tokens(sample)
-    return len(sample["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,55 +199,33 @@ class RowLayout:
         """
         if not {"input_ids", "labels", "attention_mask"} <= batch.keys() <= _ROWS_OF_TOKENS:
             return dict(batch)
-        if "position_ids" in batch and not self.one_row:
-            return self._without_mask(batch)
         mask = batch["attention_mask"].numpy()
         width = batch["labels"].shape[1]
-        fits = not self.one_row or ("position_ids" not in batch and self._stays(width))
-        if fits and np.count_nonzero(mask) == mask.size:
+        is_packed = "position_ids" in batch
+        keeps_rows = not self.one_row or (
+            not is_packed and width % self.multiple == 0 and self.unpadded_length in (None, width)
+        )
+        if keeps_rows and (is_packed or mask.all()):
             # A mask that hides nothing costs time in each forward pass, and so does separating the samples of one row.
-            return self._without_mask(batch)
+            unmasked = {name: batch[name] for name in batch if name != "attention_mask"}
+            if self.marks_tokens and not mask.all():
+                unmasked[IS_TOKEN] = batch["attention_mask"]
+            return unmasked
         lengths = mask.sum(1).tolist()
-        rows, length = self._cheapest(lengths, width)
-        if rows is None:
+        total = -(-sum(lengths) // self.multiple) * self.multiple
+        layouts: list[tuple[Packs, int]] = [([list(range(len(lengths)))], total)]
+        if not self.one_row:
+            apart = [[number] for number in range(len(lengths))]
+            # Of equal costs, the first one.
+            layouts = [(apart, width), (best_fit_decreasing(lengths, width), width), *layouts]
+        rows, length = min(layouts, key=lambda layout: self._cost(len(layout[0]), layout[1]))
+        if len(rows) == len(lengths) and length == width and not self.one_row:
             return dict(batch)
         return laid_out(batch, rows, length, self.marks_tokens)
-
-    def _stays(self, width: int) -> bool:
-        """Whether samples of *width* tokens without padding keep a row each, although *one_row* is asked for."""
-        return width % self.multiple == 0 and self.unpadded_length in (None, width)
-
-    def _without_mask(self, batch: Tensors) -> Batch:
-        rows = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
-        mask = batch["attention_mask"]
-        if self.marks_tokens and not bool(mask.all()):
-            rows[IS_TOKEN] = mask
-        return rows
-
-    def _cheapest(self, lengths: list[int], width: int) -> tuple[Packs | None, int]:
-        """Return the samples of each row (None: one sample per row) and the row length with the lowest cost."""
-        num_samples = len(lengths)
-        total = self._rounded(sum(lengths))
-        one_row = [list(range(num_samples))]
-        if self.one_row:
-            return one_row, total
-        rows: Packs | None = None
-        length = width
-        cost = self._cost(num_samples, width)
-        packed = best_fit_decreasing(lengths, width)
-        cost_of_packed = self._cost(len(packed), width)
-        if cost_of_packed < cost:
-            rows, cost = packed, cost_of_packed
-        if self._cost(1, total) < cost:
-            rows, length = one_row, total
-        return rows, length
 
     def _cost(self, num_rows: int, length: int) -> int:
         # The cost of the class docstring, divided by 4 * hidden_size.
         return num_rows * length * (6 * self.hidden_size + length)
-
-    def _rounded(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
 
 
 def longest_sample(batch: Tensors) -> int:
@@ -332,24 +307,18 @@ class RowWidths:
     multiple: int = 1
 
     @property
-    def widths(self) -> list[int]:
+    def widths(self) -> Ids:
         """The widths, ascending."""
-        found = set()
-        for number in range(self.count):
-            width = self.longest / self._ratio**number
-            found.add(self._rounded(width))
-        return sorted(found)
+        powers = [self._ratio**number for number in range(self.count)]
+        return sorted({self._rounded(self.longest / power) for power in powers})
 
     def __call__(self, length: int) -> int:
         """The width of a row of *length* tokens."""
         widths = self.widths
-        for width in widths:
-            if length <= width:
-                return width
-        width = widths[-1]
-        while width < length:
-            width = self._rounded(max(width * self._ratio, width + self.multiple))
-        return width
+        while widths[-1] < length:
+            width = widths[-1]
+            widths.append(self._rounded(max(width * self._ratio, width + self.multiple)))
+        return widths[bisect.bisect_left(widths, length)]
 
     @property
     def _ratio(self) -> float:
@@ -386,9 +355,7 @@ class WidenedRows:
         if length == self.unpadded_length and not {"position_ids", "attention_mask"} & rows.keys():
             return rows
         num_added = self.widths(length) - length
-        if num_added == 0:
-            return rows
-        return _padded(rows, num_added)
+        return _padded(rows, num_added) if num_added else rows
 
 
 def _padded(rows: Tensors, num_added: int) -> Batch:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from automodel_ckpt.data.collate import Ids
 from automodel_ckpt.errors import RecipeError
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -32,7 +33,7 @@ class BatchSizes:
     drop_last: bool
     with_preceding: bool = False
 
-    def rank_part(self, ids: Sequence[int]) -> list[list[int]]:
+    def rank_part(self, ids: Sequence[int]) -> list[Ids]:
         """Return the micro-batches of the rank: see :func:`rank_part`."""
         return rank_part(ids, self.dp_rank, self.dp_size, self.local_batch_size)
 
@@ -71,9 +72,7 @@ def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uin
     return state
 
 
-def rank_part(
-    ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int
-) -> list[list[int]]:
+def rank_part(ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int) -> list[Ids]:
     """Return the micro-batches of one rank, as lists of the *ids* of a global batch.
 
     The ids are divided, in order, into micro-batches of *local_batch_size* (the last may be shorter). Each rank takes a

@@ -154,7 +154,7 @@ class StreamReader(IterableDataset[Any]):
         # Seeded again: how far the source was read ahead must not change what collate_fn draws.
         seed_everything(derive_seed(self.position.seed, self.position.epoch, ids[0]), devices=False)
         samples = [all_samples[offset] for offset in chosen]
-        prepare = getattr(self.source, "prepare", None)
+        prepare: Any = getattr(self.source, "prepare", None)
         for number in range(len(samples) if prepare is not None else 0):
             try:
                 samples[number] = prepare(samples[number])
@@ -184,17 +184,13 @@ def restores_exactly(source: Any) -> bool:
 
     A source with a shuffle buffer of ``datasets`` cannot: its state does not contain the buffered samples.
     """
-    saves = callable(getattr(source, "state_dict", None))
-    loads = callable(getattr(source, "load_state_dict", None))
-    return saves and loads and not _has_shuffle_buffer(source)
+    methods = (getattr(source, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods)) and not _has_shuffle_buffer(source)
 
 
 def _has_shuffle_buffer(source: Any) -> bool:
-    if hasattr(source, "buffer_size"):
-        return True
     # The names are private to datasets: a wrapper has one inner iterable, or several.
     inner = getattr(source, "_ex_iterable", None) or getattr(source, "ex_iterable", None)
-    if inner is not None:
-        return _has_shuffle_buffer(inner)
     several = getattr(source, "ex_iterables", None) or []
-    return any(map(_has_shuffle_buffer, several))
+    each_inner = several if inner is None else [inner]
+    return hasattr(source, "buffer_size") or any(map(_has_shuffle_buffer, each_inner))

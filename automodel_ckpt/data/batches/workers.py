@@ -48,7 +48,10 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     try:
         yield from items
     except RuntimeError as error:
-        death = _describe_death(items, error)
+        death = str(error)
+        for worker in items._workers:
+            if not worker.is_alive():
+                death = f"process {worker.pid} ended with exit code {worker.exitcode}"
     finally:
         _end_workers(items)
         del items
@@ -61,15 +64,6 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
             hint="check for the out-of-memory killer (exit code -9) and a full /dev/shm, or set "
             "dataloader.num_workers 0",
         )
-
-
-def _describe_death(items: Any, error: RuntimeError) -> str:
-    """Describe which workers ended; *error* is torch's report."""
-    ended = []
-    for worker in items._workers:
-        if not worker.is_alive():
-            ended.append(f"process {worker.pid} ended with exit code {worker.exitcode}")
-    return "; ".join(ended) or str(error)
 
 
 def _end_workers(items: Any) -> None:

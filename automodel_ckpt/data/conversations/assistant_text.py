@@ -6,7 +6,7 @@ The text is found by the generation markers of the template, or by rendering the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -40,23 +40,19 @@ def answer_prefixes(
 
     Raises :class:`UnusableSample` if that is impossible.
     """
-    if number == 0:
-        return _located(renderer, turns, tools, number, whole) or _raise_unknown_header()
     try:
+        if number == 0:
+            raise UnusableSample(
+                "the first message is the assistant's, and its text cannot be found in what the chat template writes",
+                METHOD,
+                "begin the conversation with a user or system message",
+            )
         return _by_prefixes(renderer, turns, tools, number, whole)
     except UnusableSample:
         located = _located(renderer, turns, tools, number, whole)
         if located is None:
             raise
-        return located._replace(is_rewritten=True)
-
-
-def _raise_unknown_header() -> AnswerPrefixes:
-    raise UnusableSample(
-        "the first message is the assistant's, and its text cannot be found in what the chat template writes",
-        METHOD,
-        "begin the conversation with a user or system message",
-    )
+        return located._replace(is_rewritten=number > 0)
 
 
 def _located(
@@ -110,8 +106,15 @@ def _by_prefixes(
         after = after.removesuffix(end)
     if calls_of(turns[number]):
         after = _without_header_of_tool(renderer, after, turns[: number + 1], tools)
-    _require_prefix(before, whole, number)
-    _require_prefix(after, whole, number + 1)
+    for text, num_messages in ((before, number), (after, number + 1)):
+        if not whole.startswith(text):
+            same = common_length(text, whole)
+            raise UnusableSample(
+                f"the chat template writes the first {num_messages} messages differently when more messages follow, "
+                "so the assistant's tokens cannot be located",
+                f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
+                "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
+            )
     return AnswerPrefixes(before, after)
 
 
@@ -163,19 +166,6 @@ def _common_end(renderer: ChatRenderer, first: str, second: str) -> str:
     return "".join(reversed(common))
 
 
-def _require_prefix(text: str, whole: str, num_messages: int) -> None:
-    """Raise :class:`UnusableSample` unless *text*, the first messages of a conversation, begins the *whole* text."""
-    if whole.startswith(text):
-        return
-    same = common_length(text, whole)
-    raise UnusableSample(
-        f"the chat template writes the first {num_messages} messages differently when more messages follow, so the "
-        "assistant's tokens cannot be located",
-        f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
-        "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
-    )
-
-
 def marked_answers(renderer: ChatRenderer, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
     """Render a conversation. Returns the text and the spans inside the markers of the turns that have labels.
 
@@ -192,7 +182,8 @@ def marked_answers(renderer: ChatRenderer, turns: Turns, tools: Any) -> tuple[st
             continue
         _, so_far = renderer.text_with_marks(turns[: number + 1], tools)
         # Compare only the starts: some templates end the last turn with another token than the turns before.
-        if _starts(so_far) != _starts(spans[: len(so_far)]):
+        starts = [start for start, _ in so_far]
+        if starts != [start for start, _ in spans[: len(so_far)]]:
             raise UnusableSample(
                 "the chat template marks different text when more messages follow, so the messages with weight 0 "
                 "cannot be located",
@@ -205,58 +196,33 @@ def marked_answers(renderer: ChatRenderer, turns: Turns, tools: Any) -> tuple[st
     return text, labeled
 
 
-def _starts(spans: Sequence[Span]) -> list[int]:
-    return [start for start, _ in spans]
-
-
 def reasoning_spans(renderer: ChatRenderer, turns: Turns, tools: Any, whole: str) -> Iterator[Span]:
-    """Yield the span of each reasoning in the rendered conversation *whole*, with the tags around it.
+    """Yield the span of each reasoning in the rendered conversation *whole*.
 
-    Raises :class:`UnusableSample` if the template writes a reasoning in several places.
+    Tags that the template writes only around reasoning are part of the span. Raises :class:`UnusableSample` if the
+    template writes a reasoning in several places.
     """
     for number, turn in enumerate(turns):
         key = next((key for key in REASONING if turn.get(key)), None)
         if key is None or turn["role"] != "assistant":
             continue
-        span = _reasoning_span(renderer, turns, tools, whole, number, key)
-        if span is not None:
-            yield span
-
-
-def _reasoning_span(
-    renderer: ChatRenderer,
-    turns: Turns,
-    tools: Any,
-    whole: str,
-    number: int,
-    key: str,
-) -> Span | None:
-    """Locate the reasoning of message *number*, its value of *key*, in the rendered conversation *whole*.
-
-    Tags that the template writes only around reasoning are part of the span. Returns None if the template does not
-    write this reasoning. Raises :class:`UnusableSample` if it writes it in several places.
-    """
-    marked = renderer.text(_replaced(turns, number, key, MARK), tools)
-    before, mark, after = marked.partition(MARK)
-    if not mark:
-        return None
-    start = len(before)
-    end = len(whole) - len(after)
-    if end < start or not (whole.startswith(before) and whole.endswith(after)):
-        raise UnusableSample(
-            "the reasoning cannot be located in the rendered conversation",
-            f"{key} of message {number}",
-            "set dataset.mask_reasoning false, or use a template that writes the reasoning once and unchanged",
+        marked, cleared = (
+            renderer.text([*turns[:number], turn | {key: value}, *turns[number + 1 :]], tools)
+            for value in (MARK, "")
         )
-    cleared = renderer.text(_replaced(turns, number, key, ""), tools)
-    # Where removing a span of the text gives the text without reasoning, the span includes the tags.
-    block_start = min(start, common_length(whole, cleared))
-    block_end = block_start + len(whole) - len(cleared)
-    if block_end >= end and whole[block_end:] == cleared[block_start:]:
-        return block_start, block_end
-    return start, end
-
-
-def _replaced(turns: Turns, number: int, key: str, value: str) -> Turns:
-    """Copy *turns* with *value* under *key* of message *number*."""
-    return [*turns[:number], turns[number] | {key: value}, *turns[number + 1 :]]
+        before, mark, after = marked.partition(MARK)
+        if not mark:
+            continue
+        start, end = len(before), len(whole) - len(after)
+        if end < start or not (whole.startswith(before) and whole.endswith(after)):
+            raise UnusableSample(
+                "the reasoning cannot be located in the rendered conversation",
+                f"{key} of message {number}",
+                "set dataset.mask_reasoning false, or use a template that writes the reasoning once and unchanged",
+            )
+        # Where removing a span of the text gives the text without reasoning, the span includes the tags.
+        block_start = min(start, common_length(whole, cleared))
+        block_end = block_start + len(whole) - len(cleared)
+        if block_end >= end and whole[block_end:] == cleared[block_start:]:
+            start, end = block_start, block_end
+        yield start, end

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
+from automodel_ckpt.data.collate import Ids
 from automodel_ckpt.data.conversations.messages import (
     Object,
     Turns,
@@ -84,12 +85,12 @@ class ChatRenderer:
             )
         return texts[0], [(start, end) for start, end in marks[0]]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Ids:
         """Tokenize a rendered text."""
         # The template has written the special tokens: the tokenizer must not add them again.
         return encode_one(self.tokenizer, text)
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
+    def encode_with_offsets(self, text: str) -> tuple[Ids, list[Span]]:
         """Tokenize a rendered text. Returns the tokens and their characters.
 
         Raises NotImplementedError if the tokenizer does not know the characters of its tokens.

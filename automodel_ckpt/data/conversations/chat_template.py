@@ -10,10 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.conversations.assistant_text import (
     METHOD,
     answer_prefixes,
@@ -70,9 +72,9 @@ class ChatTemplate:
         return METHOD
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         """Everything that the samples depend on besides the tokenizer."""
-        key: tuple[object, ...] = (self.template, sorted(self.variables.items()), self.last_only)
+        key: Key = (self.template, sorted(self.variables.items()), self.last_only)
         # Options are added if they are set, so that the keys of samples that do not need them stay the same.
         if self.mask_reasoning:
             key += ("mask_reasoning",)
@@ -126,7 +128,14 @@ class ChatTemplate:
             labelled = self._without_reasoning(turns, offered, sample.tokens, labelled)
         # The first token is never predicted, so its label does not count.
         if not any(labelled[1:]):
-            raise _no_labels(turns)
+            hint = "remove it, or use the role assistant for the messages to train on"
+            if any(map(is_trained_on, turns)):
+                hint = "correct the chat template or its generation markers: they mark no assistant token"
+            elif any(turn["role"] == "assistant" for turn in turns):
+                hint = "remove it: all of its assistant messages have weight 0"
+            roles = ", ".join(str(turn["role"]) for turn in turns)
+            what = "this conversation has no assistant token to train on"
+            raise UnusableSample(what, roles, hint)
         return sample._replace(labelled=labelled)
 
     def prepared(self, conversation: Turns, tools: Any) -> tuple[Turns, Any]:
@@ -146,18 +155,15 @@ class ChatTemplate:
         """
         if self.max_tokens is None or self._num_tokens(turns, tools) <= self.max_tokens:
             return turns
-        is_system = [turn["role"] in ("system", "developer") for turn in turns]
-        num_system = (*is_system, False).index(False)
-        starts = [
-            number
-            for number, turn in enumerate(turns)
-            if number >= num_system and turn["role"] == "user"
-        ]
+        num_system = sum(
+            1 for _ in takewhile(lambda turn: turn["role"] in ("system", "developer"), turns)
+        )
         remaining = turns
-        for start in starts:
-            remaining = turns[:num_system] + turns[start:]
-            if self._num_tokens(remaining, tools) <= self.max_tokens:
-                break
+        for number in range(num_system, len(turns)):
+            if turns[number]["role"] == "user":
+                remaining = turns[:num_system] + turns[number:]
+                if self._num_tokens(remaining, tools) <= self.max_tokens:
+                    break
         return remaining
 
     def _num_tokens(self, turns: Turns, tools: Any) -> int:
@@ -187,20 +193,16 @@ class ChatTemplate:
         """
         converted = []
         for turn in turns:
-            if isinstance(turn.get("content"), list):
-                turn = turn | {"content": self._content_of(turn)}
+            content = turn.get("content")
+            if isinstance(content, list):
+                if not self.renderer.takes_parts:
+                    content = _text_of(content)
+                elif turn["role"] in CHECKED_ROLES:
+                    content = parts_of(content)
+                    check_types(content, ("text",), self.template)
+                turn = turn | {"content": content}
             converted.append(turn)
         return converted
-
-    def _content_of(self, turn: Object) -> Any:
-        """The content of a message, a list of parts, as the template supports it."""
-        if not self.renderer.takes_parts:
-            return _text_of(turn["content"])
-        if turn["role"] not in CHECKED_ROLES:
-            return turn["content"]
-        parts = parts_of(turn["content"])
-        check_types(parts, ("text",), self.template)
-        return parts
 
     def _with_arguments(self, turns: Turns) -> Turns:
         """Parse the arguments of calls that are JSON text, if the template requires objects."""
@@ -234,7 +236,10 @@ class ChatTemplate:
         if not names:
             return
         # A mark behind each name, because the name alone may occur elsewhere in the text.
-        marked = [with_functions(turn, _with_marked_name) for turn in turns]
+        marked = [
+            with_functions(turn, lambda call: call | {"name": f"{call.get('name')}{MARK}"})
+            for turn in turns
+        ]
         text = self.renderer.text(marked, tools)
         omitted = sorted(name for name in names if name + MARK not in text)
         if omitted:
@@ -287,20 +292,6 @@ class ChatTemplate:
         return numbers[-1:] if self.last_only else numbers
 
 
-def _no_labels(turns: Turns) -> UnusableSample:
-    hint = "remove it, or use the role assistant for the messages to train on"
-    if any(turn["role"] == "assistant" for turn in turns):
-        hint = "remove it: all of its assistant messages have weight 0"
-    if any(map(is_trained_on, turns)):
-        hint = "correct the chat template or its generation markers: they mark no assistant token"
-    roles = ", ".join(str(turn["role"]) for turn in turns)
-    return UnusableSample("this conversation has no assistant token to train on", roles, hint)
-
-
-def _with_marked_name(call: Object) -> Object:
-    return call | {"name": f"{call.get('name')}{MARK}"}
-
-
 def _with_arguments_read(call: Object) -> Object:
     """Parse the arguments of a call if they are JSON text; other calls are returned unchanged."""
     try:
@@ -309,13 +300,8 @@ def _with_arguments_read(call: Object) -> Object:
         return call
 
 
-def _text_of(content: Any) -> Any:
-    """Join the texts of a content that is a list of parts; other contents are returned unchanged.
-
-    Raises :class:`UnusableSample` for a part that is not text.
-    """
-    if not isinstance(content, list):
-        return content
+def _text_of(content: list[Any]) -> str:
+    """Join the texts of a list of parts. Raises :class:`UnusableSample` for a part that is not text."""
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
@@ -346,10 +332,8 @@ def _within(spans: Sequence[Span], labeled_spans: Sequence[Span]) -> list[bool]:
 
 def _last_run(labelled: Sequence[bool]) -> list[bool]:
     """Copy *labelled* with only its last uninterrupted run of True."""
-    end = len(labelled)
-    while end > 0 and not labelled[end - 1]:
-        end -= 1
-    start = end
-    while start > 0 and labelled[start - 1]:
-        start -= 1
-    return [start <= number < end for number in range(len(labelled))]
+    runs = [list(run) for _, run in groupby(labelled)]
+    # What is behind the run of True, if anything, is one run of False.
+    kept = runs[-1:] if labelled and labelled[-1] else runs[-2:]
+    flags = list(chain.from_iterable(kept))
+    return [False] * (len(labelled) - len(flags)) + flags

@@ -61,10 +61,17 @@ def check_types(parts: Turns, known: tuple[str, ...], template: str) -> None:
             continue
         if kind not in ("image", "audio", *_OTHER_MEDIA) and kind in template:
             continue
+        hint = (
+            "use a supported type, or set dataset.chat_template to a template that writes this type"
+        )
+        if kind in ("image", "audio"):
+            hint = f"remove the sample; {kind}s require recipe: vlm_finetune and a model whose processor takes them"
+        elif kind in _OTHER_MEDIA:
+            hint = "remove this sample: models are not trained on videos here"
         raise UnusableSample(
             "a message has a part of a type that is not supported here",
             f"type: {kind} (supported: {', '.join(known)})",
-            _hint_for(kind, known),
+            hint,
         )
 
 
@@ -75,7 +82,16 @@ def _part(entry: Any) -> Object:
         raise _unusable("a message has a part that is neither text nor an object", entry)
     # Typed tables contain nulls for the keys that only parts of other types have.
     part = {key: value for key, value in entry.items() if value is not None}
-    kind = part.get("type") or _type_by_keys(part)
+    kind = part.get("type")
+    has_image = any(part.get(key) for key in _IMAGE_KEYS)
+    if kind is None:
+        # Its keys, if they belong to one type.
+        if any(part.get(key) for key in _AUDIOS) and not part.get("text"):
+            kind = "audio"
+        elif has_image != ("text" in part):
+            kind = "image" if has_image else "text"
+        elif has_image and not part.get("text"):
+            kind = "image"
     if kind in _TEXTS:
         return _text_part(part)
     if kind in (*_IMAGES, *_AUDIOS):
@@ -83,18 +99,6 @@ def _part(entry: Any) -> Object:
     if not isinstance(kind, str):
         raise _unusable("a message has a part without a type", entry)
     return part
-
-
-def _type_by_keys(part: Object) -> str | None:
-    """The type of a part that does not name it: that of its keys, if they belong to one type."""
-    if any(part.get(key) for key in _AUDIOS) and not part.get("text"):
-        return "audio"
-    has_image = any(part.get(key) for key in _IMAGE_KEYS)
-    if "text" in part and not has_image:
-        return "text"
-    if has_image and not part.get("text"):
-        return "image"
-    return None
 
 
 def _text_part(part: Object) -> Object:
@@ -134,13 +138,3 @@ def _media_part(part: Object, kind: str) -> Object:
 
 def _unusable(what: str, part: Any) -> UnusableSample:
     return UnusableSample(what, repr(part)[:80], _HINT)
-
-
-def _hint_for(kind: str, known: tuple[str, ...]) -> str:
-    if kind in ("image", "audio") and len(known) == 1:
-        return f"remove the part; {kind}s require recipe: vlm_finetune and automodel_ckpt.data.vlm.conversations"
-    if kind in ("image", "audio"):
-        return f"remove this sample, or use a model whose processor takes {kind} parts"
-    if kind in _OTHER_MEDIA:
-        return "remove this sample: models are not trained on videos here"
-    return "use a supported type, or set dataset.chat_template to a template that writes this type"

@@ -69,15 +69,15 @@ def leaves_out_end(renderer: ChatRenderer, rest: str) -> Iterator[str]:
 
 def _lost(turns: Turns, whole: str) -> Iterator[bool]:
     position = 0
-    for turn in turns:
-        for text in _texts(turn):
-            for piece in map(str.strip, _THINK.split(text)):
-                found = whole.find(piece, position)
-                if found >= 0:
-                    position = found + len(piece)
-                # Templates may write the results of tools as JSON.
-                elif piece not in whole and json.dumps(piece, ensure_ascii=False) not in whole:
-                    yield json.dumps(piece, ensure_ascii=False)[1:-1] not in whole
+    for text in chain.from_iterable(map(_texts, turns)):
+        for piece in map(str.strip, _THINK.split(text)):
+            found = whole.find(piece, position)
+            if found >= 0:
+                position = found + len(piece)
+                continue
+            # Templates may write the results of tools as JSON.
+            as_json = json.dumps(piece, ensure_ascii=False)
+            yield not (piece in whole or as_json[1:-1] in whole)
 
 
 def _has_control_token(renderer: ChatRenderer, turn: Object) -> bool:

@@ -63,7 +63,6 @@ class UnusableSample(Exception):
         self.hint = hint
 
 
-_RESULTS = (RESULT, "tool")
 _CALL_HINT = (
     'the content of a tool call is {"name": "...", "arguments": {...}}, as an object or JSON text'
 )
@@ -87,14 +86,22 @@ def with_tool_calls(turns: Sequence[Any]) -> list[Any]:
     for turn in turns:
         role = _role(turn)
         if role == CALL:
-            call_id = _call_id(num_calls)
+            # Nine letters and digits: Mistral's templates require this length.
+            call_id = f"call{num_calls:05d}"
             num_calls += 1
             if not continues_calls:
                 open_calls = []
             _add_call(converted, turn, call_id, continues=continues_calls)
             open_calls.append(call_id)
-        elif role in _RESULTS:
-            converted.append(_result(turn, open_calls))
+        elif role in (RESULT, "tool"):
+            result = {**turn, "role": "tool"}
+            # Templates write the result as text. A message with the role tool may have a list of parts.
+            is_text = isinstance(turn.get("content", ""), str)
+            if role == RESULT and not is_text:
+                result["content"] = json.dumps(turn["content"], ensure_ascii=False)
+            if open_calls and "tool_call_id" not in result:
+                result["tool_call_id"] = open_calls.pop(0)
+            converted.append(result)
         else:
             open_calls = []
             converted.append(turn)
@@ -104,11 +111,6 @@ def with_tool_calls(turns: Sequence[Any]) -> list[Any]:
 
 def _role(turn: Any) -> Any:
     return turn.get("role") if isinstance(turn, Mapping) else None
-
-
-def _call_id(number: int) -> str:
-    # Nine letters and digits: Mistral's templates require this length.
-    return f"call{number:05d}"
 
 
 def _add_call(
@@ -144,17 +146,6 @@ def _function(content: Any) -> Object:
 
 def _invalid_call(what: str, value: Any) -> UnusableSample:
     return UnusableSample(what, repr(value)[:80], _CALL_HINT)
-
-
-def _result(turn: Mapping[str, Any], open_calls: list[str]) -> Object:
-    result = {**turn, "role": "tool"}
-    # Templates write the result as text. A message with the role tool may have a list of parts.
-    is_text = isinstance(turn.get("content"), str)
-    if turn["role"] == RESULT and "content" in turn and not is_text:
-        result["content"] = json.dumps(turn["content"], ensure_ascii=False)
-    if "tool_call_id" not in result and open_calls:
-        result["tool_call_id"] = open_calls.pop(0)
-    return result
 
 
 @contextmanager
@@ -193,40 +184,26 @@ def prompt_and_completion(prompt: Any, completion: Any) -> Turns:
 
     Raises :class:`UnusableSample` if one of them is not a list, or if one answer is divided between them.
     """
-    _require_lists(prompt, completion)
+    for value, name in ((prompt, "prompt"), (completion, "completion")):
+        if not isinstance(value, list):
+            raise UnusableSample(
+                f"the {name} is not a list of messages",
+                repr(value)[:80],
+                "provide the prompt and the completion as lists of messages, or both as text",
+            )
     before = [_usual(turn) for turn in prompt]
     after = [_usual(turn) for turn in completion]
     if len(after) > len(before) and after[: len(before)] == before:
         # The completion is the whole conversation.
         after = after[len(before) :]
-    if _is_assistant(before[-1:]) and _is_assistant(after[:1]):
+    if before and after and _role(before[-1]) == _role(after[0]) == "assistant":
         raise UnusableSample(
             "the completion continues the assistant's message in the prompt",
             repr(before[-1])[:80],
             "move the whole message into the completion",
         )
-    turns = []
-    for turn in before:
-        turns.append(turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn)
+    turns = [turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before]
     return turns_of(turns + after)
-
-
-def _require_lists(prompt: Any, completion: Any) -> None:
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return
-    invalid, other, value = "completion", "prompt", completion
-    if isinstance(completion, list):
-        invalid, other, value = "prompt", "completion", prompt
-    raise UnusableSample(
-        f"the {invalid} is not a list of messages, but the {other} is",
-        repr(value)[:80],
-        "provide both as lists of messages, or both as text",
-    )
-
-
-def _is_assistant(turns: list[Any]) -> bool:
-    """Whether *turns* is one message of the assistant."""
-    return len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant"
 
 
 def is_trained_on(turn: Mapping[str, Any]) -> bool:
@@ -259,11 +236,7 @@ def parsed(value: Any) -> Any:
 def calls_of(turn: Mapping[str, Any]) -> Turns:
     """List the functions, with name and arguments, that a message calls, in any of the formats for calls."""
     calls = [turn.get("function_call"), *(turn.get("tool_calls") or [])]
-    functions = []
-    for call in calls:
-        if isinstance(call, dict):
-            functions.append(call.get("function") or call)
-    return functions
+    return [call.get("function") or call for call in calls if isinstance(call, dict)]
 
 
 def with_functions(turn: Object, change: Callable[[Object], Object]) -> Object:
@@ -272,16 +245,13 @@ def with_functions(turn: Object, change: Callable[[Object], Object]) -> Object:
     if isinstance(turn.get("function_call"), dict):
         changed["function_call"] = change(turn["function_call"])
     if isinstance(turn.get("tool_calls"), list):
-        changed["tool_calls"] = [_changed(call, change) for call in turn["tool_calls"]]
+        changed["tool_calls"] = calls = list(turn["tool_calls"])
+        for number, call in enumerate(calls):
+            if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                calls[number] = call | {"function": change(call["function"])}
+            elif isinstance(call, dict):
+                calls[number] = change(call)
     return changed
-
-
-def _changed(call: Any, change: Callable[[Object], Object]) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return call | {"function": change(call["function"])}
-    return change(call)
 
 
 def _usual(turn: Any) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import Item
+from automodel_ckpt.data.collate import Item, Key
 from automodel_ckpt.data.conversations.assistant_text import answer_prefixes, marked_answers
 from automodel_ckpt.data.conversations.chat_renderer import Span
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
@@ -127,7 +127,7 @@ class ImageConversations:
         content_of: Callable[[Item], RowContent],
         options: ImageOptions,
         *,
-        key: tuple[object, ...],
+        key: Key,
         max_samples: int | None = None,
         media: Media = frozenset([IMAGE]),
         numbers: Sequence[int] | None = None,
@@ -171,7 +171,7 @@ class ImageConversations:
                 truncation=self.options.truncation,
             )
 
-    def fingerprint(self) -> tuple[object, ...]:
+    def fingerprint(self) -> Key:
         """Return a key that changes with the rows and with what is made of them; reads the source.
 
         It does not change if an image file that a row names gets another content.

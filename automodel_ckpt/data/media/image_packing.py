@@ -34,11 +34,7 @@ from automodel_ckpt.data.batches.packing import (
     tokens_of_rows,
 )
 from automodel_ckpt.data.batches.workers import run_workers
-from automodel_ckpt.data.collate import (
-    Batch,
-    Integers,
-    Tensors,
-)
+from automodel_ckpt.data.collate import Batch, Ids, Integers, Tensors
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.rows.cache import cached
@@ -59,7 +55,7 @@ class ImagePack:
     """Samples that share a row, with the numbers of tokens that they had when they were measured."""
 
     samples: list[ImageText]
-    lengths: list[int]
+    lengths: Ids
 
 
 class MeasuredImages:
@@ -113,31 +109,28 @@ class PackCollator:
 
     def __call__(self, packs: Sequence[ImagePack]) -> Batch:
         samples: list[ImageText] = []
-        lengths: list[int] = []
-        pack_ids: list[int] = []
+        lengths: Ids = []
+        pack_ids: Ids = []
         for number, pack in enumerate(packs):
             samples += pack.samples
             lengths += pack.lengths
             pack_ids += [number] * len(pack.samples)
         batch = self.collate(samples)
-        found: list[int] = batch["attention_mask"].sum(1).tolist()
+        found: Ids = batch["attention_mask"].sum(1).tolist()
         for sample, measured, length in zip(samples, lengths, found, strict=False):
             if measured != length:
-                raise _changed(sample, measured, length)
+                raise RecipeError(
+                    "a sample has another number of tokens than when the packs were made",
+                    where=sample.where,
+                    value=f"{length}, measured: {measured}",
+                    hint="an image file has changed since: put it back, or start again with another "
+                    "AUTOMODEL_CKPT_CACHE",
+                )
         if len(found) > len(samples):
             # A blank image, which lets the vision tower run. The shortest row has most space for it.
             fills = [sum(pack.lengths) for pack in packs]
             pack_ids.append(fills.index(min(fills)))
         return {**batch, PACK_IDS: torch.tensor(pack_ids)}
-
-
-def _changed(sample: ImageText, measured: int, length: int) -> RecipeError:
-    return RecipeError(
-        "a sample has another number of tokens than when the packs were made",
-        where=sample.where,
-        value=f"{length}, measured: {measured}",
-        hint="an image file has changed since: put it back, or start again with another AUTOMODEL_CKPT_CACHE",
-    )
 
 
 PositionsOf = Callable[[Tensors], torch.Tensor]
@@ -167,7 +160,11 @@ class ImageRowLayout:
         if PACK_IDS not in batch:
             return dict(batch)
         lengths = batch["attention_mask"].count_nonzero(1)
-        rows = self._rows(batch[PACK_IDS].tolist())
+        # The order of samples in the rows is that of the images' tensors.
+        pack_ids = batch[PACK_IDS].tolist()
+        rows: Packs = [[] for _ in range(1 if self.one_row else max(pack_ids) + 1)]
+        for sample, pack in enumerate(pack_ids):
+            rows[0 if self.one_row else pack].append(sample)
         longest = max(int(lengths[row].sum()) for row in rows)
         width = -(-longest // self.multiple) * self.multiple
         rest = {name: tensor for name, tensor in batch.items() if name != PACK_IDS}
@@ -177,15 +174,6 @@ class ImageRowLayout:
             rotary = [gathered(each.numpy(), taken, 0) for each in self.positions_of(batch)]
             arranged["position_ids"] = torch.stack([arranged["position_ids"], *rotary])
         return arranged
-
-    def _rows(self, pack_ids: list[int]) -> Packs:
-        """Return the samples of each row. Their order in the rows is that of the images' tensors."""
-        if self.one_row:
-            return [list(range(len(pack_ids)))]
-        rows: Packs = [[] for _ in range(max(pack_ids) + 1)]
-        for sample, pack in enumerate(pack_ids):
-            rows[pack].append(sample)
-        return rows
 
 
 def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> MeasuredImages:
@@ -202,15 +190,10 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
     def build(directory: Path) -> None:
         np.save(directory / "lengths.npy", _lengths(dataset, collate, num_workers))
 
-    key = (
-        _FORMAT,
-        fingerprint(),
-        processor_fingerprint(collate.processor),
-        transformers.__version__,
-    )
+    digest = processor_fingerprint(collate.processor)
+    key = (_FORMAT, fingerprint(), digest, transformers.__version__)
     # np.load rejects pickled objects by default.
-    lengths = np.load(cached("image_lengths", key, build) / "lengths.npy")
-    return MeasuredImages(dataset, lengths)
+    return MeasuredImages(dataset, np.load(cached("image_lengths", key, build) / "lengths.npy"))
 
 
 def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Integers:
@@ -258,8 +241,6 @@ def processor_fingerprint(processor: Any) -> str:
     """Return a digest of the files that a processor is saved as."""
     with TemporaryDirectory() as directory:
         processor.save_pretrained(directory)
-        contents = []
-        for path in sorted(Path(directory).rglob("*")):
-            if path.is_file():
-                contents.append(f"{path.name} {digest(path)}")
+        paths = sorted(Path(directory).rglob("*"))
+        contents = [f"{path.name} {digest(path)}" for path in paths if path.is_file()]
     return hashlib.blake2b("\n".join(contents).encode(), digest_size=16).hexdigest()

@@ -15,12 +15,11 @@ _USUAL_RATE = 16_000
 
 def media_of(processor: Any) -> Media:
     """The kinds of media that a processor takes."""
-    found = set()
-    if getattr(processor, "image_processor", None) is not None:
-        found.add(IMAGE)
-    if audio_processor_of(processor) is not None:
-        found.add(AUDIO)
-    return frozenset(found)
+    parts = {
+        IMAGE: getattr(processor, "image_processor", None),
+        AUDIO: audio_processor_of(processor),
+    }
+    return frozenset(kind for kind, part in parts.items() if part is not None)
 
 
 def audio_processor_of(processor: Any) -> Any:
@@ -50,12 +49,8 @@ def sampling_rate_of(processor: Any) -> int:
 
 def placeholders_of(processor: Any) -> dict[str, str]:
     """The text that a processor replaces by each kind of media; kinds without such a text are left out."""
-    found = {}
-    for kind in MEDIA:
-        token = getattr(processor, f"{kind}_token", None)
-        if isinstance(token, str) and token:
-            found[kind] = token
-    return found
+    tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in MEDIA}
+    return {kind: token for kind, token in tokens.items() if isinstance(token, str) and token}
 
 
 def usual_media(processor: Any) -> Media:

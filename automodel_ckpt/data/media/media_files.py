@@ -144,7 +144,7 @@ def open_image(value: Any, folder: Path) -> Any:
     except UnusableSample as error:
         raise UnusableSample(error.what, f"{where} ({error.value})", error.hint) from error
     except Exception as error:  # damaged files make Pillow's decoders raise many types
-        raise _unusable("an image", "cannot be read", f"{where} ({_reason(error)})") from error
+        raise _unreadable(where, error, "an image") from error
 
 
 def _with_8_bits(image: Any) -> Any:
@@ -154,15 +154,14 @@ def _with_8_bits(image: Any) -> Any:
     of 32 bits, whose largest value no file format defines.
     """
     # Pillow reads 16 bits of a PGM file into 32, scaled so that white is 65535.
-    if image.mode == "I" and image.format == "PPM":
-        return pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
+    is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    if image.mode in ("I", "F") and not is_16_bit:
         raise UnusableSample(
             "an image has 32 bits per pixel, whose range of brightness is not known",
             f"mode {image.mode}",
             "convert it to 8 or 16 bits per channel, scaled so that the largest value is white",
         )
-    if not image.mode.startswith("I;16"):
+    if not is_16_bit:
         return image
     return pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
@@ -178,14 +177,6 @@ def _upright(image: Any) -> Any:
     # Not ImageOps.exif_transpose: it also writes the EXIF data again, and fails on values that it cannot write.
     turn = _TURNS.get(orientation)
     return image if turn is None else image.transpose(pillow().Transpose[turn])
-
-
-def _reason(error: Exception) -> str:
-    reason = str(getattr(error, "strerror", None) or error or type(error).__name__)
-    if type(error).__name__ == "UnidentifiedImageError":
-        # Its text repeats the path, or the address of an object in memory.
-        return "not an image of a known format"
-    return _shortened(reason)
 
 
 _INSTALL = "pip install 'automodel_ckpt[audio]'"
@@ -217,10 +208,16 @@ def open_audio(value: Any, folder: Path, sampling_rate: int) -> Samples:
     else:
         source = _source("an audio", value, folder)
         where = _shown(source)
-        recording = _read_pcm_file(source, where) or _read_by_soundfile(source, where)
+        found = _read_pcm(source, where)
+        if found is None:
+            content, rate = _with_soundfile("read", source, where, dtype="float32", always_2d=True)
+            found = Recording(content.T, int(rate))
+        recording = found
     if not recording.samples.size:
         raise UnusableSample("an audio has no samples", where, "remove this sample")
-    samples = _mono(recording.samples)
+    samples = np.ascontiguousarray(recording.samples[0])
+    if len(recording.samples) > 1:
+        samples = np.asarray(recording.samples.mean(axis=0, dtype=np.float32))
     if not np.isfinite(samples).all():
         raise _unusable("an audio", "has samples that are not numbers", where)
     return _resampled(samples, recording.rate, sampling_rate, where)
@@ -245,15 +242,11 @@ def duration_of(value: Any, folder: Path) -> float:
         pass
     except OSError as error:
         raise _unreadable(where, error) from error
-    recording = _read_pcm_file(source, where)
+    recording = _read_pcm(source, where)
     if recording is not None:
         return float(recording.samples.shape[-1] / recording.rate)
-    soundfile = _soundfile(where)
-    try:
-        info = soundfile.info(_file(source))
-        return float(info.frames / info.samplerate)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _unreadable(where, error) from error
+    info = _with_soundfile("info", source, where)
+    return float(info.frames / info.samplerate)
 
 
 def _of_array(value: Mapping[Any, Any]) -> Recording:
@@ -272,30 +265,25 @@ def _of_array(value: Mapping[Any, Any]) -> Recording:
     return Recording(np.atleast_2d(samples), rate)
 
 
-def _read_pcm_file(source: Any, where: str) -> Recording | None:
-    try:
-        return _read_pcm(_file(source), where)
-    except OSError as error:
-        raise _unreadable(where, error) from error
-
-
 def _file(source: Any) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
 
-def _read_pcm(file: Any, where: str) -> Recording | None:
+def _read_pcm(source: Any, where: str) -> Recording | None:
     """Read a WAV file with PCM samples; None for other formats.
 
-    Raises OSError, and :class:`UnusableSample` for a file that ends early.
+    Raises :class:`UnusableSample` for a file that ends early or cannot be read.
     """
     try:
-        with wave.open(file, "rb") as opened:
+        with wave.open(_file(source), "rb") as opened:
             width, rate = opened.getsampwidth(), opened.getframerate()
             num_channels = opened.getnchannels()
             num_bytes = opened.getnframes() * width * num_channels
             content = opened.readframes(opened.getnframes())
     except (wave.Error, EOFError):
         return None
+    except OSError as error:
+        raise _unreadable(where, error) from error
     if len(content) < num_bytes < _UNKNOWN_SIZE:
         raise UnusableSample(
             "an audio file ends before its header says",
@@ -325,19 +313,8 @@ def _as_numbers(content: bytes, width: int) -> Samples | None:
     return None
 
 
-def _read_by_soundfile(source: Any, where: str) -> Recording:
-    soundfile = _soundfile(where)
-    try:
-        samples, rate = soundfile.read(_file(source), dtype="float32", always_2d=True)
-    except MemoryError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _unreadable(where, error) from error
-    return Recording(samples.T, int(rate))
-
-
-def _soundfile(where: str) -> Any:
-    """Import soundfile. Raises :class:`UnusableSample` if it is not installed."""
+def _with_soundfile(function: str, source: Any, where: str, **options: Any) -> Any:
+    """Call a function of soundfile. Raises :class:`UnusableSample` if it is not installed or cannot read the file."""
     try:
         import soundfile  # type: ignore[import-not-found]
     except (ImportError, OSError) as error:
@@ -346,18 +323,20 @@ def _soundfile(where: str) -> Any:
             f"{where} ({error})",
             f"install it: {_INSTALL}; or convert the file, if it is one of audio",
         ) from error
-    return soundfile
+    try:
+        return getattr(soundfile, function)(_file(source), **options)
+    except MemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unreadable(where, error) from error
 
 
-def _unreadable(where: str, error: Exception) -> UnusableSample:
+def _unreadable(where: str, error: Exception, kind: str = "an audio") -> UnusableSample:
     reason = _shortened(str(getattr(error, "strerror", None) or error or type(error).__name__))
-    return _unusable("an audio", "cannot be read", f"{where} ({reason})")
-
-
-def _mono(samples: Samples) -> Samples:
-    if len(samples) == 1:
-        return np.ascontiguousarray(samples[0])
-    return np.asarray(samples.mean(axis=0, dtype=np.float32))
+    if type(error).__name__ == "UnidentifiedImageError":
+        # Its text repeats the path, or the address of an object in memory.
+        reason = "not an image of a known format"
+    return _unusable(kind, "cannot be read", f"{where} ({reason})")
 
 
 def _resampled(samples: Samples, rate: int, wanted: int, where: str) -> Samples:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     AnySample,
     Batch,
+    Ids,
     PadCollator,
     Sample,
     Where,
@@ -31,7 +32,7 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.rows import FieldTemplate
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,7 @@ class TextsEncoder:
         self._noun = "a query with its document" if self._is_joint else "a text of a pair"
         self._has_types = self._is_joint and has_types(tokenizer, template or "")
 
-    def samples(
-        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
-    ) -> list[TokenizedSample]:
+    def samples(self, rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> Samples:
         """Make a sample of each row of texts: the query, the positive document, and negative documents.
 
         ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that
@@ -91,7 +90,7 @@ class TextsEncoder:
             encoded = iter([(ids, []) for ids in tokens_of])
         samples = []
         for number, row_parts in enumerate(parts):
-            tokens: list[int] = []
+            tokens: Ids = []
             labelled: list[bool] = []
             is_cut = False
             for position, part in enumerate(row_parts):
@@ -177,17 +176,17 @@ class ScoreCollator:
 
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
         rows: list[Sample] = []
-        second: list[int] = []
+        second: Ids = []
         counts = []
+        step = 2 if self._has_types else 1
         for sample in samples:
-            starts = self._starts_of(sample)
+            starts = starts_of(sample, "a sample is no query with its documents", step)
             ids = list(sample["input_ids"])
-            firsts = starts[:: 2 if self._has_types else 1]
-            for start, end in zip(firsts, [*firsts[1:], len(ids)], strict=True):
+            firsts = starts[::step]
+            for start, end in pairwise([*firsts, len(ids)]):
                 rows.append({"input_ids": ids[start:end], "labels": ids[start:end]})
             if self._has_types:
-                pairs = zip(firsts, starts[1::2], strict=True)
-                second += [of_document - start for start, of_document in pairs]
+                second += [inner - start for start, inner in zip(firsts, starts[1::2], strict=True)]
             counts.append(len(firsts))
         batch = self._pad(rows)
         if self._has_types:
@@ -197,15 +196,18 @@ class ScoreCollator:
         batch["num_documents"] = torch.tensor(counts)
         return batch
 
-    def _starts_of(self, sample: AnySample) -> list[int]:
-        """The positions of the first tokens of texts. Raises :class:`RecipeError` for another kind of sample."""
-        labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
-        starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]
-        is_valid = bool(starts) and starts[0] == 0 and not (self._has_types and len(starts) % 2)
-        require_sample(
-            is_valid,
-            sample,
-            "a sample is no query with its documents",
-            "read it with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
-        )
-        return starts
+
+def starts_of(sample: AnySample, what: str, least: int = 1) -> Ids:
+    """The positions of the first tokens of texts. Raises :class:`RecipeError`, *what*, for another kind of sample.
+
+    Their number is a multiple of *least*.
+    """
+    labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
+    starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]
+    require_sample(
+        bool(starts) and starts[0] == 0 and len(starts) % least == 0,
+        sample,
+        what,
+        "read it with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
+    )
+    return starts

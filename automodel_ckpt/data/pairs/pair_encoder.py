@@ -12,6 +12,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations, conversations_of
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import (
     Object,
@@ -23,7 +24,7 @@ from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import require_tokenizer
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, Samples
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class PairEncoder:
                 "prompts are not rendered as messages", "set dataset.as_chat true"
             )
 
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
+    def encode(self, rows: Rows) -> Samples:
         """Make a sample of each row. Raises :class:`RecipeError` with the location of a row that cannot be used."""
         samples = self._encode(rows)
         if self.learn == "all":
@@ -69,9 +70,9 @@ class PairEncoder:
         return [*chain.from_iterable(map(names_in, self._text_fields)), "tools"]
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         """Everything that the samples depend on besides the tokenizer."""
-        key: tuple[object, ...] = (self.prompt_field, self.completion_field, *self._template.key)
+        key: Key = (self.prompt_field, self.completion_field, *self._template.key)
         # Options are added if they are set, so that the keys of samples that do not need them stay the same.
         if self.as_chat:
             key += ("as_chat", self.as_chat, self.system_field)
@@ -98,7 +99,7 @@ class PairEncoder:
             text = template_of(self.tokenizer, self.chat_template)
         return ChatTemplate(self.tokenizer, text, self.template_kwargs, False)
 
-    def _encode(self, rows: Rows) -> list[TokenizedSample]:
+    def _encode(self, rows: Rows) -> Samples:
         fields = [self.prompt_field, self.completion_field]
         if rows.contain_messages(fields):
             return conversations(
@@ -180,7 +181,7 @@ def chat_pairs(
     prompts: Sequence[str],
     completions: Sequence[str],
     systems: Sequence[str] | None = None,
-) -> list[TokenizedSample]:
+) -> Samples:
     """Make a sample of each prompt and completion, rendered by *template*, with labels on the assistant's answer.
 
     *systems* are texts of system messages; an empty text adds no message. Raises :class:`RecipeError` with the row's

@@ -1,7 +1,6 @@
 """Rows of preference data in one form: a prompt, and a preferred and a rejected answer, as texts or as messages.
 
-Data sets write them in many ways. :class:`PreferenceEncoder` reads all of these, and tokenizes both answers as
-:mod:`.pair_encoder` does a completion.
+Data sets write them in many ways, all of which are read here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.data.conversations.chat_renderer import common_length
-from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.rows.rows import (
     Columns,
     Rows,
@@ -20,7 +18,6 @@ from automodel_ckpt.data.rows.rows import (
     names_in,
 )
 from automodel_ckpt.data.samples.labels import finite_number
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 PROMPT, CHOSEN, REJECTED, SYSTEM = "prompt", "chosen", "rejected", "system"
@@ -72,41 +69,6 @@ class PreferenceFields:
         for field in (self.prompt, self.chosen, self.rejected, self.system, self.margin, TOOLS):
             names += [] if field is None else names_in(field)
         return names
-
-
-@dataclass(frozen=True)
-class PreferenceEncoder:
-    """Tokenizes the preferred and the rejected answer of each row, which *fields* names, after its prompt.
-
-    *pairs* tokenizes one prompt with one completion, in the fields ``prompt`` and ``completion``.
-    """
-
-    fields: PreferenceFields
-    chosen: PairEncoder
-    rejected: PairEncoder
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Everything that the samples depend on besides the rows and the tokenizer."""
-        return ("preference-pairs", repr(self.fields), *self.chosen.key)
-
-    def encode(self, rows: Rows) -> list[TokenizedSample]:
-        """Make two samples of each row: that of the preferred answer, then that of the rejected one.
-
-        Both have no tokens if they are equal, which means that the row is skipped. Their number is the row's margin.
-        Raises :class:`RecipeError` with the location of a row that cannot be used.
-        """
-        table = in_one_form(rows, self.fields)
-        margins = _margins(rows, self.fields.margin)
-        samples = []
-        all_chosen = self.chosen.encode(table)
-        all_rejected = self.rejected.encode(table)
-        for chosen, rejected, margin in zip(all_chosen, all_rejected, margins, strict=True):
-            if chosen.tokens == rejected.tokens:
-                chosen = rejected = TokenizedSample([], [])
-            samples.append(chosen._replace(number=margin))
-            samples.append(rejected._replace(number=margin))
-        return samples
 
 
 def in_one_form(rows: Rows, fields: PreferenceFields) -> ColumnRows:
@@ -214,7 +176,7 @@ def _messages(rows: Rows, row: int, field: str, value: Any, role: str) -> list[A
     )
 
 
-def _margins(rows: Rows, field: str) -> list[float]:
+def margins_of(rows: Rows, field: str) -> list[float]:
     """The margin of each row, NaN if it has none. Raises :class:`RecipeError` for a value that is not a number."""
     if not rows.has_field(field):
         return [math.nan] * rows.num_rows

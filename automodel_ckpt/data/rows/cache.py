@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import shutil
 import socket
@@ -17,6 +18,7 @@ from typing import TextIO
 
 from automodel_ckpt.base.durable_io import fsync_file
 from automodel_ckpt.base.user_cache import cache_directory
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.errors import RecipeError, os_problem
 
 log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ _REPORT_AFTER_SECONDS = 10.0
 _SECONDS_BETWEEN_TRIES = 0.05
 
 
-def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) -> Path:
+def cached(name: str, key: Key, build: Callable[[Path], None]) -> Path:
     """Return the directory that *build* filled for *key*, and build it first if it does not exist.
 
     *key* has to contain everything that the content depends on; its repr is hashed. The directory is published under
@@ -82,7 +84,16 @@ def _locked(path: Path) -> Iterator[None]:
     """
     # Not truncated at opening: until this process has the lock, the content is that of the owner.
     with path.open("a+") as file:
-        _wait_for_lock(file, path)
+        report_at = time.monotonic() + _REPORT_AFTER_SECONDS
+        while not _try_lock(file):
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+            if time.monotonic() > report_at:
+                report_at = math.inf
+                file.seek(0)
+                owner = file.read(200) or "another process"
+                log.warning(
+                    "waiting until %s has prepared the same data; it holds the lock %s", owner, path
+                )
         try:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -93,22 +104,12 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _wait_for_lock(file: TextIO, path: Path) -> None:
-    report_at = time.monotonic() + _REPORT_AFTER_SECONDS
-    is_reported = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-        time.sleep(_SECONDS_BETWEEN_TRIES)
-        if not is_reported and time.monotonic() > report_at:
-            is_reported = True
-            file.seek(0)
-            owner = file.read(200) or "another process"
-            log.warning(
-                "waiting until %s has prepared the same data; it holds the lock %s", owner, path
-            )
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False

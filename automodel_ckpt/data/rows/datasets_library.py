@@ -42,8 +42,7 @@ def with_encoded_media(table: Any, datasets: Any) -> Any:
     The library would decode them without a limit of their size, and report damaged ones without their location.
     """
     for column, feature in table.features.items():
-        encoded = _encoded(feature, datasets)
-        if encoded is not feature:
+        if (encoded := _encoded(feature, datasets)) is not feature:
             table = table.cast_column(column, encoded)
     return table
 
@@ -59,8 +58,7 @@ def _encoded(feature: Any, datasets: Any) -> Any:
         return feature if inner is feature.feature else dataclasses.replace(feature, feature=inner)
     if isinstance(feature, dict):
         fields = {name: _encoded(value, datasets) for name, value in feature.items()}
-        is_changed = any(fields[name] is not value for name, value in feature.items())
-        return fields if is_changed else feature
+        return fields if any(fields[name] is not feature[name] for name in fields) else feature
     return feature
 
 

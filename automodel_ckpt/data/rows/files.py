@@ -105,15 +105,11 @@ def _matching(path: str) -> list[Path]:
     # A URL may contain ? as well. require_readable rejects it with its own hint.
     if not is_pattern(path) or _REMOTE.match(path):
         return [Path(expanded)]
-    names = sorted(glob.glob(expanded, recursive=True))
-    files = [Path(name) for name in names if os.path.isfile(name)]
+    files = [Path(name) for name in sorted(glob.glob(expanded, recursive=True))]
+    files = [file for file in files if file.is_file()]
     if not files:
-        raise RecipeError(
-            "no data file matches this pattern",
-            where="dataset.path",
-            value=path,
-            hint=_where_paths_start(),
-        )
+        what = "no data file matches this pattern"
+        raise RecipeError(what, where="dataset.path", value=path, hint=_where_paths_start())
     return files
 
 

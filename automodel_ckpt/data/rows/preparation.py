@@ -33,8 +33,13 @@ from automodel_ckpt.base.python_child import freeze_in_forked_processes
 from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread
-from automodel_ckpt.data.samples.tokenized import NOTES, NUMBERS, ArrayFile, TokenizedSample
-from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
+from automodel_ckpt.data.samples.tokenized import (
+    NOTES,
+    NUMBERS,
+    ArrayFile,
+    Samples,
+)
+from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +135,7 @@ def _begin_worker(parent: int) -> None:
         os._exit(1)
 
 
-Encode = Callable[[Rows], list[TokenizedSample]]
+Encode = Callable[[Rows], Samples]
 """A function that makes a sample of each row of a table, or for each row the samples of a group."""
 ROWS_PER_PART = 1000
 """Rows that are in memory as Python objects, in each process."""
@@ -163,13 +168,11 @@ def prepare(
     policy: Truncation,
     directory: Path,
     group_size: int,
-    report: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the data set of all *rows*, whose samples *encode* makes and *policy* truncates, into *directory*.
 
-    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. *report* is called
-    after the last row was tokenized. Raises :class:`RecipeError` for the first row that *encode* does not accept, and
-    then for all samples that are too long.
+    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. Raises
+    :class:`RecipeError` for the first row that *encode* does not accept, and then for all samples that are too long.
     """
     show = progress(rows.path, rows.num_rows)
     tokens = ArrayFile(directory / "tokens.npy", np.int32)
@@ -190,7 +193,6 @@ def prepare(
             numbers += part.numbers
             notes += part.notes
             show(part.num_rows)
-    report()
     policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
     np.save(directory / "counts.npy", counts)
     if not np.isnan(numbers).all():
@@ -228,31 +230,28 @@ def _encode_range(
 ) -> Part:
     samples = encode(RowRange(rows, start, stop))
     truncation = policy.anew()
-    rejects = policy.policy == "error"
     remaining = []
     used, lengths = [], []
     for number in range(start, stop):
         first = (number - start) * group_size
         group = samples[first : first + group_size]
-        if rejects:
-            longest = longest_with_labels(group)
-            if longest:
-                used.append(number)
-                lengths.append(longest)
+        # The first token is never predicted.
+        sizes = [len(sample.tokens) for sample in group if any(sample.labelled[1:])]
+        if policy.policy == "error" and sizes:
+            used.append(number)
+            lengths.append(max(sizes))
             # One error reports all of them after the last row.
-            if longest > policy.seq_length:
+            if lengths[-1] > policy.seq_length:
                 continue
         remaining += truncation.apply(group, partial(rows.place, number))
-    counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
-    sizes = [len(sample.tokens) for sample in remaining]
+    tokens = chain.from_iterable(sample.tokens for sample in remaining)
+    labelled = chain.from_iterable(sample.labelled for sample in remaining)
     return Part(
         num_rows=stop - start,
-        tokens=np.fromiter(chain.from_iterable(sample.tokens for sample in remaining), np.int32),
-        ends=np.cumsum(sizes, dtype=np.int64),
-        labelled=np.fromiter(
-            chain.from_iterable(sample.labelled for sample in remaining), np.bool_
-        ),
-        counts=np.array(counts, dtype=np.int64),
+        tokens=np.fromiter(tokens, np.int32),
+        ends=np.cumsum([len(sample.tokens) for sample in remaining], dtype=np.int64),
+        labelled=np.fromiter(labelled, np.bool_),
+        counts=np.array(truncation.counts, dtype=np.int64),
         used=np.array(used, dtype=np.int64),
         lengths=np.array(lengths, dtype=np.int64),
         numbers=[sample.number for sample in remaining],

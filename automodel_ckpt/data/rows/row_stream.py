@@ -15,7 +15,6 @@ from automodel_ckpt.data.batches.sampler import derive_seed, permutation
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Item,
-    Sample,
     State,
 )
 from automodel_ckpt.data.rows.arguments import at_most, require_range
@@ -23,7 +22,7 @@ from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.row_files import RecordStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample, warn_of_notes
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, report_counts
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
@@ -70,11 +69,8 @@ class RowStream(IterableDataset[Row]):
         self.source = source
         self.block = block
         self.kind = kind
-        self._start = rows.state_dict()
-        self._block_start = self._start
-        self._first = 0
-        self._given = 0
-        self._block_size = block
+        self._start: State = {"rows": rows.state_dict(), "first": 0, "given": 0, "block": block}
+        self._state = dict(self._start)
         self.set_order(0, 0, shuffle=False)
 
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
@@ -82,23 +78,25 @@ class RowStream(IterableDataset[Row]):
         self._order = (seed, epoch, shuffle)
 
     def __iter__(self) -> Iterator[Row]:
+        state = self._state
         # Copied, because the source may change the dictionary that it loads.
-        self.rows.load_state_dict(copy.deepcopy(self._block_start))
+        self.rows.load_state_dict(copy.deepcopy(state["rows"]))
         rows = iter(self.rows)
-        while block := list(islice(rows, self._block_size)):
-            order = self._order_of(len(block)).tolist()
-            next_block_start = copy.deepcopy(self.rows.state_dict())
-            while self._given < len(block):
-                number = order[self._given]
+        while block := list(islice(rows, state["block"])):
+            seed, epoch, shuffle = self._order
+            # Seeded by the block's first row, so that a resume needs no earlier block.
+            seed = derive_seed(seed, state["first"])
+            order = permutation(len(block), seed, epoch, shuffle).tolist()
+            next_start = copy.deepcopy(self.rows.state_dict())
+            while state["given"] < len(block):
+                number = order[state["given"]]
                 # Counted before the yield: a state that is saved during it is the state after this row.
-                self._given += 1
+                state["given"] += 1
                 content, place = block[number]
-                yield Row(self._first + number, content, place)
-            self._first += len(block)
-            self._given = 0
-            self._block_start = next_block_start
-            self._block_size = self.block
-        self._rewind()
+                yield Row(state["first"] + number, content, place)
+            first = state["first"] + len(block)
+            state.update(rows=next_start, first=first, given=0, block=self.block)
+        self._state = dict(self._start)
 
     def prepare(self, row: Row) -> Any:
         """Tokenize a row, truncated to seq_length, and make an item of it as *kind* does.
@@ -106,85 +104,38 @@ class RowStream(IterableDataset[Row]):
         If truncation leaves no label, all labels are -100. With the policy ``error``, raises :class:`RecipeError` for a
         sample that is too long.
         """
-        samples = self.samples_of(row)
-        items = [with_labels(sample) for sample in samples]
-        return self.kind.item(items, samples[0].number, self.policy.limit)
-
-    def samples_of(self, row: Row) -> list[TokenizedSample]:
-        """Tokenize and truncate the samples of a row. They have no labels if one of them has none left."""
         place = row.place or f"{self.source.path}, row {row.number}"
         table = StreamedRows(self.source.path, [(row.content, place)], self.rows.fields)
         samples = self.encode(table)
-        truncated = self.policy.apply(samples, lambda: table.place(0))
-        if truncated:
-            return truncated
-        # A stream cannot skip a sample: the number of the samples after it is part of the data order.
-        without_labels = []
-        for sample in samples:
-            tokens = sample.tokens[: self.policy.seq_length]
-            labelled = [False] * len(tokens)
-            without_labels.append(sample._replace(tokens=tokens, labelled=labelled))
-        return without_labels
+        kept = self.policy.apply(samples, lambda: table.place(0))
+        items = []
+        for sample in kept or samples:
+            # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+            flags = sample.labelled if kept else [False] * len(sample.tokens)
+            limit = self.policy.seq_length
+            pairs = zip(sample.tokens[:limit], flags, strict=False)
+            labels = [token if is_labeled else IGNORE_INDEX for token, is_labeled in pairs]
+            items.append({"input_ids": sample.tokens[:limit], "labels": labels})
+        return self.kind.item(items, samples[0].number, self.policy.limit)
 
     def report(self) -> None:
         """Log how many samples were truncated or have an empty completion since the last call."""
+        what = f"{self.source.path}, as far as this rank read it"
         policy = self.policy
-        if policy.num_empty:
-            log.warning(
-                "%s: of the samples that this rank prepared, %d have an empty completion: "
-                "only the end token is trained on",
-                self.source.path,
-                policy.num_empty,
-            )
-        warn_of_notes(
-            f"{self.source.path}, as far as this rank read it", policy.notes, policy.num_used
-        )
-        if policy.num_cut or policy.num_left_out:
-            log.warning(
-                "%s: of the samples that this rank prepared, %d were truncated to seq_length %d, "
-                "%d more have no label left",
-                *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
-            )
-        policy.num_cut = policy.num_left_out = policy.num_empty = 0
-        policy.num_used = 0
-        policy.notes.clear()
+        limit = f"seq_length {policy.seq_length}"
+        report_counts(what, policy.counts, policy.num_seen, policy.notes, limit)
+        self.policy = policy.anew()
 
     def state_dict(self) -> State:
-        return {
-            "rows": self._block_start,
-            "first": self._first,
-            "given": self._given,
-            "block": self._block_size,
-        }
+        return dict(self._state)
 
     def load_state_dict(self, state: State) -> None:
-        self._block_start = state["rows"]
-        self._first = state["first"]
-        self._given = state["given"]
         # The interrupted block keeps its size, also if the recipe's shuffle_block has changed.
-        self._block_size = state["block"]
-        if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
+        self._state = dict(state)
+        start = self._start["rows"]
+        if isinstance(self.rows, RecordStream) and state["rows"].keys() != start.keys():
             # Saved by a version that read these files with the library datasets: its state has another format.
-            self._block_start = self.rows.state_after(self._first)
-
-    def _rewind(self) -> None:
-        self._block_start = self._start
-        self._first = 0
-        self._given = 0
-        self._block_size = self.block
-
-    def _order_of(self, num_rows: int) -> Any:
-        seed, epoch, shuffle = self._order
-        # Seeded by the block's first row, so that a resume needs no earlier block.
-        return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
-
-
-def with_labels(sample: TokenizedSample) -> Sample:
-    """Make ``{"input_ids": list[int], "labels": list[int]}`` of a sample."""
-    labels = []
-    for token, is_labeled in zip(sample.tokens, sample.labelled, strict=True):
-        labels.append(token if is_labeled else IGNORE_INDEX)
-    return {"input_ids": sample.tokens, "labels": labels}
+            self._state["rows"] = self.rows.state_after(state["first"])
 
 
 def row_stream(
@@ -204,13 +155,12 @@ def row_stream(
     if max_samples is not None:
         rows = rows.take(at_most(max_samples, max_samples))
     handlings = {"error": "rejected", "right": "truncated"}
-    handling = handlings.get(policy.policy, "used without labels")
     if policy.limit is not None:
         log.info(
             "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in "
             "advance",
             source.path,
             policy.seq_length,
-            handling,
+            handlings.get(policy.policy, "used without labels"),
         )
     return RowStream(rows, encode, policy, source, block, kind)

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class FieldTemplate:
     """A template of the fields of a row. A field that is missing or null is written as empty text."""
 
     def __init__(self, text: str) -> None:
-        environment = BoundedEnvironment(keep_trailing_newline=True, finalize=_empty_for_null)
+        environment = BoundedEnvironment(
+            keep_trailing_newline=True, finalize=lambda value: "" if value is None else value
+        )
         try:
             undeclared = find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
@@ -60,10 +63,6 @@ class FieldTemplate:
             raise RecipeError(
                 "a field template fails on a sample", where=where(), value=value, hint=hint
             ) from error
-
-
-def _empty_for_null(value: Any) -> Any:
-    return "" if value is None else value
 
 
 _FIRST_ROWS = 100
@@ -338,24 +337,21 @@ BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
 
 def _hint_for(fields: Sequence[str]) -> str:
     """Suggest the builders that read data with these fields, each with recipes: the one that reads is unknown here."""
-    found: list[str] = []
-    for needed, builder, recipes in BUILDERS_BY_FIELDS:
-        if needed <= set(fields):
-            found.append(f"_target_: automodel_ckpt.data.{builder} (recipe: {recipes})")
+    found = [
+        f"_target_: automodel_ckpt.data.{builder} (recipe: {recipes})"
+        for needed, builder, recipes in BUILDERS_BY_FIELDS
+        if needed <= set(fields)
+    ]
     if len(fields) == 1 and re.search(r"[;|\t]", fields[0]):
         return "separate columns with commas, or with tabs in a file that is named *.tsv"
     if not found:
         return f"{_NAME_FIELDS}, or rename the fields of the data"
-    read = "reads" if len(found) == 1 else "read"
-    return f"{_NAME_FIELDS}; {' and '.join(found)} {read} data with these fields"
+    return f"{_NAME_FIELDS}; data with these fields are read by {' and '.join(found)}"
 
 
 def _names_in_all(fields: Sequence[str]) -> list[str]:
     """List the fields that *fields*, names or templates, use, without repetitions."""
-    names: dict[str, None] = {}
-    for field in fields:
-        names.update(dict.fromkeys(names_in(field)))
-    return list(names)
+    return list(dict.fromkeys(chain.from_iterable(map(names_in, fields))))
 
 
 def empty_data(path: str) -> RecipeError:

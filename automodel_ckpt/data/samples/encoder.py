@@ -15,8 +15,9 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
+from automodel_ckpt.data.collate import Ids
 from automodel_ckpt.data.rows.arguments import require_tokenizer
-from automodel_ckpt.data.samples.tokenized import TokenizedSample
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 _CALLED = ("__call__", "_encode_plus", "_convert_encoding", "set_truncation_and_padding")
@@ -27,7 +28,7 @@ _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 def encode_all(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False
-) -> list[list[int]]:
+) -> list[Ids]:
     """Return the token ids of each text without truncation and padding, and by default without special tokens.
 
     The result is that of a call of *tokenizer*. A few texts are passed to it. More go to its backend directly, which
@@ -58,7 +59,7 @@ def one_thread() -> Iterator[None]:
             os.environ[_PARALLELISM] = before
 
 
-def encode_one(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_one(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
     """Return the token ids of a text, without special tokens."""
     backend = _plain_backend(tokenizer)
     is_prepared = (
@@ -92,7 +93,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer |
 
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, columns: Sequence[Sequence[str]], **options: Any
-) -> list[tuple[list[int], list[int]]]:
+) -> list[tuple[Ids, Ids]]:
     """Return the token ids of texts, or of pairs of texts for two *columns*, and the types of the tokens, if any.
 
     *options* are those of a call of *tokenizer*, which adds special tokens by default.
@@ -107,7 +108,7 @@ def tokenize(
 
 def truncated(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, **options: Any
-) -> tuple[list[int], list[int]]:
+) -> tuple[Ids, Ids]:
     """Tokenize a text or a pair as :func:`tokenize` does, at most *limit* tokens: the special tokens remain."""
     # The setting is restored, because exports contain the tokenizer.
     side = tokenizer.truncation_side
@@ -139,7 +140,7 @@ class Continuations:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, before: Sequence[list[int]], texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, before: Sequence[Ids], texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each of *texts* behind the tokens *before* it, without special tokens."""
         marks = [self._mark_behind(ids) for ids in before]
         found = encode_all(
@@ -151,23 +152,23 @@ class Continuations:
                 [found[number]] = encode_all(self._tokenizer, [texts[number]])
         return found
 
-    def _mark_behind(self, ids: list[int]) -> str:
+    def _mark_behind(self, ids: Ids) -> str:
         if not ids or not self.mark:
             return ""
         special = self._tokenizer.added_tokens_decoder
         return special[ids[-1]].content if ids[-1] in special else self.mark
 
-    def _divided(self, ids: list[int], mark: str) -> tuple[list[int], list[int]]:
+    def _divided(self, ids: Ids, mark: str) -> tuple[Ids, Ids]:
         length = len(self._ids(mark))
         return ids[:length], ids[length:]
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str) -> Ids:
         if text not in self._known:
             [self._known[text]] = encode_all(self._tokenizer, [text])
         return self._known[text]
 
     @cached_property
-    def _known(self) -> dict[str, list[int]]:
+    def _known(self) -> dict[str, Ids]:
         return {}
 
     @cached_property
@@ -204,53 +205,44 @@ class Encoder:
         self.tokenizer = tokenizer
         self._continuations = Continuations(tokenizer)
         self.end = [int(tokenizer.eos_token_id)]
-        self.begin: list[int] = []
+        self.begin: Ids = []
         # Many tokenizers have a start token that their model was not trained with: only one that they add is used.
-        if tokenizer.bos_token_id is not None and self._adds_at_start(tokenizer.bos_token_id):
-            self.begin = [int(tokenizer.bos_token_id)]
+        begin = tokenizer.bos_token_id
+        if begin is not None and list(tokenizer("a")["input_ids"])[:1] == [begin]:
+            self.begin = [int(begin)]
 
-    def documents(self, texts: Sequence[str]) -> list[TokenizedSample]:
+    def documents(self, texts: Sequence[str]) -> Samples:
         """Make a sample of each text, with labels on all of its tokens, or on none if the text is blank."""
         samples = []
-        for text, ids in zip(texts, self._encode(texts), strict=True):
-            tokens = self._with_end(self._with_begin(ids))
-            is_blank = not text.strip() or self._is_only_special(ids)
-            labelled = [not is_blank] * len(tokens)
+        for text, ids in zip(texts, encode_all(self.tokenizer, texts), strict=True):
+            tokens = self._with_end(ids if self._begins(ids) else self.begin + ids)
+            labelled = [not self._is_blank(text, ids)] * len(tokens)
             samples.append(TokenizedSample(tokens, labelled))
         return samples
 
-    def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
+    def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> Samples:
         """Make a sample of each prompt and completion, tokenized separately so that no token spans both.
 
         Labels are on the completion and the end token.
         """
         samples = []
-        prompt_ids = self._encode(prompts)
+        prompt_ids = encode_all(self.tokenizer, prompts)
         completion_ids = self._continuations.encode(prompt_ids, completions)
         for prompt, completion, text in zip(prompt_ids, completion_ids, completions, strict=True):
             # If the prompt is empty, the completion may begin with the start token.
             has_start = self._begins(prompt + completion)
             start = prompt if has_start else self.begin + prompt
-            is_empty = not text.strip() or self._is_only_special(completion)
+            is_empty = self._is_blank(text, completion)
             samples.append(TokenizedSample.answer(start, self._with_end(completion), is_empty))
         return samples
 
-    def _with_begin(self, ids: list[int]) -> list[int]:
-        """Prepend the start token, unless the model expects none or *ids* already begin with it."""
-        return ids if self._begins(ids) else self.begin + ids
-
-    def _begins(self, ids: list[int]) -> bool:
+    def _begins(self, ids: Ids) -> bool:
         return ids[: len(self.begin)] == self.begin
 
-    def _with_end(self, ids: list[int]) -> list[int]:
+    def _with_end(self, ids: Ids) -> Ids:
         """Append the end token, unless *ids* already end with it."""
         return ids if ids[-1:] == self.end else ids + self.end
 
-    def _is_only_special(self, ids: list[int]) -> bool:
-        return set(ids) <= {*self.begin, *self.end}
-
-    def _adds_at_start(self, token_id: int) -> bool:
-        return list(self.tokenizer("a")["input_ids"])[:1] == [token_id]
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return encode_all(self.tokenizer, texts)
+    def _is_blank(self, text: str, ids: Ids) -> bool:
+        """Whether a text has no words."""
+        return not text.strip() or set(ids) <= {*self.begin, *self.end}

@@ -272,24 +272,22 @@ def _one_hot(labels: Labels, value: Any) -> list[float]:
 def _of_classes(labels: Labels, classes: Sequence[str], value: Any) -> list[float]:
     """Convert numbers that stand for names: the order of these can differ from that of the labels."""
     values = list_of(value)
-    if values is not None:
-        return labels.targets([_class_name(labels, classes, each) for each in values])
-    return labels.targets(_class_name(labels, classes, value))
-
-
-def _class_name(labels: Labels, classes: Sequence[str], value: Any) -> Any:
-    number = whole_number(value)
-    if number is None or not 0 <= number < len(classes):
-        return value
-    name = classes[number]
-    if name in labels.names or _is_regression(labels):
-        return name
-    raise UnusableSample(
-        "a class of the data is not one of classification.labels",
-        f"{number}, which the data names {name!r}",
-        f"the data has {', '.join(classes[:10])}, and the labels are {labels.listed()}: use the names of the data in "
-        f"any order, or set {_KEY}: indices if both have the same order",
-    )
+    named = []
+    for each in [value] if values is None else values:
+        number = whole_number(each)
+        if number is None or not 0 <= number < len(classes):
+            named.append(each)
+            continue
+        name = classes[number]
+        if name not in labels.names and not _is_regression(labels):
+            raise UnusableSample(
+                "a class of the data is not one of classification.labels",
+                f"{number}, which the data names {name!r}",
+                f"the data has {', '.join(classes[:10])}, and the labels are {labels.listed()}: use the names of the "
+                f"data in any order, or set {_KEY}: indices if both have the same order",
+            )
+        named.append(name)
+    return labels.targets(named[0] if values is None else named)
 
 
 def _read_all(read: Reading, values: Sequence[Any]) -> list[list[float]] | None:

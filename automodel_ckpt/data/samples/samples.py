@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 import tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.rows.arguments import ROW_DEFAULTS, RowOptions
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.preparation import Encode, prepare
 from automodel_ckpt.data.rows.row_stream import RowStream, row_stream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import SampleArrays, TokenizedDataset
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
-Samples = TypeVar("Samples", bound=SampleArrays)
+TextDataset = TokenizedDataset | RowStream
+"""Samples that are prepared, or streamed."""
 
 _FORMAT = 11
 """Part of the cache's keys. Increase it when the samples of the same data change."""
-_PREPARING = "preparing the data of %s; later starts read the result from the cache"
 
 
 def samples_of(
@@ -36,12 +37,12 @@ def samples_of(
     encode: Encode,
     policy: Truncation,
     *,
-    key: tuple[object, ...],
+    key: Key,
     fields: Sequence[str] | None = None,
     template: str | None = None,
     kind: type[TokenizedDataset] = TokenizedDataset,
     **options: Unpack[RowOptions],
-) -> TokenizedDataset | RowStream:
+) -> TextDataset:
     """Tokenize the rows of *path* with *encode*, and truncate the samples by *policy*.
 
     They are cached under *key*: the builder's name, and everything that the samples depend on besides the other
@@ -90,7 +91,7 @@ def samples_of_rows(
     encode: Encode,
     policy: Truncation,
     *,
-    key: tuple[object, ...],
+    key: Key,
     max_samples: int | None,
     fields: Sequence[str] | None = None,
     template: str | None = None,
@@ -98,16 +99,26 @@ def samples_of_rows(
 ) -> TokenizedDataset:
     """Tokenize *rows*, as :func:`samples_of` does without *streaming*; *fingerprint* changes with their content."""
 
-    def report() -> None:
-        if fields is not None:
-            _report_unused(rows, fields)
-
     def build(directory: Path) -> None:
-        prepare(rows, encode, policy, directory, kind.group_size, report)
+        log.info("preparing the data of %s; later starts read the result from the cache", key[0])
+        prepare(rows, encode, policy, directory, kind.group_size)
+        unused = [name for name in rows.fields if fields is not None and name not in fields]
+        if unused:
+            log.info("%s: unused fields: %s", rows.path, ", ".join(unused))
 
     # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (fingerprint, *key, policy.seq_length, policy.policy)
-    dataset = prepared(str(key[0]), whole_key, tokenizer, build, kind)
+    digest = _fingerprint(tokenizer)
+    with TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        if digest is None:
+            # A slow tokenizer has no digest of its content, so the cache is not used for it.
+            build(directory)
+        else:
+            cache_key = (_FORMAT, *whole_key, digest, tokenizers.__version__)
+            directory = cached(str(key[0]), cache_key, build)
+        # Mapped files keep their content after their removal.
+        dataset = kind.load(directory)
     dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
     dataset.template = template
     dataset.limit = policy.limit
@@ -115,39 +126,7 @@ def samples_of_rows(
     return dataset
 
 
-def _report_unused(rows: Rows, used: Sequence[str]) -> None:
-    unused = [field for field in rows.fields if field not in used]
-    if unused:
-        log.info("%s: unused fields: %s", rows.path, ", ".join(unused))
-
-
-def prepared(
-    name: str,
-    key: tuple[object, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    build: Callable[[Path], None],
-    kind: type[Samples],
-) -> Samples:
-    """Load the data set, of class *kind*, that *build* writes into a directory, for *key* and *tokenizer*.
-
-    It is cached. A slow tokenizer has no digest of its content, so the cache is not used for it.
-    """
-    fingerprint = _fingerprint(tokenizer)
-    if fingerprint is None:
-        with TemporaryDirectory() as directory:
-            build(Path(directory))
-            # Mapped files keep their content after their removal.
-            return kind.load(Path(directory))
-
-    def save(directory: Path) -> None:
-        log.info(_PREPARING, name)
-        build(directory)
-
-    whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
-    return kind.load(cached(name, whole_key, save))
-
-
-def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+def identity(key: Key, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of *key* and the tokenizer. *key* contains everything else that the samples depend on."""
     whole_key = repr((key, _fingerprint(tokenizer)))
     return hashlib.blake2b(whole_key.encode(), digest_size=12).hexdigest()

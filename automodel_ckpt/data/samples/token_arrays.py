@@ -110,7 +110,19 @@ class TokenSpans:
         start = int(self._starts[number][index - self._ends[number] + len(self._starts[number])])
         array = self.arrays[number]
         tokens = array.tokens[start : start + int(self.lengths[index])].astype(np.int64)
-        _check_tokens(array, start, tokens, self.vocab_size)
+        is_invalid = tokens < 0
+        if self.vocab_size is not None:
+            is_invalid |= tokens >= self.vocab_size
+        if is_invalid.any():
+            first = int(is_invalid.argmax())
+            position = start + first
+            byte = array.offset + position * array.dtype.itemsize
+            raise RecipeError(
+                "a token is outside of the vocabulary",
+                where=f"{array.path}, token {position} (byte {byte})",
+                value=f"token id {tokens[first]}, vocabulary size {self.vocab_size or 'not given'}",
+                hint="use the tokenizer that the file was made with, and the file's format and dtype",
+            )
         return {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
 
 
@@ -131,8 +143,16 @@ def windows_of(
     for array in arrays:
         if start_token is None:
             starts.append(range(0, max(array.count - seq_length + 1, 0), seq_length - 1))
-        else:
-            starts.append(_aligned_starts(array, seq_length, start_token))
+            continue
+        positions = array.positions_of(start_token)
+        positions = positions[positions <= array.count - seq_length]
+        chosen: list[int] = []
+        found = 0
+        while found < len(positions):
+            chosen.append(int(positions[found]))
+            # Windows do not overlap, except for one token.
+            found = int(np.searchsorted(positions, chosen[-1] + seq_length - 1))
+        starts.append(np.array(chosen, np.int64))
     # A view of one number: there may be billions of windows.
     lengths = np.broadcast_to(np.int64(seq_length), sum(map(len, starts)))[:max_samples]
     identity = identity_of(arrays, seq_length, start_token)
@@ -154,50 +174,12 @@ def documents_of(
     # Without an array, np.concatenate() needs an empty one.
     lengths = [np.empty(0, np.int64)]
     for array, array_starts in zip(arrays, starts, strict=True):
-        first, length = _bounds(array, array_starts)
-        firsts.append(first)
-        lengths.append(length)
-    whole = np.concatenate(lengths)[:max_samples]
-    return TokenSpans(arrays, firsts, whole, "")
-
-
-def _check_tokens(array: TokenArray, start: int, tokens: Integers, vocab_size: int | None) -> None:
-    """Raise :class:`RecipeError` for *tokens*, those of *array* from *start* on, that are negative or too high."""
-    highest, lowest = int(tokens.max()), int(tokens.min())
-    is_above = vocab_size is not None and highest >= vocab_size
-    if lowest >= 0 and not is_above:
-        return
-    invalid = lowest if lowest < 0 else highest
-    position = start + int(np.argmax(tokens == invalid))
-    raise RecipeError(
-        "a token is outside of the vocabulary",
-        where=f"{array.path}, token {position} (byte {array.offset + position * array.dtype.itemsize})",
-        value=f"token id {invalid}, vocabulary size {vocab_size or 'not given'}",
-        hint="use the tokenizer that the file was made with, and the file's format and dtype",
-    )
-
-
-def _bounds(array: TokenArray, starts: Integers) -> tuple[Integers, Integers]:
-    """Return the first token and the length of each document of at least two tokens."""
-    first = np.unique(np.concatenate(([0], starts[starts < array.count])))
-    lengths = np.diff(first, append=array.count)
-    is_document = lengths >= 2
-    return first[is_document], lengths[is_document]
-
-
-def _aligned_starts(array: TokenArray, seq_length: int, start_token: int) -> Integers:
-    """Return the starts of windows that begin at *start_token* and do not overlap, except for one token."""
-    positions = array.positions_of(start_token)
-    positions = positions[positions <= array.count - seq_length]
-    starts: list[int] = []
-    next_allowed = 0
-    while True:
-        found = int(np.searchsorted(positions, next_allowed))
-        if found == len(positions):
-            return np.array(starts, np.int64)
-        start = int(positions[found])
-        starts.append(start)
-        next_allowed = start + seq_length - 1
+        first = np.unique(np.concatenate(([0], array_starts[array_starts < array.count])))
+        length = np.diff(first, append=array.count)
+        is_document = length >= 2
+        firsts.append(first[is_document])
+        lengths.append(length[is_document])
+    return TokenSpans(arrays, firsts, np.concatenate(lengths)[:max_samples], "")
 
 
 def identity_of(arrays: Sequence[TokenArray], *settings: object) -> str:
@@ -229,7 +211,12 @@ def file_size(path: Path) -> int:
     return status.st_size
 
 
-def damaged_tokens(path: Path, what: str, value: object, hint: str) -> RecipeError:
+_MEGATRON_HINT = (
+    "use the .bin and .idx files of one run of Megatron's preprocessing, completely copied"
+)
+
+
+def damaged_tokens(path: Path, what: str, value: object, hint: str = _MEGATRON_HINT) -> RecipeError:
     """Make the error for a file of tokens whose content is invalid."""
     return RecipeError(what, where=str(path), value=value, hint=hint)
 
@@ -254,14 +241,15 @@ def read_header(path: Path) -> TokenArray:
             "for raw tokens, as nanoGPT's prepare.py writes them, set dataset.header false",
         )
     magic, version, count, num_bytes = numbers[:4]
-    if version != 1:
-        hint = "only version 1 is supported"
-        raise damaged_tokens(path, "the header has an unknown version", version, hint)
     if magic == _MAGIC:
         num_bytes = 2
-    if num_bytes not in _TYPES:
-        hint = "a token has 2 or 4 bytes"
-        raise damaged_tokens(path, "the header has an invalid size of tokens", num_bytes, hint)
+    if version != 1 or num_bytes not in _TYPES:
+        raise damaged_tokens(
+            path,
+            "the header has an unknown version or an invalid size of tokens",
+            f"version {version}, {num_bytes} bytes",
+            "only version 1 with tokens of 2 or 4 bytes is supported",
+        )
     fits = size - _HEADER_BYTES == count * num_bytes
     if not fits or count < 0:
         raise damaged_tokens(
@@ -295,9 +283,6 @@ _MEGATRON_HEADER_BYTES = len(_MEGATRON_MAGIC) + _MEGATRON_HEADER.size
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Code of a type -> type of the tokens. The codes 6 and 7 are floats, which are no tokens."""
 _CHECKED = 1 << 20
-_MEGATRON_HINT = (
-    "use the .bin and .idx files of one run of Megatron's preprocessing, completely copied"
-)
 
 
 @dataclass(frozen=True)
@@ -350,25 +335,22 @@ def read_index(prefix: Path) -> MegatronIndex:
     with open(path, "rb") as file:
         head = file.read(_MEGATRON_HEADER_BYTES)
     if len(head) < _MEGATRON_HEADER_BYTES or not head.startswith(_MEGATRON_MAGIC):
-        raise damaged_tokens(
-            path, "this is not an index of Megatron", repr(head[:9]), _MEGATRON_HINT
-        )
+        raise damaged_tokens(path, "this is not an index of Megatron", repr(head[:9]))
     version, code, num_sequences, num_indices = _MEGATRON_HEADER.unpack(
         head[len(_MEGATRON_MAGIC) :]
     )
-    if version != 1:
-        hint = "only version 1 is supported"
-        raise damaged_tokens(path, "the index has an unknown version", version, hint)
-    if code not in _MEGATRON_TYPES:
-        hint = f"the codes of tokens are {', '.join(map(str, _MEGATRON_TYPES))}"
-        raise damaged_tokens(path, "the index has no type of tokens", f"code {code}", hint)
+    if version != 1 or code not in _MEGATRON_TYPES:
+        raise damaged_tokens(
+            path,
+            "the index has an unknown version, or no type of tokens",
+            f"version {version}, code {code}",
+            f"only version 1 is supported, with a code of {', '.join(map(str, _MEGATRON_TYPES))}",
+        )
     expected = _MEGATRON_HEADER_BYTES + num_sequences * 12 + num_indices * 8
     # With several modalities, one more byte per sequence follows.
     if size not in (expected, expected + num_sequences) or num_indices < 1:
         counts = f"{num_sequences} sequences, {num_indices} document indices, {size} bytes"
-        raise damaged_tokens(
-            path, "the size of the index does not fit its counts", counts, _MEGATRON_HINT
-        )
+        raise damaged_tokens(path, "the size of the index does not fit its counts", counts)
     lengths = _mapped(path, "<i4", _MEGATRON_HEADER_BYTES, num_sequences)
     pointers = _mapped(path, "<i8", _MEGATRON_HEADER_BYTES + 4 * num_sequences, num_sequences)
     documents = _mapped(path, "<i8", _MEGATRON_HEADER_BYTES + 12 * num_sequences, num_indices)
@@ -393,28 +375,21 @@ def _check_sequences(index: MegatronIndex) -> None:
         if lengths.min() < 0:
             number = start + int(lengths.argmin())
             value = f"sequence {number}: {lengths.min()} tokens"
-            raise damaged_tokens(
-                index.path, "a sequence has a negative length", value, _MEGATRON_HINT
-            )
+            raise damaged_tokens(index.path, "a sequence has a negative length", value)
         ends = expected + np.cumsum(lengths) * index.dtype.itemsize
         starts = np.concatenate(([expected], ends[:-1]))
         wrong = np.flatnonzero(index.pointers[start : start + _CHECKED] != starts)
         if len(wrong):
             number = start + int(wrong[0])
-            value = (
-                f"sequence {number} at byte {index.pointers[number]}, expected {starts[wrong[0]]}"
-            )
-            raise damaged_tokens(
-                index.path, "sequences overlap or have gaps", value, _MEGATRON_HINT
-            )
+            found = index.pointers[number]
+            value = f"sequence {number} at byte {found}, expected {starts[wrong[0]]}"
+            raise damaged_tokens(index.path, "sequences overlap or have gaps", value)
         expected = int(ends[-1])
     path = index.path.with_suffix(".bin")
     size = file_size(path)
     if size != expected:
         value = f"{size} bytes, but its index has {expected}"
-        raise damaged_tokens(
-            path, "the file of tokens does not fit its index", value, _MEGATRON_HINT
-        )
+        raise damaged_tokens(path, "the file of tokens does not fit its index", value)
 
 
 def _check_documents(index: MegatronIndex) -> None:
@@ -426,9 +401,5 @@ def _check_documents(index: MegatronIndex) -> None:
         is_ordered = is_ordered and bool((block[:-1] <= block[1:]).all())
     if not is_ordered or documents[0] != 0 or documents[-1] != len(index.lengths):
         value = f"from {documents[0]} to {documents[-1]}, {len(index.lengths)} sequences"
-        raise damaged_tokens(
-            index.path,
-            "the document indices do not cover the sequences in order",
-            value,
-            _MEGATRON_HINT,
-        )
+        what = "the document indices do not cover the sequences in order"
+        raise damaged_tokens(index.path, what, value)

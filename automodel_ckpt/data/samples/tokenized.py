@@ -15,11 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import (
-    IGNORE_INDEX,
-    Integers,
-    Sample,
-)
+from automodel_ckpt.data.collate import IGNORE_INDEX, Ids, Integers, Sample
 from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.errors import RecipeError, printable
 
@@ -37,24 +33,14 @@ class SampleArrays:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Load the samples that :meth:`save` wrote; the arrays are memory-mapped."""
-        return cls(*cls.mapped_arrays(directory))
-
-    @classmethod
-    def mapped_arrays(cls, directory: Path) -> list[npt.NDArray[Any]]:
-        """Map the arrays of :attr:`array_names` in a directory."""
+        """Load the samples in a directory; the arrays are memory-mapped."""
         arrays: list[npt.NDArray[Any]] = []
         for name in cls.array_names:
             # np.load rejects pickled objects by default: a cache that others can write must not run code.
             mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
             # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
             arrays.append(np.asarray(mapped))
-        return arrays
-
-    def save(self, directory: Path) -> None:
-        """Write the arrays as ``.npy`` files into an existing directory."""
-        for name in self.array_names:
-            np.save(directory / f"{name}.npy", getattr(self, name))
+        return cls(*arrays)
 
     @property
     def lengths(self) -> Integers:
@@ -126,15 +112,11 @@ class LengthSummary:
         if not len(lengths):
             return cls(0, 0, 0, 0, 0, 0)
         # A length that occurs, not a mean of two.
-        median, percentile_99 = np.percentile(lengths, [50, 99], method="higher").astype(int)
-        return cls(
-            len(lengths),
-            int(median),
-            int(percentile_99),
-            int(lengths.max()),
-            int(lengths.sum()),
-            num_labels,
+        median, percentile_99, longest = map(
+            int, np.percentile(lengths, [50, 99, 100], method="higher")
         )
+        total = int(lengths.sum())
+        return cls(len(lengths), median, percentile_99, longest, total, num_labels)
 
     @property
     def samples_text(self) -> str:
@@ -177,7 +159,7 @@ class TokenizedSample(NamedTuple):
     builder has already truncated a part of it. *notes* are what a user should know about it, in words.
     """
 
-    tokens: list[int]
+    tokens: Ids
     labelled: list[bool]
     is_empty: bool = False
     number: float | list[float] = math.nan
@@ -185,12 +167,13 @@ class TokenizedSample(NamedTuple):
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def answer(
-        cls, prompt: list[int], completion: list[int], is_empty: bool = False
-    ) -> TokenizedSample:
+    def answer(cls, prompt: Ids, completion: Ids, is_empty: bool = False) -> TokenizedSample:
         """Make a sample of a prompt without labels and a *completion* with labels."""
         labelled = [False] * len(prompt) + [True] * len(completion)
         return cls(prompt + completion, labelled, is_empty)
+
+
+Samples = list[TokenizedSample]
 
 
 class TokenizedDataset(SampleArrays):
@@ -232,11 +215,9 @@ class TokenizedDataset(SampleArrays):
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Load a data set that :mod:`~automodel_ckpt.data.rows.preparation` wrote; its arrays are memory-mapped."""
-        numbers = None
+        dataset = super().load(directory)
         if (directory / NUMBERS).exists():
-            numbers = np.load(directory / NUMBERS)
-        tokens, ends, labelled, counts = cls.mapped_arrays(directory)
-        dataset = cls(tokens, ends, labelled, counts, numbers)
+            dataset.numbers = np.load(directory / NUMBERS)
         if (directory / NOTES).exists():
             dataset.notes = json.loads((directory / NOTES).read_text("utf-8"))
         return dataset
@@ -257,7 +238,7 @@ class TokenizedDataset(SampleArrays):
         return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
 
     @staticmethod
-    def item(samples: Sequence[Sample], number: float, limit: int | None) -> Any:
+    def item(samples: Sequence[Sample], number: Any, limit: int | None) -> Any:
         """Make an item of the tokenized *samples* of a row, their *number*, and the maximum tokens of a sample."""
         return samples[0]
 
@@ -285,61 +266,55 @@ class TokenizedDataset(SampleArrays):
         The numbers of truncated and skipped samples are those of all. *what* is the name of the data in the log.
         Raises :class:`RecipeError` if all samples were skipped.
         """
-        self.report_truncation(what, seq_length)
+        limit = self.limit_text(seq_length)
         num_skipped = int(self.counts[1])
+        report_counts(what, self.counts, len(self) + num_skipped, self.notes, limit, self.noun)
         if num_skipped and not len(self):
             raise RecipeError(
                 "all samples of the data were skipped",
                 where=what,
-                value=f"{counted(num_skipped, self.noun)}; {self.limit_text(seq_length)}",
+                value=f"{counted(num_skipped, self.noun)}; {limit}",
                 hint="the warning above has the reason: raise seq_length, or give the samples something to learn",
             )
         dataset = self.first(max_samples)
-        dataset.report_lengths(what)
+        if self.group_size > 1:
+            what = f"{what}: {counted(len(dataset), self.noun)}"
+        log.info("%s: %s", what, dataset.summary)
         return dataset
-
-    def report_truncation(self, what: str, seq_length: int) -> None:
-        """Log how many samples were longer than *seq_length* tokens, and how many have an empty completion.
-
-        *what* is the name of the data in the log.
-        """
-        cut, left_out, empty = self.counts.tolist()
-        if empty:
-            log.warning(
-                "%s: %d of %d %ss have an empty completion: only the end token is trained on",
-                what,
-                empty,
-                len(self),
-                self.noun,
-            )
-        warn_of_notes(what, self.notes, len(self))
-        parts = []
-        if cut:
-            were = "was" if cut == 1 else "were"
-            parts.append(
-                f"{cut} of {len(self)} {self.noun}s {were} truncated to {self.limit_text(seq_length)}"
-            )
-        if left_out:
-            skipped = f"{left_out} more" if cut else counted(left_out, self.noun)
-            were, they_are = ("was", "it is") if left_out == 1 else ("were", "they are")
-            reason = f"because no label remained or {they_are} too long"
-            if self.group_size > 1:
-                reason = (
-                    f"because both answers are equal, no label remained, or {they_are} too long"
-                )
-            parts.append(f"{skipped} {were} skipped {reason}")
-        if parts:
-            log.warning("%s: %s", what, ", ".join(parts))
 
     def limit_text(self, seq_length: int) -> str:
         """The limit of samples of at most *seq_length* tokens, in words."""
         return f"seq_length {seq_length}"
 
-    def report_lengths(self, what: str) -> None:
-        """Log the number of samples, their lengths, and their tokens. *what* is the name of the data in the log."""
-        if self.group_size > 1:
-            what = f"{what}: {counted(len(self), self.noun)}"
-        log.info("%s: %s", what, self.summary)
+
+def report_counts(
+    what: str,
+    counts: Sequence[int] | Integers,
+    num_samples: int,
+    notes: Mapping[str, int],
+    limit: str,
+    noun: str = "sample",
+) -> None:
+    """Log how many of *num_samples* samples of *what* were truncated or skipped, or have an empty completion.
+
+    *counts* are their numbers, *limit* the longest sample in words, and *notes* what a user should know about samples.
+    """
+    cut, left_out, empty = counts
+    total = counted(num_samples, noun)
+    if empty:
+        log.warning(
+            "%s: %d of %s have an empty completion: only the end token is trained on",
+            *(what, empty, total),
+        )
+    for line in note_lines(notes, num_samples):
+        log.warning("%s: %s", what, line)
+    if cut:
+        log.warning("%s: %d of %s truncated to %s", what, cut, total, limit)
+    if left_out:
+        log.warning(
+            "%s: %d of %s skipped: too long, without labels, or with two equal answers",
+            *(what, left_out, total),
+        )
 
 
 def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
@@ -352,9 +327,3 @@ def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
         have = "has" if number == 1 else "have"
         lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
     return lines
-
-
-def warn_of_notes(what: str, notes: Mapping[str, int], num_samples: int) -> None:
-    """Log a warning for each of the *notes* about *num_samples* samples of *what*."""
-    for line in note_lines(notes, num_samples):
-        log.warning("%s: %s", what, line)

@@ -13,7 +13,7 @@ from automodel_ckpt.data.collate import (
     Where,
 )
 from automodel_ckpt.data.rows.arguments import require_choice, require_range
-from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
+from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, Samples, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 POLICIES = ("error", "right", "skip", "history")
@@ -33,10 +33,10 @@ class Truncation:
 
     policy: str
     seq_length: int
+    num_seen: int = field(default=0, init=False)
     num_cut: int = field(default=0, init=False)
     num_left_out: int = field(default=0, init=False)
     num_empty: int = field(default=0, init=False)
-    num_used: int = field(default=0, init=False)
     notes: Counter[str] = field(default_factory=Counter, init=False)
 
     @classmethod
@@ -49,6 +49,11 @@ class Truncation:
         """The maximum tokens of a sample; None without a limit."""
         return None if self.seq_length == UNLIMITED else self.seq_length
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of samples that were truncated or skipped, and of those with an empty completion."""
+        return self.num_cut, self.num_left_out, self.num_empty
+
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, POLICIES)
         # A token and the one it predicts.
@@ -58,7 +63,7 @@ class Truncation:
         """Return the same policy with counts of zero."""
         return type(self)(self.policy, self.seq_length)
 
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
 
         They count as one sample. With the policy ``error``, raises :class:`RecipeError` with the location ``where()``
@@ -69,6 +74,7 @@ class Truncation:
             # One of two answers may begin with the prompt by chance.
             notes.discard(REPEATED_PROMPT)
         self.notes.update(notes)
+        self.num_seen += 1
         remaining = []
         for sample in samples:
             truncated = self._truncated(sample, where)
@@ -79,7 +85,6 @@ class Truncation:
             remaining.append(truncated)
         self.num_cut += any(len(sample.tokens) > self.seq_length for sample in samples)
         self.num_empty += any(sample.is_empty for sample in samples)
-        self.num_used += 1
         return remaining
 
     def _truncated(self, sample: TokenizedSample, where: Where) -> TokenizedSample:
@@ -88,13 +93,8 @@ class Truncation:
             return sample
         # A sample without labels is skipped, also if it is too long.
         if self.policy == "error" and any(sample.labelled[1:]):
-            raise RecipeError(
-                "a sample is longer than seq_length",
-                where=where(),
-                value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
-                hint="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
-                "remove them; without dataset.streaming all of them are counted before training",
-            )
+            length = np.array([len(sample.tokens)])
+            self.require_short(np.zeros(1, np.int64), length, lambda _: where())
         labelled = sample.labelled[: self.seq_length] if self.policy == "right" else []
         tokens = sample.tokens[: self.seq_length]
         return TokenizedSample(tokens, labelled, number=sample.number)
@@ -112,9 +112,9 @@ class Truncation:
         too_long = np.flatnonzero(lengths > self.seq_length)
         if not len(too_long):
             return
-        places = []
-        for each in too_long[:_NUM_SHOWN]:
-            places.append(f"{where(int(used[each]))} ({lengths[each]} tokens)")
+        places = [
+            f"{where(int(used[each]))} ({lengths[each]} tokens)" for each in too_long[:_NUM_SHOWN]
+        ]
         if len(too_long) > len(places):
             places.append(f"and {len(too_long) - len(places)} more")
         longest = int(lengths.max())
@@ -135,16 +135,10 @@ class Truncation:
 class EarlierTruncation(Truncation):
     """Counts the samples that an encoder has truncated itself, and skips those without tokens."""
 
-    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> list[TokenizedSample]:
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
+        self.num_seen += 1
         remaining = [sample for sample in samples if sample.tokens]
         self.num_left_out += len(samples) - len(remaining)
         self.num_cut += sum(sample.is_cut for sample in remaining)
         self.num_empty += sum(sample.is_empty for sample in remaining)
         return remaining
-
-
-def longest_with_labels(group: Sequence[TokenizedSample]) -> int:
-    """Return the number of tokens of the longest sample of a row that has a label; 0 if none has."""
-    # The first token is never predicted.
-    lengths = [len(sample.tokens) for sample in group if any(sample.labelled[1:])]
-    return max(lengths, default=0)

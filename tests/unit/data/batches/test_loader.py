@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -16,13 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.data.batches.micro_batches import SampleReader
-from automodel_ckpt.data.batches.packing import PackedDataset
-from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
 
+FURTHER = pytest.mark.further
 SOURCES = {
     "map-style": Numbers,
     "stream": Stream,
@@ -140,7 +136,7 @@ def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
-@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=FURTHER) for stop in (1, 4, 6))])
 def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: int) -> None:
     whole = contents(train(make(SOURCES[source](13)), 7))
     first, second = (
@@ -153,7 +149,7 @@ def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: i
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=FURTHER)])
 def test_the_global_generators_are_left_alone(source: str, num_workers: int) -> None:
     random.seed(1)
     np.random.seed(2)
@@ -210,7 +206,7 @@ def test_an_empty_data_set_is_refused() -> None:
             make(type("Half", (), {only: lambda *_: 3})())
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(0, marks=FURTHER)])
 @pytest.mark.parametrize("source", [Numbers, Stream])
 def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) -> None:
     with pytest.raises(AutomodelError) as caught:
@@ -262,20 +258,6 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(monkeypatch: pytest.Monk
         list(make(Deadly(4), num_workers=1))
 
 
-def test_a_worker_that_is_killed_is_no_error_of_what_the_rank_does_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    look_for_the_dead_every(monkeypatch, 0.1)
-    batches = iter(make(Numbers(200), num_workers=1))
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    worker.kill()
-    worker.join()
-    time.sleep(0.05)  # torch's own way is to raise here, in a save as well
-    with pytest.raises(AutomodelError, match="a data loading worker died"):
-        list(batches)
-
-
 def test_workers_outlive_a_signal_to_the_whole_job_so_that_the_rank_can_stop_in_order() -> None:
     loader = make(Numbers(200), num_workers=2)
     batches = iter(loader)
@@ -322,15 +304,6 @@ def test_a_changed_global_batch_size_goes_on_after_the_same_sample(
     assert "changed from 4 to 6: training continues after sample 8 of epoch 0" in caplog.text
 
 
-def test_a_stateful_stream_goes_on_without_reading_again() -> None:
-    first, source = make(StatefulStream(100)), StatefulStream(100)
-    train(first, 10)
-    second = make(source)
-    second.load_state_dict(first.state_dict())
-    next(iter(second))
-    assert source.read == 8
-
-
 def test_a_stream_without_state_reads_and_drops_what_was_consumed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -363,34 +336,6 @@ def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_wo
         assert contents(before + train(second, 12 - stop)) == contents(whole)
 
 
-class Drawing(TokenizedDataset):
-    """Derived from one that draws nothing, it may draw."""
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        sample = super().__getitem__(index)
-        return {name: [*values, int(torch.randint(9, ()))] for name, values in sample.items()}
-
-
-@pytest.mark.parametrize("kind", [TokenizedDataset, Drawing])
-def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(
-    kind: type[TokenizedDataset],
-) -> None:
-    tokens, ends = np.repeat(np.arange(4, dtype=np.int32), 2), np.arange(2, 9, 2)
-    samples = kind(tokens, ends, np.ones(8, np.bool_), np.zeros(3, np.int64))
-    dataset = PackedDataset(samples, 3)
-    reads = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        before = torch.get_rng_state()
-        loader = GlobalBatchLoader(
-            dataset, global_batch_size=4, local_batch_size=4, collate_fn=PadCollator(0)
-        )
-        reads.append(next(iter(loader)).micro_batches[0]["input_ids"].tolist())
-        assert torch.equal(torch.get_rng_state(), before)
-        assert SampleReader(dataset, PadCollator(0)).may_draw == (kind is Drawing)
-    assert reads[0] == reads[1]
-
-
 def stack_with_noise(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {**stack(samples), "noise": torch.rand(len(samples))}
 
@@ -407,27 +352,6 @@ def test_a_collator_that_draws_numbers_gets_the_same_ones_after_a_resume(source:
     second.load_state_dict(first.state_dict())
     torch.rand(3)
     assert contents(before + train(second, 3)) == contents(whole)
-
-
-class Identified(Numbers):
-    """Data with a text that changes with its content."""
-
-    def __init__(self, length: int, identity: str | None) -> None:
-        super().__init__(length)
-        self.identity = identity
-
-
-@pytest.mark.parametrize(
-    ("saved", "current", "is_reported"),
-    [("a", "b", True), ("a", "a", False), (None, "a", False), ("a", None, False)],
-)
-def test_changed_data_of_the_same_length_is_reported_where_both_are_known(
-    saved: str | None, current: str | None, is_reported: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = make(Identified(20, saved)), make(Identified(20, current))
-    train(first, 1)
-    second.load_state_dict(first.state_dict())
-    assert ("the data has changed since this checkpoint was saved" in caplog.text) == is_reported
 
 
 class StreamOfEpochs(Stream):

@@ -117,14 +117,6 @@ def test_a_resume_on_another_number_of_ranks_continues_the_same_batches(num_work
     assert flat == [dataset[number]["input_ids"] for number in whole[12:]]
 
 
-def test_changed_data_is_noticed_by_the_digest() -> None:
-    dataset = mixture(sources(), WEIGHTS)
-    assert dataset.identity == mixture(sources(), WEIGHTS).identity is not None
-    assert dataset.identity != mixture(sources(), WEIGHTS | {"code": 2.0}).identity
-    other = sources() | {"code": random_tokens(8, 8, 100, seed=1)}
-    assert dataset.identity != mixture(other, WEIGHTS).identity
-
-
 def test_each_source_is_packed_separately() -> None:
     dataset = for_each_source(mixture(sources(), WEIGHTS), lambda each: PackedDataset(each, 16))
     assert [len(each) for each in dataset.sources.values()] == [15, 4, 25]

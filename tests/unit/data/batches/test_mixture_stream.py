@@ -104,7 +104,9 @@ def test_num_samples_defines_the_epoch_and_streams_begin_again(
     assert {counts[f"a{number}"] for number in range(30)} == {1, 2}
 
 
-@pytest.mark.parametrize("num_read", [1, 5, 7, 14])
+@pytest.mark.parametrize(
+    "num_read", [7, *(pytest.param(each, marks=pytest.mark.further) for each in (1, 5, 14))]
+)
 @pytest.mark.parametrize("options", [{}, {"num_samples": 26}])
 def test_a_resume_continues_exactly_on_another_number_of_ranks(
     tokenizer: Any, paths: dict[str, str], num_read: int, options: dict[str, int]

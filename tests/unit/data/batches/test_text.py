@@ -211,7 +211,7 @@ def test_a_long_sample_is_cut_or_left_out_with_the_counts(
         caplog.clear()
         dataset = prompt_completion(tokenizer, path, seq_length=12, truncation="right")
         assert [len(dataset[i]["input_ids"]) for i in range(len(dataset))][1:] == [12]
-        assert "1 of 2 samples was truncated to seq_length 12, 1 more was skipped" in caplog.text
+        assert "1 of 3 samples truncated to seq_length 12" in caplog.text
 
 
 def test_a_changed_file_is_prepared_anew(tokenizer: Any, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_what_is_blank_is_left_out_and_counted(
         "first</s>",
         "second</s>",
     ]
-    assert "a.txt: 2 samples were skipped because no label remained" in caplog.text
+    assert "samples skipped: too long, without labels" in caplog.text
     pairs = jsonl(tmp_path / "b.jsonl", {"prompt": "", "completion": ""}, *PAIRS)
     assert len(prompt_completion(tokenizer, pairs)) == 2
 
@@ -340,4 +340,4 @@ def test_empty_completions_are_counted(
     for row in stream:
         stream.prepare(row)
     stream.report()
-    assert "this rank prepared, 3 have an empty completion" in caplog.text
+    assert "as far as this rank read it: 3 of 4 samples have an empty completion" in caplog.text

@@ -125,11 +125,6 @@ def test_a_text_without_tokens_is_rejected(tmp_path: Path, tokenizer: Any) -> No
     assert f"{path}:1" in str(caught.value)
 
 
-def test_an_unknown_field_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(RecipeError, match="no field lable"):
-        texts(tokenizer, LABELS, file_of(tmp_path, ROWS), label_field="lable")
-
-
 def test_rows_are_padded_on_the_right_with_the_models_token() -> None:
     collate = LabelCollator(9, Labels(("a", "b"), "multi_label"), pad_to_multiple_of=4)
     batch = collate(

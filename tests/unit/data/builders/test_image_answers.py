@@ -299,12 +299,3 @@ def test_a_template_that_supports_only_text_gets_the_placeholders_of_images(
     [sample] = image_answers(processor, path, chat_template=template)
     assert sample.text == "<s><|user|><image>Describe this image.</s><|assistant|>yes</s>"
     assert labeled(processor, sample) == "yes</s>"
-
-
-def test_long_samples_are_skipped_on_request(processor: Any, tmp_path: Path) -> None:
-    path = table(tmp_path, "image", answer=["yes", "no " * 40])
-    samples = image_answers(processor, path, seq_length=60, truncation="skip")
-    collate = ImageTextCollator(processor)
-    labels = collate([samples[0], samples[1]])["labels"]
-    assert (labels[0] >= 0).any() and not (labels[1] >= 0).any()
-    assert collate.num_left_out == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +72,6 @@ def test_rows_have_positions_that_restart_and_no_label_on_first_tokens(
     assert rows["labels"][0, 1:first].tolist() == rows["input_ids"][0, 1:first].tolist()
     assert int(rows[IS_TOKEN].sum()) == sum(packs[0].lengths)
     assert torch.equal(rows["pixel_values"], batch["pixel_values"])
-
-
-def test_lengths_are_counted_once_for_the_same_data_and_processor(
-    data: str, collate: ImageTextCollator, caplog: pytest.LogCaptureFixture
-) -> None:
-    counted = "counting the tokens"
-    with caplog.at_level(logging.INFO):
-        measure(conversations(collate.processor, data), collate)
-    assert counted in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        measure(conversations(collate.processor, data), collate)
-    assert counted not in caplog.text
-    with caplog.at_level(logging.INFO):
-        measure(conversations(collate.processor, data, max_samples=9), collate)
-    assert counted in caplog.text
 
 
 @pytest.mark.parametrize("truncation", ["skip", "right"])

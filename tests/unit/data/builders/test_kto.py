@@ -20,10 +20,6 @@ ROWS = [
     {"prompt": "3 + 5 is", "completion": " equal to nine", "label": False},
     {"prompt": "So", "completion": " what", "label": 1},
 ]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -53,18 +49,6 @@ def test_a_row_is_a_prompt_with_a_judged_completion(tokenizer: Any, tmp_path: Pa
     stream = judged(tokenizer, str(tmp_path / "a.jsonl"), seq_length=20, streaming=True)
     assert not isinstance(stream, JudgedDataset)
     assert [stream.prepare(row) for row in stream] == samples
-
-
-def test_messages_are_rendered_by_the_template(tokenizer: Any, tmp_path: Path) -> None:
-    row = {
-        "prompt": [{"role": "user", "content": "How many?"}],
-        "completion": [{"role": "assistant", "content": "Two"}],
-        "good": False,
-    }
-    path = jsonl(tmp_path / "a.jsonl", [row])
-    [sample] = judged(tokenizer, path, label_field="good", chat_template=TEMPLATE)
-    assert texts(tokenizer, sample) == ("<user>How many?<assistant>", "Two</s>")
-    assert sample["is_desirable"] is False
 
 
 def test_judgments_are_read_from_csv_files_and_by_the_names_of_classes(

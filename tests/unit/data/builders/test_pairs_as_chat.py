@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.hellaswag import hellaswag
 from automodel_ckpt.data.squad import squad
 from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data.mock import random_tokens
 
 TEMPLATE = """{%- for m in messages %}<s>{{ m.role }}
 {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant
@@ -79,17 +77,3 @@ def test_questions_of_squad_have_a_prompt_of_choice(tokenizer: Any, tmp_path: Pa
     assert texts(tokenizer, given) == (f"{prompt}cat</s>", "cat</s>")
     chat = squad(tokenizer, path, prompt=AUTOMODEL, as_chat="auto", chat_template=TEMPLATE)[0]
     assert texts(tokenizer, chat) == (f"<s>user\n{prompt}</s><s>assistant\ncat</s>", "cat</s>")
-
-
-def test_a_local_file_has_no_revision(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="local data has no revision"):
-        squad(tokenizer, write(tmp_path, SQUAD), revision="main")
-    with pytest.raises(RecipeError, match="local data has no revision"):
-        hellaswag(tokenizer, str(tmp_path), revision="main")
-
-
-def test_random_tokens_can_have_random_lengths_and_an_end() -> None:
-    dataset = random_tokens(200, 40, 50, mean_length=20, std_length=6, end_token=1)
-    lengths = [len(sample["input_ids"]) for sample in dataset]
-    assert 18 < sum(lengths) / 200 < 22 and len(set(lengths)) > 10 and max(lengths) <= 40
-    assert all(sample["labels"][-1] == 1 for sample in dataset)

@@ -110,19 +110,6 @@ def texts_of_labels(tokenizer: Any, pair: Any) -> list[str]:
     return found
 
 
-def test_texts_as_chat_with_a_system_message(tokenizer: Any, tmp_path: Path) -> None:
-    row = {"system": "Be brief.", "question": "How many?", "chosen": "Two", "rejected": "No"}
-    pair = pairs(
-        tokenizer,
-        jsonl(tmp_path / "a.jsonl", row),
-        prompt_field="question",
-        system_field="system",
-        as_chat=True,
-        chat_template=TEMPLATE,
-    )[0]
-    assert texts(tokenizer, pair)[0] == ("<system>Be brief.<user>How many?<assistant>", "Two</s>")
-
-
 def test_pairs_are_skipped_and_counted_as_pairs(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,7 +125,7 @@ def test_pairs_are_skipped_and_counted_as_pairs(
     dataset = pairs(tokenizer, path, seq_length=16, truncation="right")
     assert len(dataset) == 3
     assert [pair.get("margin") for pair in dataset] == [2, 4.5, None]
-    assert "1 of 3 pairs was truncated to seq_length 16, 2 more were skipped" in caplog.text
+    assert "1 of 5 pairs truncated to seq_length 16" in caplog.text
     assert len(pairs(tokenizer, path, seq_length=16, truncation="skip")) == 2
     assert len(pairs(tokenizer, path, seq_length=16, truncation="skip", max_samples=1)) == 1
     # Pairs that were prepared before come from the cache.

@@ -291,47 +291,6 @@ def test_a_training_template_marks_what_the_model_has_to_generate(
     assert text.replace("⟧⟦", "").replace("⟦⟧", "") == expected
 
 
-@pytest.mark.parametrize(
-    "model", dict.fromkeys(each.model for each in template_choice._BY_DIGEST.values())
-)
-def test_arguments_of_calls_may_be_json_text(model: str) -> None:
-    tokenizer = train_tokenizer(400)
-    as_text = [assistant("", {}) if turn.get("tool_calls") else turn for turn in CALLS]
-    as_text[1]["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": 1, "b": [2]})
-    template = ChatTemplate(tokenizer, shipped(model), {"date_string": "2026-01-02"}, False)
-    assert template.sample(as_text, None) == template.sample(CALLS, None)
-
-
-def test_gpt_oss_declares_its_tools_in_typescript() -> None:
-    inner = {
-        "type": "object",
-        "properties": {"x": {"type": "string"}, "y": {"type": "number"}},
-        "required": ["x"],
-    }
-    properties = {
-        "a": {"type": "integer", "description": "first"},
-        "mode": {"type": "string", "enum": ["x", "y"], "default": "x"},
-        "list": {"type": "array", "items": {"type": "string"}},
-        "deep": inner,
-        "either": {"type": ["string", "null"]},
-        "text": {"type": "string", "nullable": True, "default": "z"},
-    }
-    parameters = {"type": "object", "properties": properties, "required": ["a", "deep"]}
-    add = {
-        "type": "function",
-        "function": {"name": "add", "description": "Add.", "parameters": parameters},
-    }
-    render: Any = render_jinja_template
-    texts, _ = render(conversations=[[user("Hi")]], tools=[add], chat_template=shipped("GPT-OSS"))
-    declaration = texts[0].partition("namespace functions {\n\n")[2].partition("} // namespace")[0]
-    space = " " * 16
-    assert declaration == (
-        '// Add.\ntype add = (_: {\n// first\na: number,\nmode?: "x" | "y", // default: x,\nlist?: string[],\n'
-        f"deep: {{\nx: \n{space}string, y?: \n{space}number}},\neither?: string | null,\n"
-        'text?: string | null, // default: "z",\n}) => any;\n\n'
-    )
-
-
 OWN = """{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 """A tokenizer's template that drops the thinking of earlier turns."""

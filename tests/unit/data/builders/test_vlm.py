@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import io
 import json
 import logging
@@ -330,50 +329,6 @@ def test_a_part_that_no_template_would_write_is_refused(
     assert "rows.jsonl:1" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["image", "path", "url"])
-def test_the_result_of_a_tool_may_have_images(key: str, processors: Any, tmp_path: Path) -> None:
-    result = [{"type": "image", key: "a.png"}, {"type": "surprise", "text": "!"}]
-    question, answer = one_turn("?")
-    turns = [question, {"role": "tool", "content": result}, answer]
-    sample = conversations(processors["llava"][1], written(tmp_path, {"messages": turns}))[0]
-    assert [image.size for image in sample.images] == [(16, 16)]
-
-
-def test_a_template_that_leaves_out_calls_of_tools_is_refused_with_images_too(
-    processors: Any, tmp_path: Path
-) -> None:
-    call = {"type": "function", "function": {"name": "add_up", "arguments": {}}}
-    turns = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*add_up"):
-        conversations(processors["llava"][1], written(tmp_path, {"messages": turns}))[0]
-
-
-@pytest.mark.parametrize("as_text", [False, True])
-def test_the_tools_of_a_conversation_with_images_reach_the_template(
-    as_text: bool, processors: Any, tmp_path: Path
-) -> None:
-    tools = [{"type": "function", "function": {"name": "add_up"}}]
-    turns = one_turn([{**IMAGE, "path": "a.png"}, *text("?")])
-    offered = {"tools": json.dumps(tools) if as_text else tools}
-    rows = written(tmp_path, {"messages": turns} | offered, {"messages": turns, "tools": []})
-    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE
-    template = template.replace("IMAGE", "<image>")
-    processor = processors["llava"][1]
-    samples = conversations(processor, rows, chat_template=template)
-    told, plain = samples[0], samples[1]
-    assert told.text == "add_up" + plain.text
-    start, end = told.labeled_spans[0]
-    assert told.text[start:end] == "red</s>"
-    renamed = conversations(processor, rows, chat_template=template, tools_field="no")
-    assert renamed[0].text == plain.text and renamed.fingerprint() != samples.fingerprint()
-    with pytest.raises(RecipeError, match=r"omits the tools[\s\S]*add_up"):
-        conversations(processor, rows)[0]
-    assert conversations(processor, rows)[1].text == plain.text
-
-
 def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)
@@ -397,18 +352,6 @@ def test_images_are_turned_as_their_exif_data_state(tmp_path: Path) -> None:
     pixels = np.array([[[0] * 3, [250] * 3]], dtype=np.uint8)
     turned = open_image(encoded(pixels, exif=exif), tmp_path)
     assert np.asarray(turned)[..., 0].tolist() == [[0], [250]]
-
-
-def test_bytes_and_images_are_images_too(tmp_path: Path) -> None:
-    written(tmp_path)
-    raw = (tmp_path / "a.png").read_bytes()
-    for value in (
-        raw,
-        {"bytes": raw},
-        {"bytes": None, "path": "a.png"},
-        Image.open(tmp_path / "a.png"),
-    ):
-        assert open_image(value, tmp_path).getpixel((0, 0)) == (90, 90, 90)
 
 
 def test_a_sample_longer_than_seq_length_is_refused_with_its_place(
@@ -464,46 +407,3 @@ def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> Non
     no_place = replace(sample, text="no place for an image", labeled_spans=[], where="line 2")
     with pytest.raises(RecipeError, match=r"rejects a sample\s+where:\s+line 2\n"):
         collator(processors["llava"])([sample, no_place])
-
-
-def test_samples_of_a_language_model_are_rejected(processors: Any) -> None:
-    collate = collator(processors["llava"])
-    for function in (lambda sample: collate([sample]), collate.num_tokens):
-        with pytest.raises(RecipeError, match="not a conversation with images") as caught:
-            function({"input_ids": [1], "labels": [1]})
-        assert caught.value.problems[0].value == "dict with input_ids, labels"
-
-
-def test_truncated_samples_are_padded_with_the_tokenizers_padding_token(
-    processors: Any, data: Path
-) -> None:
-    config, processor = copy.deepcopy(processors["llava"])
-    processor.tokenizer.pad_token = "</s>"
-    collate = collator((config, processor))
-    length = int(collate([conversations(processor, str(data))[0]])["attention_mask"].sum())
-    samples = conversations(processor, str(data), seq_length=length - 2, truncation="right")
-    long, short = collate([samples[0], samples[4]])["input_ids"].tolist()
-    padding = processor.tokenizer.pad_token_id
-    assert padding != 0 and long[-1] != padding
-    assert short[-3:] == [padding] * 3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_truncation_changes_only_what_has_a_value_for_each_token(
-    family: str, processors: Any, data: Path
-) -> None:
-    _, processor = processors[family]
-    collate = collator(processors[family])
-    whole = collate([conversations(processor, str(data))[number] for number in (0, 4)])
-    length = int(whole["attention_mask"][0].sum())
-    samples = conversations(processor, str(data), seq_length=length - 1, truncation="right")
-    shorter = collate([samples[0], samples[4]])
-    assert shorter.keys() == whole.keys()
-    for name, value in whole.items():
-        if value.shape == whole["input_ids"].shape:
-            assert shorter[name].shape[1] <= value.shape[1]
-        else:
-            assert torch.equal(shorter[name], value)
-    assert shorter["attention_mask"][0].sum() == length - 1
-    fitting = conversations(processor, str(data), seq_length=length)
-    assert collate([fitting[0]])["attention_mask"].sum() == length

@@ -157,18 +157,6 @@ def test_a_stream_checks_the_first_rows_of_every_table_before_training(tmp_path:
             list(stream)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("a.csv", "put quotes around values with commas"), ("a.tsv", "remove tabs")]
-)
-def test_a_row_with_too_many_values_has_a_hint_for_its_kind_of_file(
-    tmp_path: Path, name: str, hint: str
-) -> None:
-    separator = "," if name == "a.csv" else "\t"
-    (tmp_path / name).write_text(separator.join("ab") + "\n" + separator.join("123") + "\n")
-    with pytest.raises(RecipeError, match=hint):
-        RecordRows("data", [tmp_path / name])
-
-
 def test_the_byte_that_is_not_utf_8_is_named_with_its_place_in_the_line(tmp_path: Path) -> None:
     for name, content in (("a.json", '[\n {"a":\n  "é"}]'), ("a.csv", 'a\n"b\n  é"\n')):
         (tmp_path / name).write_bytes(content.encode("latin-1"))
@@ -237,30 +225,6 @@ def test_a_state_of_the_library_that_earlier_versions_used_is_continued_at_its_r
     datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "b.parquet")
     table = Source(str(tmp_path / "b.parquet")).stream()
     assert "examples_iterable" in table.state_dict(), "read by the library, in its own format"
-
-
-def test_a_table_with_only_a_header_has_its_fields(tmp_path: Path) -> None:
-    (tmp_path / "header.csv").write_text("question,answer\n")
-    table = RecordRows("data", [tmp_path / "header.csv"])
-    assert (table.fields, table.num_rows) == (["question", "answer"], 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"a": 1},\n]', "no object follows after a comma"),
-        ('[{"a": 1},\n', "no object follows after a comma"),
-        ('[{"a": 1}\n', "a comma or ] is missing|the list does not end"),
-        ('[{"a": 1}] x', "more text follows after the end of the list"),
-        ('[{"a": 1} {"a": 2}]', "a comma or ] is missing between two objects"),
-    ],
-)
-def test_a_list_that_ends_too_early_or_too_late_is_rejected(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    (tmp_path / "rows.json").write_text(text)
-    with pytest.raises(RecipeError, match=message):
-        RecordRows("data", [tmp_path / "rows.json"])
 
 
 @pytest.mark.parametrize("text", ['{"a": 1} {"a": 2}', '{\n"a": 1\n}\n{\n"a": 2\n}\n', '"text"'])

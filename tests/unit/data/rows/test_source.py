@@ -212,17 +212,6 @@ def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None
     assert len({source.fingerprint() for source in (some, listed, every)}) == 3
 
 
-def test_the_line_of_one_of_several_files_that_cannot_be_read_is_named(parts: Path) -> None:
-    (parts / "part-2.jsonl").write_text('{"text": "d"}\n{"text": \n')
-    source = Source.of(f"{parts}/*.jsonl")
-    with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
-        source.texts(["text"])
-    with pytest.raises(RecipeError, match=r"not JSON\n  where:  .*part-2.jsonl:2\n"):
-        list(
-            row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None)
-        )
-
-
 def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
@@ -300,22 +289,6 @@ def test_parts_of_splits_are_the_rows_between_their_bounds(tmp_path: Path, split
         "".join(json.dumps({"text": text}) + "\n" for text in "xyz")
     )
     assert Source(str(tmp_path), split=split).texts(["text"]) == [["a", "b", "y", "z"]]
-
-
-def test_the_fingerprint_of_a_directory_follows_its_content_whatever_reads_it(
-    tmp_path: Path,
-) -> None:
-    rows = datasets.Dataset.from_list([{"text": text} for text in "abc"])
-    for name in ("parquet", "jsonl"):
-        directory = tmp_path / name
-        directory.mkdir()
-        write = rows.to_parquet if name == "parquet" else rows.to_json
-        write(directory / f"train.{name}")
-        first, again = (Source(str(directory)).fingerprint() for _ in range(2))
-        (directory / f"train.{name}").unlink()
-        write = rows.select([0]).to_parquet if name == "parquet" else rows.select([0]).to_json
-        write(directory / f"train.{name}")
-        assert first == again != Source(str(directory)).fingerprint()
 
 
 def test_a_stream_of_a_table_goes_on_where_its_state_says(tmp_path: Path) -> None:
