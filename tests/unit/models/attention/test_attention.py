@@ -29,7 +29,6 @@ from automodel_ckpt.models.attention.by_document import (
 )
 from automodel_ckpt.models.attention.documents import Documents, documents_of
 from automodel_ckpt.models.inspect.forward import attention_of
-from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 from tests.unit.models.building.test_packing_probe import APART, build, loss_and_gradients, samples
 
 OPTIONS = {"use_cache": False}
@@ -95,15 +94,6 @@ def test_packs_have_the_logits_that_masks_give(
         assert attend_by_document(model, OPTIONS)
 
 
-def test_recomputed_layers_have_the_same_gradients() -> None:
-    model = by_document("llama").double()
-    _, expected = loss_and_gradients(model, one_row())
-    checkpoint_activations(model)
-    _, gradients = loss_and_gradients(model, one_row())
-    for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
 def test_only_the_model_that_was_asked_attends_so(looked_at: list[tuple[int, bool]]) -> None:
     asked = by_document("llama")
     rows = {name: value for name, value in one_row().items() if name != "labels"}
@@ -121,15 +111,6 @@ def test_other_attention_stays_as_it_is() -> None:
     model = build("llama", "flex_attention")
     assert not attend_by_document(model, OPTIONS)
     assert attention_of(model) == "flex_attention"
-
-
-def test_a_model_that_computes_something_else_so_keeps_its_masks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Documents, "mask_of", lambda *_: torch.ones(1, dtype=torch.bool))
-    model = build("llama", "sdpa")
-    assert not attend_by_document(model, OPTIONS)
-    assert attention_of(model) == "sdpa"
 
 
 def test_a_model_that_works_on_the_mask_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,34 +244,3 @@ def test_new_layers_have_the_dtype_and_the_initial_values_of_the_model() -> None
         config.initializer_range, rel=0.2
     )
     assert depth.decoder.config.vocab_size == config.vocab_size
-
-
-def test_a_forward_pass_has_depths_once_and_only_in_the_context() -> None:
-    config = mtp.config_of("qwen3_next")
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    add_mtp(model, plan(config, 1))
-    layers = mtp_of(model)
-    assert layers is not None
-    head = model.get_output_embeddings()
-    layers.install(model, head)
-    tokens = torch.arange(3, 9)[None]
-    hidden = torch.zeros(1, 6, head.in_features)
-    with layers.computing():
-        assert len(model(input_ids=tokens, use_cache=False).logits) == 2
-        assert len(head(hidden)) == 1
-        # A forward pass that fails before the output layer.
-        model.get_decoder()(input_ids=tokens, use_cache=False)
-    assert len(head(hidden)) == 1
-
-
-def test_the_loss_of_a_forward_pass_is_read_once() -> None:
-    layers = mtp_of(model_of("qwen3_next"))
-    assert layers is not None
-    layers.note(torch.tensor([2.0, 4.0]))
-    assert layers.take_noted() == 3
-    with pytest.raises(RecipeError, match="requires the standard forward pass"):
-        layers.take_noted()
-
-
-def test_a_model_without_the_layers_has_none() -> None:
-    assert mtp_of(torch.nn.Linear(2, 2)) is None

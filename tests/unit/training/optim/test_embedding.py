@@ -196,20 +196,6 @@ def test_attention_to_later_tokens_is_that_of_a_complete_mask(
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
 
 
-def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path, "llama")
-    losses = []
-    for name, *options in (("causal",), ("kept", BOTH_WAYS), ("recomputed", BOTH_WAYS)):
-        mode = str(name == "recomputed").lower()
-        directory = f"--checkpoint.checkpoint_dir={tmp_path / name}"
-        trained(recipe, directory, f"--model.activation_checkpointing={mode}", *options).close()
-        losses.append(losses_in(tmp_path / name))
-    causal, kept, recomputed = losses
-    # With embedding.attention: bidirectional, recomputed masks are the same.
-    assert recomputed == kept
-    assert abs(kept[0] - causal[0]) > 1e-4
-
-
 def test_a_run_with_another_attention_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,19 +258,6 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- what is not supported
-
-
-def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path)
-    text = recipe.read_text().replace(
-        f"from_pretrained: {tmp_path / 'base'}",
-        "from_config: {model_type: bart, d_model: 8}",
-    )
-    text += f"tokenizer: {{from_pretrained: {tmp_path / 'base'}}}\n"
-    recipe.write_text(text)
-    with pytest.raises(RecipeError, match="not both in one model") as caught:
-        trained(recipe)
-    assert "bart" in str(caught.value)
 
 
 # ---------------------------------------------------------------- formulas
