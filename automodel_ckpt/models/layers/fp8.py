@@ -80,14 +80,13 @@ def check_device(device_type: str, capability: tuple[int, int] | None, *, emulat
 
     Raises :class:`RecipeError` otherwise, unless *emulate* is set.
     """
-    if emulate:
+    if emulate or (capability is not None and capability >= _FIRST_CAPABILITY):
         return
+    found = device_type
+    if capability is not None:
+        found = f"compute capability {capability[0]}.{capability[1]}"
     hint = "remove the section fp8, or set fp8.emulate true (slow, for tests)"
-    if capability is None:
-        raise _error("FP8 needs a CUDA device", device_type, hint)
-    if capability < _FIRST_CAPABILITY:
-        version = ".".join(map(str, capability))
-        raise _error("this GPU has no products in FP8", f"compute capability {version}", hint)
+    raise _error("FP8 needs a CUDA device with compute capability 8.9 or higher", found, hint)
 
 
 def fp8_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[list[str], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,23 +139,17 @@ def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
         if name != "triton":
             return name
         # The kernels compute in float32.
-        if logits_dtype == torch.float32 and _has_triton(device_type) and _runs_triton():
+        if logits_dtype == torch.float32 and _runs_triton(device_type):
             return name
     return "torch"
 
 
-def _has_triton(device_type: str) -> bool:
-    """Whether Triton is installed; also True for the forecast of a GPU elsewhere, by PyTorch for CPUs.
-
-    PyTorch for CUDA depends on Triton.
-    """
-    is_elsewhere = device_type == "cuda" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    return is_elsewhere or has_triton()
-
-
-def _runs_triton() -> bool:
-    """Whether Triton's kernels run on the GPU that this process uses; not tried before it uses one."""
-    return not torch.cuda.is_initialized() or try_kernels()  # type: ignore[no-untyped-call]
+def _runs_triton(device_type: str) -> bool:
+    """Whether Triton's kernels run; not tried before this process uses a GPU."""
+    if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
+        return True
+    return has_triton() and (not torch.cuda.is_initialized() or try_kernels())  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -171,9 +164,3 @@ def try_kernels() -> bool:
         loss_kernels.losses_and_errors(logits, labels, 1.0, None, torch.float32, True)
 
     return succeeds(trial, "the loss is computed")
-
-
-@functools.cache
-def is_installed(package: str) -> bool:
-    """Whether a package could be imported; it is not imported."""
-    return importlib.util.find_spec(package) is not None
