@@ -68,12 +68,12 @@ def load_model_config(
     have, and for a model whose code is in its repository, unless *repository* allows to run it.
     """
     changes = overrides or {}
-    if from_pretrained is not None:
-        where = "model.from_pretrained"
-        return thinker_of(_read_config(from_pretrained, where, changes, repository, auto_class))
-    if isinstance(from_config, str):
-        where = "model.from_config"
-        return thinker_of(_read_config(from_config, where, changes, repository, auto_class))
+    name, where = from_pretrained, "model.from_pretrained"
+    if name is None and isinstance(from_config, str):
+        name, where = from_config, "model.from_config"
+    if name is not None:
+        return thinker_of(_read_config(name, where, changes, repository, auto_class))
+    assert not isinstance(from_config, str)
     settings = dict(from_config or {})
     return thinker_of(_config_from_mapping(settings, tokenizer, processor, changes))
 

@@ -282,12 +282,13 @@ def _update_rows(
         return
     tables = [_table(is_signed, device) for is_signed in (True, False)]
     settings = _settings(values, device)
+    update: Any = update_blocks
     num_rows = max(_CHUNK // block, 1)
     for start in range(0, len(weights), num_rows):
         part = slice(start, start + num_rows)
         chunk = [each[part] for each in rows]
         bits_of_chunk = None if further_bits is None else further_bits[part]
-        update_blocks(*chunk, *tables, settings, bits_of_chunk)
+        update(*chunk, *tables, settings, bits_of_chunk)
 
 
 def _change(

@@ -223,13 +223,15 @@ def _base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
     raise UnsupportedByKernel(f"{type(module).__name__} has no separate eager attention")
 
 
-def _in_compute_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """*tensors* in the dtype of autocast, which does not know the kernels; unchanged without autocast."""
-    device_type = tensors[0].device.type
+def _in_compute_dtype(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors in the dtype of autocast, which does not know the kernels; unchanged without autocast."""
+    device_type = query.device.type
     if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
+        return query, key, value
     dtype = torch.get_autocast_dtype(device_type)
-    return [tensor.to(dtype) for tensor in tensors]
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _drops(module: nn.Module) -> bool:

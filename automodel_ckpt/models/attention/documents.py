@@ -258,7 +258,8 @@ class SdpaKernel:
         for (length, count), run in zip(rows.runs, zip(*parts, strict=True), strict=True):
             if count > 1:
                 run = tuple(_one_row_each(part, length) for part in run)
-            output = _sdpa(*run, rows.mask_of(length), options).transpose(1, 2)
+            query, key, value = run
+            output = _sdpa(query, key, value, rows.mask_of(length), options).transpose(1, 2)
             outputs.append(output.reshape(1, length * count, *output.shape[2:]))
         return torch.cat(outputs, dim=1)
 

@@ -38,23 +38,24 @@ class _Pair:
     def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair | None:
         """The pair of both tensors; None if *on_host* is not on the host, or if a change of a value may be missed."""
         # Tensors of inference mode have no version, by which a change of their values is seen.
-        has_versions = not (on_device.is_inference() or on_host.is_inference())
-        if on_device.is_cpu or not on_host.is_cpu or not has_versions:
+        if on_device.is_inference() or on_host.is_inference():
+            return None
+        if on_device.is_cpu or not on_host.is_cpu:
             return None
         return _Pair(on_device, on_host, (on_device._version, on_host._version))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
         known = self.on_device
-        is_same = tensor is known or (
-            tensor._base is not None
-            and tensor._base is (known if known._base is None else known._base)
-            and tensor.dtype == known.dtype
-            and tensor.shape == known.shape
-            and tensor.stride() == known.stride()
-            and tensor.storage_offset() == known.storage_offset()
-        )
-        return is_same and self.is_unchanged()
+        if tensor is not known:
+            bases = [each if each._base is None else each._base for each in (tensor, known)]
+            layouts = [
+                (each.dtype, each.shape, each.stride(), each.storage_offset())
+                for each in (tensor, known)
+            ]
+            if bases[0] is not bases[1] or layouts[0] != layouts[1]:
+                return False
+        return self.is_unchanged()
 
     def is_unchanged(self) -> bool:
         """Whether both tensors have the values that they had when they were paired."""

@@ -281,10 +281,7 @@ def code_not_trusted(
     """The error for a *kind* of object (a tokenizer) that needs untrusted code of the repository *name*."""
     hint = repository.hint
     if where.partition(".")[0] != "model":
-        hint = (
-            f"if you trust this code, name its Auto class in {kind}._target_ with trust_remote_code: true, and add "
-            "--trust trust_remote_code"
-        )
+        hint = f"name its Auto class in {kind}._target_ with trust_remote_code: true, and add --trust trust_remote_code"
     return RecipeError(
         f"this {kind} needs code from its repository, which is not trusted",
         where=where,

@@ -217,7 +217,8 @@ class _LossInChunks(torch.autograd.Function):
             ctx.save_for_backward(hidden)
         ctx.gradients = gradients
         assert total is not None
-        return rule.loss_of(total)
+        loss: torch.Tensor = rule.loss_of(total)
+        return loss
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]

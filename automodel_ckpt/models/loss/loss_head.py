@@ -78,14 +78,12 @@ class LossPass(AbstractContextManager["LossPass"]):
     def __exit__(self, *_: object) -> None:
         _set_past_torch(self._head, "_loss_pass", None)
 
-    @property
-    def linear_loss(self) -> LinearLoss:
-        """What computes the loss of a layer that is one matrix."""
-        return self.criterion or self._cross_entropy
-
-    def _cross_entropy(
+    def of_labeled(
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        """The loss of labeled hidden states, for a layer that is one matrix."""
+        if self.criterion is not None:
+            return self.criterion(labeled, weight, bias)
         hidden, labels, transform, hits, part = labeled
         return linear_cross_entropy(
             hidden, weight, bias, labels, part, transform, hits, self.z_loss
@@ -234,11 +232,10 @@ class LossHead(nn.Linear):
         part: VocabularyPart | None = None,
     ) -> torch.Tensor:
         """What the layer returns for the loss of labeled states *hidden* [N, H], by *weight* [V, H] and *bias* [V]."""
-        compute = loss_pass.linear_loss
 
         def loss_of(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             labeled = Labeled(states, labels, self.transform, loss_pass.hits, part)
-            return compute(labeled, weight, bias)
+            return loss_pass.of_labeled(labeled, weight, bias)
 
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
@@ -349,21 +346,12 @@ def output_layer(model: Any) -> nn.Module | None:
 def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead | None:
     """The loss head of *model* while its adapters are switched off; *head* is the one while they are on.
 
-    These differ if peft trains a copy of the output layer: the original computes without adapters. It is made a loss
-    head on the first call. None: the loss is computed from full logits.
+    None: the loss is computed from full logits, as where peft trains a copy of the output layer.
     """
     inner = model_without_adapters(model)
     layer: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    if head is None or not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
-        return head
-    original = layer.original_module
-    if isinstance(original, LossHead):
-        return original
-    if class_of(original) is not nn.Linear:
-        return None
-    made = LossHead.of(original)
-    made.transform = head.transform
-    return made
+    has_copy = isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict)
+    return None if has_copy else head
 
 
 def _is_sharded_across(layer: nn.Module) -> bool:

@@ -196,6 +196,20 @@ def test_attention_to_later_tokens_is_that_of_a_complete_mask(
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
 
 
+def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
+    losses = []
+    for name, *options in (("causal",), ("kept", BOTH_WAYS), ("recomputed", BOTH_WAYS)):
+        mode = str(name == "recomputed").lower()
+        directory = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+        trained(recipe, directory, f"--model.activation_checkpointing={mode}", *options).close()
+        losses.append(losses_in(tmp_path / name))
+    causal, kept, recomputed = losses
+    # With embedding.attention: bidirectional, recomputed masks are the same.
+    assert recomputed == kept
+    assert abs(kept[0] - causal[0]) > 1e-4
+
+
 def test_a_run_with_another_attention_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
