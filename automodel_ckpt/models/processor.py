@@ -71,7 +71,7 @@ def _read(name: str, repository: RepositoryOptions, settings: Mapping[str, Any])
 
 
 def _limit_pixels(processor: Any, limits: Mapping[str, int]) -> None:
-    """Set the smallest and largest number of pixels of an image, in processors whose ``size`` has them.
+    """Set the smallest and largest number of pixels of an image, in processors with a ``size`` that has them.
 
     Passed to ``from_pretrained``, transformers 5 would use them too, with a warning for each image.
     """
@@ -136,7 +136,7 @@ def _content(name: str, file: str) -> dict[str, Any]:
 
 
 class _Settings(dict[str, Any]):
-    """The settings for videos. It replaces the video processor, whose attributes some processors read."""
+    """The settings for videos. It replaces the video processor: some processors read its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up special methods, and would call the None of a missing one.

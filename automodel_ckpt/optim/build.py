@@ -83,7 +83,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     The kernel gets this rank's shards directly, because DTensor's dispatch costs more than the update of a small model.
     It can divide gradients while it reads them (:meth:`divide_in_step`), and leave out a step by a flag on the device
-    (:attr:`found_inf`). Results are bit-equal to those of torch.optim.AdamW(fused=True), whose step is used for
+    (:attr:`found_inf`). Results are bit-equal to torch.optim.AdamW(fused=True). Its step is used for
     everything else: groups with tensors of several types or devices, amsgrad, maximize, closures and hooks.
 
     On a GPU, a Triton kernel updates float32 tensors of at least :data:`LEAST_ELEMENTS` elements. It has the operations
@@ -166,7 +166,7 @@ class FusedAdamW(torch.optim.AdamW):
         return result  # type: ignore[no-any-return]
 
     def _shards_of(self, group: dict[str, Any]) -> _Shards | None:
-        """The kernel's inputs for a parameter group; None if the group requires torch's own step."""
+        """The kernel's inputs for a parameter group. None when the group requires torch's own step."""
         if not group["fused"] or group["amsgrad"] or group["maximize"]:
             return None
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

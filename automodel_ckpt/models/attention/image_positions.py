@@ -13,7 +13,8 @@ PositionsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 def rotary_positions(model: nn.Module) -> PositionsOf | None:
-    """Return a function that computes the positions [3, samples, L] of a padded batch; None if they are those of text.
+    """Return a function that computes the positions [3, samples, L] of a padded batch; None when they are the positions
+    of text.
 
     transformers' models call it themselves for a batch with one sample per row, but not for rows with several samples.
     """

@@ -2,7 +2,7 @@
 
 * ``full``: a layer keeps its input and recomputes everything else.
 * ``selective``: a layer also keeps what is expensive to compute: the results of attention, of collectives, and of every
-  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py).
+  second matrix product. The policy is torchtitan's (torchtitan/distributed/activation_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEPT_OPERATORS = frozenset(
         "_c10d_functional::all_reduce",
     }
 )
-"""Operators whose results are kept: attention, and reductions over ranks."""
+"""Operators with results that are kept: attention, and reductions over ranks."""
 
 
 def checkpoint_activations(

@@ -1,6 +1,7 @@
 """Training with matrix products in FP8, through torchao: linear layers scale and cast their inputs and weights.
 
-The parameters keep their dtype, names and shapes, so optimizers, sharding and checkpoints are those of other runs.
+The parameters keep their dtype, names and shapes, so optimizers, sharding and checkpoints are the same as in other
+runs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def convert_to_fp8(
     """Let the linear layers of the decoder of *model* compute in FP8; not the output layer, which is outside of it.
 
     *recipe* is a name of torchao's recipes, *exclude* are globs of names of layers. *emulate* computes the rounded
-    values in higher precision, on any device. Layers whose widths are no multiples of 16 stay.
+    values in higher precision, on any device. Layers with widths that are no multiples of 16 stay.
 
     Raises :class:`RecipeError` for a device without FP8, without torchao, or if there is no layer to convert.
     """
@@ -90,7 +91,7 @@ def check_device(device_type: str, capability: tuple[int, int] | None, *, emulat
 
 
 def fp8_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[list[str], int]:
-    """The names of the linear layers to convert, and the number of those whose widths do not allow it."""
+    """The names of the linear layers to convert, and the number of layers with widths that do not allow it."""
     base: Any = model
     inside = {id(module) for module in base.get_decoder().modules()}
     selected: list[str] = []

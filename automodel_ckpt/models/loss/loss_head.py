@@ -131,7 +131,7 @@ class LossPass(AbstractContextManager["LossPass"]):
 
 
 class _Carrier(torch.autograd.Function):
-    """A zero in place of a loss. Its gradient becomes that of the loss, divided by *slope*.
+    """A zero in place of a loss. Its gradient becomes the loss's gradient, divided by *slope*.
 
     *slope* is the derivative, at zero, of what the model does to the zero: the scale of the logits. The derivative of
     a cap is 1 there. So the model passes the gradient of the loss through unchanged.
@@ -204,7 +204,7 @@ class LossHead(nn.Linear):
 
         *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
         None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
-        the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
+        the positions belong to several losses, so many positions to each, in this order. *positions* is then given.
         *hits* counts the targets with the highest logit, in passes without gradients. *criterion* replaces the
         cross-entropy; *positions* is then given. *z_loss* is added to the cross-entropy.
         """
@@ -370,7 +370,7 @@ def _is_sharded_across(layer: nn.Module) -> bool:
 def _probe_logits(
     model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
 ) -> LogitTransform | None:
-    """Find what *model* does to the logits of *layer*; None if it is not a :class:`LogitTransform`."""
+    """Find what *model* does to the logits of *layer*. None when it is not a :class:`LogitTransform`."""
     outputs: list[torch.Tensor] = []
 
     def substitute(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -422,7 +422,7 @@ def _placed_like(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTransform | None:
-    """The transform that computed *logits* from *output*, both of :func:`_test_logits`; None if there is none."""
+    """The transform that computed *logits* from *output*, both of :func:`_test_logits`. None when there is none."""
     if torch.equal(logits, output.to(logits.dtype)):
         return IDENTITY
     if logits.dtype not in (torch.float32, torch.float64):

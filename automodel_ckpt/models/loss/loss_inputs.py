@@ -22,7 +22,7 @@ tools/bench/loss_kernels.py compares them on a device.
 
 
 class TokenHits:
-    """Counts the positions whose highest logit is that of their label; it does not wait for the device before the end.
+    """Counts the positions where the label has the highest logit; it does not wait for the device before the end.
 
     Of several equal logits, the first one counts as the highest, as in ``torch.argmax``.
     """
@@ -33,10 +33,11 @@ class TokenHits:
     def add(
         self, logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None = None
     ) -> None:
-        """Count the positions of *logits* [N, V] whose highest one is that of *labels* [N]; label -100 is ignored.
+        """Count the positions of *logits* [N, V] where one of *labels* [N] has the highest logit; label -100 is
+        ignored.
 
         A positive scale and a cap by tanh do not change which logit is the highest, so they can be left out. With
-        *part*, the columns are those of this rank. This is collective, and all ranks get the same count.
+        *part*, the columns are this rank's. This is collective, and all ranks get the same count.
         """
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()

@@ -51,7 +51,7 @@ class PredictionDepth(nn.Module):
     """The layers of one depth: two norms, a projection, and a decoder without an embedding."""
 
     def __init__(self, decoder: Any) -> None:
-        """*decoder* is a model of the class of the main model's decoder, whose last module is a norm."""
+        """*decoder* is a model of the class of the main model's decoder. Its last module is a norm."""
         super().__init__()
         size = decoder.config.hidden_size
         norm = _final_norm(decoder)
@@ -86,8 +86,8 @@ class PredictionDepth(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """All layers for multi-token prediction of a model, which has this module as its attribute ``mtp``.
 
-    Inside of :meth:`computing`, the output layer of the model gets the hidden states of all D depths behind those of
-    the model: [(1 + D) * B, T, H]. They are computed in the model's forward pass, because FSDP2 and DDP prepare and end
+    Inside of :meth:`computing`, the output layer of the model gets the hidden states of all D depths behind the
+    model's: [(1 + D) * B, T, H]. They are computed in the model's forward pass, because FSDP2 and DDP prepare and end
     their work there.
     """
 
@@ -252,7 +252,7 @@ def add_mtp(model: Any, plan: MtpPlan) -> None:
 
 
 def mtp_of(model: Any) -> MultiTokenPrediction | None:
-    """The layers for multi-token prediction of a model without adapters; None if it has none."""
+    """The layers for multi-token prediction of a model without adapters. None when it has none."""
     layers = model._modules.get(ATTRIBUTE)
     return layers if isinstance(layers, MultiTokenPrediction) else None
 

@@ -42,7 +42,7 @@ class HarnessTasks:
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """A metric of a task. *stderr* is its standard error; None if the task has none."""
+    """A metric of a task. *stderr* is its standard error. None when the task has none."""
 
     task: str
     metric: str
@@ -125,7 +125,7 @@ def run_tasks(
     before_forward: Callable[[], None] = lambda: None,
 ) -> list[TaskMetric]:
     """Run tasks of *index* on *model*, in evaluation mode, and return their metrics in a fixed order; empty in a
-    process whose LOCAL_RANK is not 0.
+    process with a LOCAL_RANK other than 0.
 
     It seeds the random generators of Python, NumPy and torch, and sets the padding of *tokenizer*. *autocast* is the
     torch dtype of autocast; None: no autocast. *before_forward* is called before each forward pass or generated text,
@@ -177,7 +177,7 @@ def _adapter(before_forward: Callable[[], None]) -> Any:
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[TaskMetric]:
-    """Yield the metrics in the ``results`` of the library, whose keys are ``METRIC,FILTER``.
+    """Yield the metrics in the ``results`` of the library. Their keys are ``METRIC,FILTER``.
 
     The filter ``none`` is left out of names, others are appended.
     """
