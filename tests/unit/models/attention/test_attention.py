@@ -214,35 +214,6 @@ def test_a_narrower_mask_than_is_told_of_is_a_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "pattern", "is_found"),
-    [
-        (None, lambda query, key: key <= query, True),
-        (None, lambda query, key: key <= query + 1, False),
-        (3, lambda query, key: (key <= query) & (query - key < 3), True),
-        (3, lambda query, key: (key <= query) & (query - key < 4), False),
-        (None, lambda query, key: (key <= query) & ~((query == 6) & (key == 3)), False),
-    ],
-    ids=["causal", "one token ahead", "window", "wider than the window", "hole in the middle"],
-)
-def test_what_a_position_sees_is_tested_at_the_ends_beside_them_and_in_the_middle(
-    window: int | None, pattern: Any, is_found: bool
-) -> None:
-    def and_mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor = pattern(query, key)
-        return seen
-
-    found = documents_of(
-        batch_size=1,
-        q_length=8,
-        kv_length=8,
-        mask_function=and_mask,
-        allow_is_causal_skip=False,
-        local_size=window,
-    )
-    assert (found is not None) == is_found
-
-
-@pytest.mark.parametrize(
     "changed",
     [
         {"batch_size": 2},

@@ -295,48 +295,6 @@ def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> Non
     assert kernel.num_calls == 0
 
 
-def test_the_gradients_of_a_rotation_are_right(kernel: Kernel) -> None:
-    rotation = _recognized(modeling_llama.apply_rotary_pos_emb)
-    assert rotation is not None
-    query, key = torch.randn(2, 2, 3, 4, 8, dtype=torch.float64).requires_grad_()
-    angles = torch.randn(2, 1, 4, 8, dtype=torch.float64)
-    expected = rotation.function(query, key, *angles)
-    torch.testing.assert_close(rotation(query, key, *angles, unsqueeze_dim=1), expected)
-    assert kernel.num_calls == 2
-
-    def rotated(*heads: torch.Tensor) -> Any:
-        return rotation(*heads, *angles)
-
-    torch.autograd.gradcheck(
-        rotated, (query.detach().requires_grad_(), key.detach().requires_grad_())
-    )
-
-
-def test_other_calls_reach_the_function_of_transformers(kernel: Kernel) -> None:
-    llama = _recognized(modeling_llama.apply_rotary_pos_emb)
-    assert llama is not None
-    query, key = torch.randn(2, 2, 3, 4, 8)
-    angles = torch.randn(2, 1, 4, 8)
-    learned = angles.clone().requires_grad_()
-    one_head = torch.randn(2, 4, 8)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((query, key), {"cos": angles[0], "sin": angles[1]}),
-        ((query, key, *learned), {}),
-        ((one_head, one_head, *angles), {}),
-        ((query, key, *angles), {"unsqueeze_dim": -3}),
-        ((query.transpose(1, 2), key.transpose(1, 2), *angles), {"unsqueeze_dim": 2}),
-    ]
-    for args, options in calls:
-        for found, expected in zip(
-            llama(*args, **options), llama.function(*args, **options), strict=True
-        ):
-            assert torch.equal(found, expected)
-    # Llama's function fails for cosines of fewer elements, and goes on to do so.
-    with pytest.raises(RuntimeError):
-        llama(query, key, *angles[..., :4])
-    assert kernel.num_calls == 0
-
-
 # ---------------------------------------------------------------- adapters
 
 

@@ -154,16 +154,6 @@ def test_bfloat16_weights_with_further_bits_are_updated_as_float32_weights(
     assert not torch.equal(wide.detach()[is_large], start[is_large].float())
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_weights_that_something_else_sets_to_zero_remain_numbers(zero: float) -> None:
-    generator = torch.Generator().manual_seed(5)
-    weights = torch.randn(64, 64, generator=generator)
-    rounded, further_bits = divided(weights)
-    assert (further_bits < 0).any()
-    found = joined(torch.full_like(rounded, zero), further_bits)
-    assert found.abs().max() < 1e-40
-
-
 def test_a_transposed_matrix_is_updated_as_its_contiguous_copy() -> None:
     values = torch.randn(512, 256, generator=torch.Generator().manual_seed(5)).bfloat16().t()
     transposed, contiguous = nn.Parameter(values), nn.Parameter(values.contiguous())
