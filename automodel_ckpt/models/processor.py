@@ -185,7 +185,7 @@ def without_videos(processor_class: Any) -> Any:
             found = _content(str(name), "processor_config.json").get(_VIDEOS)
             for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
                 found = found or _content(str(name), file)
-            made.video_processor = _Settings(found)
+            made.video_processor = _Settings(found or {})
             return made
 
     # The class name is saved (processor_class), and other programs look it up in transformers.
