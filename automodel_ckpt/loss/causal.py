@@ -27,7 +27,7 @@ WHOLE = slice(None)
 """All positions of a row."""
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions whose label is not -100.
+"""``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions with another label than -100.
 
 The tensors are shifted (position i predicts label i), flattened over the batch, and in the model's dtype. A
 ``loss_fn: {_target_: ...}`` section names one or its builder; ``reduction="sum"`` is supplied where the callable has
@@ -91,8 +91,8 @@ def next_token_loss(
 ) -> torch.Tensor:
     """The sum of *loss_fn* over a micro-batch, 0-dim.
 
-    *labels* [B, T] are unshifted. *logits* are [B, T, V], or those of a *part* of each row, on the same device. Raises
-    :class:`RecipeError` for logits or losses of another shape.
+    *labels* [B, T] are unshifted. *logits* are [B, T, V], or the logits of a *part* of each row, on the same device.
+    Raises :class:`RecipeError` for logits or losses of another shape.
     """
     _require_logits(logits, labels[:, part])
     loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
@@ -135,8 +135,8 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
 def check_is_sum(loss_fn: LossFn, logits: torch.Tensor, labels: torch.Tensor) -> bool:
     """Validate that *loss_fn* is a sum: compute it for a few positions, and for each of them twice.
 
-    *logits* [N, V] and *labels* [N] are those of a :data:`LossFn`. Returns False if other labels have to be tried,
-    because there are none here, or the loss is not finite. Raises :class:`RecipeError` for a mean, whose value does not
+    *logits* [N, V] and *labels* [N] are arguments of a :data:`LossFn`. Returns False if other labels have to be tried,
+    because there are none here, or the loss is not finite. Raises :class:`RecipeError` for a mean, which does not
     change. The random generators do not change either, nor does the state of an object *loss_fn*, but that of a closure
     does.
     """

@@ -1,4 +1,4 @@
-"""InfoNCE (arXiv:1807.03748): each query has to find its document among those of all other pairs.
+"""InfoNCE (arXiv:1807.03748): each query has to find its document among the documents of all other pairs.
 
 Retrieval libraries call the loss multiple negatives ranking. The functions are pure: they get the embeddings of all
 ranks and return the values of this rank's pairs.

@@ -10,7 +10,7 @@ def listwise_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss [Q] of each list, and the rank [Q] of its first score, from 1.
 
-    *scores* [R] are those of the lists one after another, *counts* [Q] the lengths of the lists. The loss is the
+    *scores* [R] has the lists one after another, *counts* [Q] the lengths of the lists. The loss is the
     cross-entropy of choosing the first one by a softmax over the list. An equal score counts as a better one, so that
     equal scores are never right.
     """

@@ -21,7 +21,7 @@ def labels_of_depths(
 ) -> torch.Tensor:
     """The labels [(1 + D) * B, T] of the model and of D depths, from labels [B, T] that are not shifted.
 
-    They are shifted like those of the model: position i predicts the label of position i + 1. *position_ids* [B, T]
+    They are shifted like the model's labels: position i predicts the label of position i + 1. *position_ids* [B, T]
     restart at 0 with each sample of a row; None, or another shape: each row is one sample.
     """
     sample = torch.zeros_like(labels)

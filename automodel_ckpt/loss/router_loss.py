@@ -1,6 +1,6 @@
 """The load balancing loss of a mixture of experts' router, over the tokens of a whole global batch.
 
-The loss is that of transformers (``load_balancing_loss_func``; Switch Transformer, equations 4 to 6): with E experts
+The loss is transformers' (``load_balancing_loss_func``; Switch Transformer, equations 4 to 6): with E experts
 and the N tokens of all layers together,
 
     aux_loss = E * sum over the experts of (assigned / N) * (probabilities / N)
@@ -62,7 +62,7 @@ def routing_of(
         chosen = torch.topk(weights, top_k, dim=-1).indices
         choices = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         choices.scatter_(1, chosen, 1.0)
-        # After topk, so that ties between experts are those of transformers in the model's dtype.
+        # After topk, so that ties between experts are transformers' in the model's dtype.
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         if mask is not None:
             choices, weights = choices * mask, weights * mask
@@ -77,7 +77,7 @@ def routing_of(
 
 
 def load_balancing_loss(routing: Routing) -> torch.Tensor:
-    """The loss of one forward pass, 0-dim; equal to that of transformers."""
+    """The loss of one forward pass, 0-dim; equal to transformers'."""
     num_rows = max(routing.num_rows, 1.0)
     return _loss(routing.assigned / num_rows, routing.probabilities / num_rows)
 
@@ -91,7 +91,7 @@ class RouterLoss:
 
     *over* is ``global_batch``, or ``micro_batch``: then each micro-batch has a separate loss, weighted by its tokens,
     which depends on the local batch size but requires no second forward pass. *coefficient* is the weight of the loss.
-    *counts_here* is false on ranks whose tokens another rank counts.
+    *counts_here* is false on ranks with tokens that another rank counts.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ _MAIN_REVISION = RepositoryOptions()
 _NOISY = (
     # A table of differences, which are reported by name later.
     "transformers.modeling_utils",
-    # Layers that its own tensor parallelism would not shard; the second name is that of versions before 5.23.
+    # Layers that its own tensor parallelism would not shard; versions before 5.23 have the second name.
     "transformers.distributed.tensor_parallel",
     "transformers.integrations.tensor_parallel",
 )
@@ -123,7 +123,7 @@ def build_model(
 
 
 def with_attention_caps(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of *config* whose model caps its attention scores where *config* has a cap.
+    """A copy of *config*, with a model that caps its attention scores where *config* has a cap.
 
     Models and parts of models with a cap (Gemma 2) get eager attention, unless *config* names another implementation
     than ``sdpa``: torch's ``scaled_dot_product_attention`` has no cap. transformers 5.17 chooses it for these models,
@@ -225,7 +225,7 @@ def uses_code(config: PreTrainedConfig, auto_class: Any, repository: RepositoryO
 
 
 def _damaged_file(name: str) -> str:
-    """The first file of weights whose header cannot be read; *name* if all headers can be read."""
+    """The first file of weights with a header that cannot be read; *name* if all headers can be read."""
     for file in sorted((base_directory(name) or Path(name)).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -236,7 +236,7 @@ def _damaged_file(name: str) -> str:
 
 
 def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
-    """The dtype of a model with fresh weights: the one named *dtype*; for ``auto``, that of the configuration."""
+    """The dtype of a model with fresh weights: the one named *dtype*; for ``auto``, the configuration's."""
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -244,7 +244,7 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
 
 def _type_read(model: PreTrainedModel) -> torch.dtype:
     """The type in which ``from_pretrained`` read *model* with the dtype ``auto``, apart from what stays in float32."""
-    # model.dtype is that of the first parameter, which may be one that stays in float32.
+    # model.dtype is the first parameter's, which may be one that stays in float32.
     found = model.config.dtype
     return found if isinstance(found, torch.dtype) else model.dtype
 

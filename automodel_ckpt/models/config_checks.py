@@ -34,7 +34,7 @@ _FLOATS = ("Infinity", "-Infinity", "NaN")
 def config_of_layer(config: Any, number: int) -> Any:
     """The configuration of decoder layer *number*; *config* itself if all layers have the same.
 
-    Also *config* itself for layers beyond those of the model, such as those of multi-token prediction.
+    Also *config* itself for layers beyond the model's, such as layers of multi-token prediction.
     """
     if not getattr(config, "is_heterogeneous", False):
         return config
@@ -50,7 +50,7 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def context_length(config: Any) -> int | None:
-    """The number of tokens up to which a text model has positions; None if its configuration states no limit."""
+    """The number of tokens up to which a text model has positions. None when its configuration states no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     # XLNet has -1: no limit.
     return limit if isinstance(limit, int) and limit > 0 else None
@@ -163,7 +163,7 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
 
 
 def is_whole_seq2seq(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is that of files with an encoder and a decoder. BART has a class for the decoder, too."""
+    """Whether a configuration describes files with an encoder and a decoder. BART has a class for the decoder, too."""
     if not config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return False
     model_class: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]

@@ -61,19 +61,19 @@ def load_model_config(
     """Read or create the transformers configuration of the model, without reading weights.
 
     If a *from_config* mapping does not set them, ``vocab_size`` and the ids of special tokens come from *tokenizer*,
-    and the ids of image tokens from *processor*. *overrides* are settings that replace those of the config; they may be
+    and the ids of image tokens from *processor*. *overrides* are settings that replace the config's; they may be
     nested. *auto_class* is the class of transformers that will build the model; None: no check of its code.
 
     Raises :class:`RecipeError` for a missing or unreadable configuration, for settings that this type of model does not
-    have, and for a model whose code is in its repository, unless *repository* allows to run it.
+    have, and for a model with code in its repository, unless *repository* allows to run it.
     """
     changes = overrides or {}
-    if from_pretrained is not None:
-        where = "model.from_pretrained"
-        return thinker_of(_read_config(from_pretrained, where, changes, repository, auto_class))
-    if isinstance(from_config, str):
-        where = "model.from_config"
-        return thinker_of(_read_config(from_config, where, changes, repository, auto_class))
+    name, where = from_pretrained, "model.from_pretrained"
+    if name is None and isinstance(from_config, str):
+        name, where = from_config, "model.from_config"
+    if name is not None:
+        return thinker_of(_read_config(name, where, changes, repository, auto_class))
+    assert not isinstance(from_config, str)
     settings = dict(from_config or {})
     return thinker_of(_config_from_mapping(settings, tokenizer, processor, changes))
 
@@ -169,7 +169,7 @@ def _rejected(model_type: object, where: str, error: Exception) -> RecipeError:
         f"transformers rejects this configuration of a {model_type} model",
         where=where,
         value=first_line(error, 3),
-        hint="correct the value; the settings are those of the model type's config.json",
+        hint="correct the value; the model type's config.json has these settings",
     )
 
 
@@ -238,7 +238,7 @@ def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None
 def merged_config(
     content: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return *content*, that of a config.json, with *overrides*, which may be nested.
+    """Return the *content* of a config.json with *overrides*, which may be nested.
 
     *config* is the object that transformers makes of *content*; its class validates the types of values. Raises
     :class:`RecipeError` with every setting that it does not have.

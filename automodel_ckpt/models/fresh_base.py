@@ -94,16 +94,13 @@ def _fill(
     )
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a model and of its parts, without what a model adds to them when it is built or saved."""
-    settings: dict[str, Any] = _without_added(json.loads(config.to_json_string(use_diff=False)))
-    return settings
-
-
-def _without_added(value: Any) -> Any:
+def _settings(value: Any) -> Any:
+    """The settings of a model and of its parts, without what a model adds to them when it is built or saved."""
+    if isinstance(value, PreTrainedConfig):
+        value = json.loads(value.to_json_string(use_diff=False))
     if not isinstance(value, dict):
         return value
-    return {key: _without_added(each) for key, each in value.items() if key not in _ADDED}
+    return {key: _settings(each) for key, each in value.items() if key not in _ADDED}
 
 
 def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:

@@ -42,7 +42,7 @@ class InFiles(NamedTuple):
     """How Hugging Face files store those tensors of a model that differ from memory.
 
     *names*: ``{name in memory: name in files}`` of renamed tensors. *parts*: ``{name in memory: {name in files:
-    part}}`` of tensors whose rows are separate tensors in files.
+    part}}`` of tensors with rows that are separate tensors in files.
     """
 
     names: dict[str, str]
@@ -50,7 +50,7 @@ class InFiles(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """How transformers converts a model's tensors to those of files.
+    """How transformers converts a model's tensors to the tensors of files.
 
     *names*: ``{name in memory: name in files}`` of complete tensors, and *parts* as in :class:`InFiles`. *combined*:
     ``{name in files: names in memory}`` of the other tensors of files, which are computed in another way: a range of
@@ -126,7 +126,7 @@ def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemo
 def names_in_files(
     model: nn.Module, base_dir: Path | None = None, conversion: Conversion | None = None
 ) -> InFiles:
-    """Find the names that ``save_pretrained`` would write. *conversion* is that of *model*; None: it is read here.
+    """Find the names that ``save_pretrained`` would write. *conversion* is the model's; None: it is read here.
 
     Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged, and so do those of
     tensors that transformers converts by more than renaming them or splitting them into rows (experts). If it computes
@@ -225,7 +225,7 @@ class _Markers:
         row_shape = self.shapes[name][1:]
         in_tensor = []
         for part, extent, marker_extent in zip(in_marker, row_shape, marker.shape[1:], strict=True):
-            # Exact, because the extent of a marker divides that of its tensor.
+            # Exact, because the extent of a marker divides its tensor's.
             factor = extent // marker_extent
             in_tensor.append(slice(part.start * factor, part.stop * factor))
         return name, (row, tuple(in_tensor))
@@ -276,7 +276,7 @@ def _read_off(
             names[fqn] = name
         else:
             parts.setdefault(fqn, {})[name] = part
-    # A part of a tensor whose other parts have no description.
+    # A part of a tensor with other parts that have no description.
     for fqn in frozenset[str]().union(*combined.values()):
         for name in parts.pop(fqn, {}):
             combined[name] = frozenset([fqn])

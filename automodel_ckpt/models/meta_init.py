@@ -1,7 +1,7 @@
 """Initial values for models that are built on the meta device and sharded first: no rank stores a complete model.
 
 ``_init_weights`` of transformers initializes all weights that files do not contain. It is called here for a second copy
-of the model on the meta device, not sharded, whose modules get memory one at a time.
+of the model on the meta device, not sharded. Its modules get memory one at a time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class InitialValues:
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for *tensor*, a tensor on the meta device; in float32 instead of 16 bits, whose draws would be others."""
+    """Memory for *tensor*, a tensor on the meta device; in float32 instead of 16 bits, which would have other draws."""
     is_small = tensor.dtype in (torch.bfloat16, torch.float16)
     return torch.empty_like(tensor, device="cpu", dtype=torch.float32 if is_small else tensor.dtype)
 
@@ -136,7 +136,7 @@ def _mixed(seed: int, name: str) -> int:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The direct parameters and buffers of a module, without those of its children."""
+    """The direct parameters and buffers of a module, without its children's."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 

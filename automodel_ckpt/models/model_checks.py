@@ -69,7 +69,7 @@ def check_attention(model: nn.Module, device: torch.device) -> None:
 def note_untied(model: Any, name: str) -> None:
     """Let the config of a *model* that was read from *name* state that its weights are not tied, where they are not.
 
-    transformers does not tie weights whose values differ in the files, whatever the config states, and other programs
+    transformers does not tie weights with different values in the files, whatever the config states, and other programs
     that read the config would lose one of them. If only some of the weights of a model differ, the config stays as it
     is: it has one setting for all.
     """
@@ -136,13 +136,14 @@ class RouterSettings:
 
 
 def router_settings(model: nn.Module) -> RouterSettings | None:
-    """The settings of a transformers model whose config asks for the loss (``output_router_logits``); else None."""
+    """The settings of a transformers model with a config that asks for the loss (``output_router_logits``); else
+    None."""
     text = _text_config(model)
     return _stated(text) if getattr(text, "output_router_logits", False) else None
 
 
 def unused_coefficient(model: nn.Module) -> float | None:
-    """The coefficient in the config of a mixture of experts whose config does not ask for the loss; else None."""
+    """The coefficient in the config of a mixture of experts with a config that does not ask for the loss; else None."""
     text = _text_config(model)
     settings = _stated(text)
     if settings is None or getattr(text, "output_router_logits", None) is not False:
@@ -151,14 +152,14 @@ def unused_coefficient(model: nn.Module) -> float | None:
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The config of the language model; None if *model* has no config."""
+    """The config of the language model. None when *model* has no config."""
     config = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     return get_text_config() if get_text_config is not None else config
 
 
 def _stated(text: Any) -> RouterSettings | None:
-    """The settings in the config *text* of a language model; None if it has no coefficient, or no experts."""
+    """The settings in the config *text* of a language model. None when it has no coefficient, or no experts."""
     coefficient = getattr(text, "router_aux_loss_coef", None)
     top_k = getattr(text, "num_experts_per_tok", None)
     if not coefficient or not top_k:

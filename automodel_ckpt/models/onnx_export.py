@@ -112,7 +112,7 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
                 dynamo=True,
                 verbose=False,
             )
-    # The exporter raises its own classes, and those of the tracer.
+    # The exporter raises its own classes, and the tracer's.
     except Exception as error:
         what = "torch cannot export this model to ONNX"
         value = f"{type(error).__name__}: {first_line(error)}"

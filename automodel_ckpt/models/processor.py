@@ -71,7 +71,7 @@ def _read(name: str, repository: RepositoryOptions, settings: Mapping[str, Any])
 
 
 def _limit_pixels(processor: Any, limits: Mapping[str, int]) -> None:
-    """Set the smallest and largest number of pixels of an image, in processors whose ``size`` has them.
+    """Set the smallest and largest number of pixels of an image, in processors with a ``size`` that has them.
 
     Passed to ``from_pretrained``, transformers 5 would use them too, with a warning for each image.
     """
@@ -115,14 +115,10 @@ def _class_of(name: str) -> Any:
     try:
         return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(name, trust_remote_code=False))]
     except (OSError, ValueError, KeyError):  # no model's files: a processor alone
-        named = getattr(
-            transformers, str(_content(name, "processor_config.json").get("processor_class")), None
-        )
-        return (
-            named
-            if isinstance(named, type) and issubclass(named, transformers.ProcessorMixin)
-            else None
-        )
+        content = _content(name, "processor_config.json")
+        named = getattr(transformers, str(content.get("processor_class")), None)
+        is_processor = isinstance(named, type) and issubclass(named, transformers.ProcessorMixin)
+        return named if is_processor else None
 
 
 def _content(name: str, file: str) -> dict[str, Any]:
@@ -136,7 +132,7 @@ def _content(name: str, file: str) -> dict[str, Any]:
 
 
 class _Settings(dict[str, Any]):
-    """The settings for videos. It replaces the video processor, whose attributes some processors read."""
+    """The settings for videos. It replaces the video processor: some processors read its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up special methods, and would call the None of a missing one.
@@ -177,24 +173,19 @@ def without_videos(processor_class: Any) -> Any:
         def from_args_and_dict(
             cls, args: Sequence[Any], processor_dict: Mapping[str, Any], **options: Any
         ) -> Any:
-            given, others = (
-                list(args),
-                {key: value for key, value in processor_dict.items() if key != _VIDEOS},
-            )
+            given = list(args)
+            others = {key: value for key, value in processor_dict.items() if key != _VIDEOS}
             # transformers passes the parts by position.
             given.insert(parts.index(_VIDEOS), None)
             return super().from_args_and_dict(given, others, **options)
 
         @classmethod
         def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> Any:
-            made, within = (
-                super().from_pretrained(name, **options),
-                _content(str(name), "processor_config.json"),
-            )
-            files = (
-                _content(str(name), f"{kind}preprocessor_config.json") for kind in ("video_", "")
-            )
-            made.video_processor = _Settings(within.get(_VIDEOS) or next(filter(None, files), {}))
+            made = super().from_pretrained(name, **options)
+            found = _content(str(name), "processor_config.json").get(_VIDEOS)
+            for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
+                found = found or _content(str(name), file)
+            made.video_processor = _Settings(found or {})
             return made
 
     # The class name is saved (processor_class), and other programs look it up in transformers.

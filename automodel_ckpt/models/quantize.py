@@ -33,8 +33,8 @@ def quantized_loading(
 ) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which a base is read in so few bits.
 
-    *dtype* is that of the tensors that stay as they are. 4-bit weights are computed in bfloat16, in float16 if that is
-    *dtype*. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes, or sharded.
+    *dtype* is the type of the tensors that stay as they are. 4-bit weights are computed in bfloat16, in float16 if that
+    is *dtype*. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes, or sharded.
     """
     if device.type != "cuda":
         _refuse(
@@ -66,7 +66,7 @@ def type_of_products(dtype: str) -> torch.dtype:
 
 
 def dequantized(config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` by which a base whose files are quantized is read as ordinary floats.
+    """Arguments of ``from_pretrained`` by which a base with quantized files is read as ordinary floats.
 
     Empty for a base that is not quantized, and for formats that transformers cannot dequantize while it reads.
     """
@@ -92,7 +92,7 @@ def _is_read_as_floats(settings: dict[str, Any]) -> bool:
 def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
     """Give every ordinary float parameter of a model that was read the type *dtype* that the recipe asks for.
 
-    transformers leaves those of quantized files in the type of the files. What a model keeps in float32 stays.
+    transformers leaves parameters of quantized files in the type of the files. What a model keeps in float32 stays.
     """
     kept = float32_names(model, dtype)
     found: Counter[torch.dtype] = Counter()
@@ -128,7 +128,7 @@ def check_not_quantized(model: nn.Module) -> None:
 
 
 def freeze_quantized(model: nn.Module) -> None:
-    """Freeze *model*, whose weights stay quantized, for adapters.
+    """Freeze *model* for adapters. Its weights stay quantized.
 
     What is not quantized stays in bfloat16, as in a base that is not quantized. peft would convert it to float32. Then
     hidden states and the results of quantized layers are float32, and take twice the memory. Weights in float16 are

@@ -42,7 +42,7 @@ class HeadDifferences(NamedTuple):
 def head_modules(model: Any) -> tuple[str, ...]:
     """List the names of the modules with parameters outside of the backbone of *model*, and the backbone's pooler.
 
-    Empty for a model whose backbone is not known (``base_model_prefix`` of transformers).
+    Empty for a model with an unknown backbone (``base_model_prefix`` of transformers).
     """
     prefix = getattr(model, "base_model_prefix", "")
     backbone = getattr(model, prefix, None) if prefix else None
@@ -65,7 +65,7 @@ def _has_parameters(module: nn.Module) -> bool:
 def head_differences(
     model: Any, *, missing: Iterable[str], unexpected: Iterable[str]
 ) -> HeadDifferences:
-    """Select those of the differences between files and *model* that another head explains.
+    """Select the differences between files and *model* that another head explains.
 
     *missing* are tensors of the model that the files lack, *unexpected* those that only the files have. The backbone
     has to be the same: its tensors are not selected.
@@ -79,7 +79,7 @@ def head_differences(
 
 
 def expected_differences(model: Any, in_files: Iterable[str]) -> tuple[str, ...]:
-    """List the names in which *model* and files of its backbone differ: those of both heads, and other spellings.
+    """List the names in which *model* and files of its backbone differ: the names of both heads, and other spellings.
 
     Files of a backbone alone have its names without the prefix that they have in *model*.
     """
@@ -137,7 +137,7 @@ def pretrained_labels(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int:
-    """Choose the id of the token that rows are padded with: the tokenizer's, else that of *config*, else an end token.
+    """Choose the id of the token that rows are padded with: the tokenizer's, else the config's, else an end token.
 
     A tokenizer without a padding token gets the end token for it, so that its exports pad as the model expects. Raises
     :class:`RecipeError` if there is none.
@@ -164,7 +164,7 @@ def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int:
 
 
 def set_one_score(config: PreTrainedConfig, tokenizer: Any) -> None:
-    """Give *config* one label, whose score pipelines of transformers return unchanged, and the padding token."""
+    """Give *config* one label, so that pipelines of transformers return its score unchanged, and the padding token."""
     names = pretrained_labels(config)
     # A head with several labels does not fit, which is reported when the weights are read.
     set_labels(config, [names[0] if len(names) == 1 else "LABEL_0"], "regression")

@@ -1,4 +1,4 @@
-"""Match the tensors of a model with those of a source of weights, by name and shape. Pure: reads no file."""
+"""Match the tensors of a model with the tensors of a source of weights, by name and shape. Pure: reads no file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Names:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, name: str) -> str | None:
-        """The name in *shapes* of the tensor with the name or alias *name*; None if there is none."""
+        """The name in *shapes* of the tensor with the name or alias *name*. None when there is none."""
         if name in self.shapes:
             return name
         target = self.tied.get(name)
@@ -50,7 +50,7 @@ class Verdict:
     *matches* maps names of the model to the names of the source that fill them. *resized* are those of them with
     another number of rows in the source: {name: (shape there, shape here)}. *missing* tensors of the model are not in
     the source, *unexpected* tensors of the source are not in the model, and *misshapen* {name: (shape there, shape
-    here)} cannot be filled. *allowed* contains the names whose difference the recipe allows.
+    here)} cannot be filled. *allowed* contains the names with differences that the recipe allows.
     """
 
     matches: Mapping[str, str]
@@ -152,7 +152,7 @@ def compare(
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
 ) -> Verdict:
-    """Match the tensors of a model (*here*) with those of a source (*there*).
+    """Match the tensors of a model (*here*) with the tensors of a source (*there*).
 
     A name may lack the *prefix* (``base_model_prefix`` of transformers, such as ``model``) on either side, and a tensor
     may have any name that it is tied to. Tensors in *resizable* may have another number of rows. Tensors that match a
@@ -249,7 +249,8 @@ def _spellings(name: str, prefix: str) -> list[str]:
 
 
 def _aliases_in_source(here: Names, there: Names, prefix: str) -> Iterator[str]:
-    """Tensors of the source whose name is only an alias in the model: files may contain both copies of tied tensors."""
+    """Tensors of the source with a name that is only an alias in the model: files may contain both copies of tied
+    tensors."""
     for alias in here.tied:
         for spelling in _spellings(alias, prefix):
             if spelling in there.shapes:

@@ -34,7 +34,7 @@ _CHUNK = 2**24
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW whose moments of matrices are stored in 8 bits, as codes [..., C] and scales [..., C / block].
+    """AdamW with moments of matrices in 8 bits, as codes [..., C] and scales [..., C / block].
 
     A block has up to *block_size* neighboring elements of a row: the largest power of two that divides the row's
     length. So the state does not depend on how rows are sharded, and a checkpoint can be loaded on any number of
@@ -44,7 +44,7 @@ class AdamW8bit(torch.optim.Optimizer):
     With *float32_weights*, the state of a bfloat16 parameter [...] has its further bits as int16 [...]. The parameter
     is the float32 weight, rounded. Without them, updates of less than about 1/256 of a bfloat16 weight are lost.
 
-    Raises :class:`RecipeError` in the first step for rows whose shards begin within a block.
+    Raises :class:`RecipeError` in the first step for rows with shards that begin within a block.
     """
 
     optional_state = frozenset({FURTHER_BITS})
@@ -79,7 +79,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @property
     def state_summary(self) -> str:
-        """The types of the state, for the log, which states those of the parameters in another line."""
+        """The types of the state, for the log, which states the types of the parameters in another line."""
         types = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         text = "moments of matrices in 8 bits"
         if torch.bfloat16 in types:
@@ -99,7 +99,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def set_state_options(self, *, float32_weights: bool) -> None:
         """Give the state further bits of the bfloat16 weights, zeros at first, or remove those that it has.
 
-        Neither changes a weight. Weights whose bits are removed stay rounded.
+        Neither changes a weight. Weights without the bits stay rounded.
         """
         self.float32_weights = float32_weights
         for parameter, state in self._extensible():
@@ -118,7 +118,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     yield parameter, state
 
     def _check_types(self) -> None:
-        """Raise :class:`RecipeError` for float16 weights, whose exponents have fewer bits than those of float32."""
+        """Raise :class:`RecipeError` for float16 weights: their exponents have fewer bits than float32's."""
         for group in self.param_groups:
             if any(parameter.dtype == torch.float16 for parameter in group["params"]):
                 raise RecipeError(
@@ -237,7 +237,7 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
         shape=torch.Size(shape),
         stride=stride,
     )
-    # from_local moves to the device of the mesh, which is not that of offloaded parameters.
+    # from_local moves to the device of the mesh, where offloaded parameters are not.
     return sharded.to(parameter.device)
 
 
@@ -282,12 +282,13 @@ def _update_rows(
         return
     tables = [_table(is_signed, device) for is_signed in (True, False)]
     settings = _settings(values, device)
+    update: Any = update_blocks
     num_rows = max(_CHUNK // block, 1)
     for start in range(0, len(weights), num_rows):
         part = slice(start, start + num_rows)
         chunk = [each[part] for each in rows]
         bits_of_chunk = None if further_bits is None else further_bits[part]
-        update_blocks(*chunk, *tables, settings, bits_of_chunk)
+        update(*chunk, *tables, settings, bits_of_chunk)
 
 
 def _change(
@@ -324,12 +325,12 @@ def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
 def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide float32 *values* [...] into the nearest bfloat16 values [...] and further bits as int16 [...].
 
-    The further bits are the difference between the bits of a value and those of its rounded value. Unlike a conversion
+    The further bits are the difference between the bits of a value and of its rounded value. Unlike a conversion
     to bfloat16, the middle between two values is rounded away from 0, so that the difference has 16 bits.
     """
     bits = values.view(torch.int32)
     high = (bits + 2**15) >> 16
-    # The bits of a NaN would overflow, and become those of 0.
+    # The bits of a NaN would overflow, and become the bits of 0.
     high = torch.where(values.isnan(), _NAN, high)
     further_bits = bits - (high << 16)
     return high.to(torch.int16).view(torch.bfloat16), further_bits.to(torch.int16)
@@ -349,7 +350,7 @@ def update_blocks(
 ) -> None:
     """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
 
-    *signed* and *unsigned* [256] are the tables of both moments. *further_bits* [n, block] are those of the parameter.
+    *signed* and *unsigned* [256] are the tables of both moments. *further_bits* [n, block] are the parameter's.
     """
     wide = gradient.float()
     average = torch.lerp(decoded(average_codes, average_scales, signed), wide, settings[0])

@@ -1,7 +1,7 @@
 """A Triton kernel for AdamW with 8-bit moments, which reads and writes each element once.
 
-A moment is decoded by its table of 256 values, and encoded by a lookup table, whose entry is selected by the first bits
-of a number, without a search (``moment_codes.lookup_of``). The codes are those of ``moment_codes.nearest``.
+A moment is decoded by its table of 256 values, and encoded by a lookup table: the first bits of a number select
+an entry, without a search (``moment_codes.lookup_of``). The codes are equal to ``moment_codes.nearest``.
 
 Import this module only where Triton is installed. The kernel also runs on a CPU, in Triton's interpreter
 (TRITON_INTERPRET=1).
@@ -25,7 +25,7 @@ _BLOCK = 1024
 """Elements that a program updates, if a row has no more: 8 in each thread of 4 warps."""
 _WARPS = 4
 _LONGEST_ROW = 8192
-"""Elements of the longest row, whose threads have 16 each; the registers of a thread suffice for few more."""
+"""Elements of the longest row: each thread has 16; the registers of a thread suffice for few more."""
 _MOST_WARPS = 16
 """Those of longer rows."""
 _EVICTION = "evict_first"

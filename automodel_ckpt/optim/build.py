@@ -6,7 +6,6 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +83,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     The kernel gets this rank's shards directly, because DTensor's dispatch costs more than the update of a small model.
     It can divide gradients while it reads them (:meth:`divide_in_step`), and leave out a step by a flag on the device
-    (:attr:`found_inf`). Results are bit-equal to those of torch.optim.AdamW(fused=True), whose step is used for
+    (:attr:`found_inf`). Results are bit-equal to torch.optim.AdamW(fused=True). Its step is used for
     everything else: groups with tensors of several types or devices, amsgrad, maximize, closures and hooks.
 
     On a GPU, a Triton kernel updates float32 tensors of at least :data:`LEAST_ELEMENTS` elements. It has the operations
@@ -117,7 +116,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
-        if closure is None and not self._has_hooks() and self._step_on_shards():
+        if closure is None and not self._is_watched() and self._step_on_shards():
             return None
         return self._step_of_torch(closure)
 
@@ -125,10 +124,11 @@ class FusedAdamW(torch.optim.AdamW):
     # record, which takes a fifth of a small model's update.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _has_hooks(self) -> bool:
-        """Whether a hook expects torch's wrapper around the step."""
+    def _is_watched(self) -> bool:
+        """Whether a hook or a profiler expects torch's wrapper around the step."""
         return bool(
-            self._optimizer_step_pre_hooks
+            torch._C._autograd._profiler_enabled()
+            or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
@@ -145,18 +145,11 @@ class FusedAdamW(torch.optim.AdamW):
             if shards is None:
                 return False
             inputs.append(shards)
-        with self._profiled():
-            for group, shards in zip(self.param_groups, inputs, strict=True):
-                if shards.steps:
-                    self._update(group, shards)
+        for group, shards in zip(self.param_groups, inputs, strict=True):
+            if shards.steps:
+                self._update(group, shards)
         self.grad_scale = self.found_inf = None
         return True
-
-    def _profiled(self) -> AbstractContextManager[Any]:
-        """Record the step for a profiler, as torch's wrapper does."""
-        if not torch._C._autograd._profiler_enabled():
-            return nullcontext()
-        return torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step")
 
     @torch.no_grad()
     def _step_of_torch(self, closure: Callable[[], float] | None) -> float | None:
@@ -173,7 +166,7 @@ class FusedAdamW(torch.optim.AdamW):
         return result  # type: ignore[no-any-return]
 
     def _shards_of(self, group: dict[str, Any]) -> _Shards | None:
-        """The kernel's inputs for a parameter group; None if the group requires torch's own step."""
+        """The kernel's inputs for a parameter group. None when the group requires torch's own step."""
         if not group["fused"] or group["amsgrad"] or group["maximize"]:
             return None
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -207,7 +200,8 @@ class FusedAdamW(torch.optim.AdamW):
             "found_inf": self.found_inf,
         }
         rest = shards
-        if _counts_on_host(shards.steps):
+        # torch keeps the numbers of updates in the host's memory for parameters that are there.
+        if shards.steps[0].is_cpu:
             # One by one, which is faster than torch's foreach operation for a few dozen 0-dim tensors.
             for step in shards.steps:
                 step.add_(1)
@@ -248,11 +242,6 @@ class _Shards(NamedTuple):
     averages: list[torch.Tensor]
     squares: list[torch.Tensor]
     steps: list[torch.Tensor]
-
-
-def _counts_on_host(steps: list[torch.Tensor]) -> bool:
-    """Whether torch keeps the numbers of updates in the host's memory, as it does for parameters that are there."""
-    return steps[0].is_cpu
 
 
 def _divided(shards: _Shards, lr: object) -> tuple[_Shards, _Shards]:
@@ -343,15 +332,3 @@ def _have_one_layout(*tensors: torch.Tensor) -> bool:
         layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         layouts.append(layout)
     return all(layout == layouts[0] for layout in layouts)
-
-
-def adamw(
-    params: Iterable[nn.Parameter],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> FusedAdamW:
-    """Create the default optimizer: :class:`FusedAdamW` over *params*, which may also be parameter groups."""
-    return FusedAdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

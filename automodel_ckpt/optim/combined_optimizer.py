@@ -38,7 +38,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 class CombinedOptimizer(Optimizer):
     """Optimizers of different parameters as one: clipping, LR schedulers and checkpoints see its parameter groups.
 
-    The parameter groups and the state are the same objects as those of the *optimizers*, so a change on either side is
+    The parameter groups and the state are the same objects as the *optimizers* have, so a change on either side is
     seen by the other.
     """
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules over the optimizer steps of a run: those of transformers by name, and checks of others."""
+"""Learning-rate schedules over the optimizer steps of a run: transformers' by name, and checks of others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def build_schedule(
 
 
 def _warmup(steps: int | str | None, total_steps: int | None) -> int:
-    """The number of steps of the warm-up; *steps* and *total_steps* are those of :func:`build_schedule`."""
+    """The number of steps of the warm-up; *steps* and *total_steps* are arguments of :func:`build_schedule`."""
     if steps != "auto":
         return int(steps or 0)
     if total_steps is None:
@@ -157,7 +157,7 @@ def current_rate(optimizer: Optimizer) -> float:
 
 
 def follow_schedule(schedule: LambdaLR) -> None:
-    """Set the learning rates to those of *schedule* at its current step.
+    """Set the learning rates that *schedule* has at its current step.
 
     A loaded state contains the rates of the schedule that saved it, which may have been another one.
     """

@@ -69,7 +69,7 @@ def lookup_of(table: torch.Tensor, num_bits: int) -> torch.Tensor:
     has_border = largest == smallest + 1
     # The sum with a larger place reaches the next code.
     added = torch.where(has_border, rest - places[smallest.clamp(max=len(places) - 1)], 0)
-    # Beside the bits of infinity, there are those of NaN that is no result of an operation.
+    # Beside the bits of infinity, there are bits of NaN that is no result of an operation.
     is_infinite = (first_bits & 0x7FFFFFFF) >> 23 == 0xFF
     if not (has_border | (largest == smallest) | is_infinite).all():
         raise ValueError(f"{num_bits} bits do not separate the borders of the table")

@@ -1,4 +1,4 @@
-"""Muon for sharded matrices: each rank orthogonalizes complete matrices, so that the update is that of one rank."""
+"""Muon for sharded matrices: each rank orthogonalizes complete matrices, so that the update equals one rank's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from automodel_ckpt.optim.combined_optimizer import update_each
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, whose updates do not depend on how matrices are sharded.
+    """torch.optim.Muon with updates that do not depend on how matrices are sharded.
 
     With torch's class, the products of the Newton-Schulz iteration are computed of shards and rounded to bfloat16
     before they are added up, so that a run on two ranks differs from one on a single rank by about 1e-3. Here, the

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.loss_inputs import KERNELS, is_installed, kernel_for
+from automodel_ckpt.models.loss.loss_inputs import KERNELS, kernel_for
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss(hidden [N, H], weight [V, H], targets [N])`` -> summed cross-entropy, 0-dim."""
@@ -80,9 +81,9 @@ def implementations(device: str) -> dict[str, Loss]:
                 found[f"ours, {kernel}"] = ours
     if hasattr(F, "linear_cross_entropy"):
         found["PyTorch"] = by_pytorch
-    if device == "cuda" and is_installed("liger_kernel"):
+    if device == "cuda" and find_spec("liger_kernel"):
         found["Liger"] = by_liger
-    if device == "cuda" and is_installed("cut_cross_entropy"):
+    if device == "cuda" and find_spec("cut_cross_entropy"):
         found["cut-cross-entropy"] = by_cut_cross_entropy
     return found
 

@@ -75,18 +75,13 @@ def _negate_later_tokens(
     _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give the layer hidden states [2, T, H] of the same tokens, with the values of the later ones negated in a row."""
-    if "hidden_states" in keywords:
-        return arguments, keywords | {"hidden_states": _two_rows(keywords["hidden_states"])}
-    if not arguments:
-        return arguments, keywords
-    first, *others = arguments
-    return (_two_rows(first), *others), keywords
-
-
-def _two_rows(hidden: torch.Tensor) -> torch.Tensor:
-    row = hidden[:1]
-    other = torch.cat([row[:, :1], -row[:, 1:]], dim=1)
-    return torch.cat([row, other])
+    name = "hidden_states"
+    hidden = keywords[name] if name in keywords else arguments[0]
+    both = torch.cat([hidden[:1], hidden[:1]])
+    both[1, 1:] *= -1
+    if name in keywords:
+        return arguments, {**keywords, name: both}
+    return (both, *arguments[1:]), keywords
 
 
 def _compare_rows(

@@ -59,11 +59,12 @@ def attend_by_document(
     kernel: Kernel | None = None,
     compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> bool:
-    """Enable attention per document for *model* if its outputs stay those of the mask. Returns whether it is enabled.
+    """Enable attention per document for *model* if its outputs stay the same as with the mask. Returns whether it is
+    enabled.
 
     Only for models with sdpa or eager attention. Runs *model* with *options*, in the context *compute*, on a few
-    tokens, on *device* (default: that of its parameters), without side effects. *multiple* divides the number of
-    tokens. The default *kernel* is that of the device.
+    tokens, on *device* (default: the device of its parameters), without side effects. *multiple* divides the number of
+    tokens. The default *kernel* is the device's.
     """
     device = device or next(model.parameters()).device
     kernel = kernel or document_kernel(device.type)
@@ -136,7 +137,7 @@ def _set_name(model: nn.Module, before: str, after: str) -> None:
     """Rename the attention implementation in the configurations of *model* that have the name *before*."""
     for config in _configs_of(model):
         if config._attn_implementation == before:
-            # The property would also change inner configurations, such as that of a vision tower with eager attention.
+            # The property would also change inner configurations, such as a vision tower's with eager attention.
             config._attn_implementation_internal = after
 
 
@@ -223,13 +224,15 @@ def _base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
     raise UnsupportedByKernel(f"{type(module).__name__} has no separate eager attention")
 
 
-def _in_compute_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """*tensors* in the dtype of autocast, which does not know the kernels; unchanged without autocast."""
-    device_type = tensors[0].device.type
+def _in_compute_dtype(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors in the dtype of autocast, which does not know the kernels; unchanged without autocast."""
+    device_type = query.device.type
     if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
+        return query, key, value
     dtype = torch.get_autocast_dtype(device_type)
-    return [tensor.to(dtype) for tensor in tensors]
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -73,7 +73,7 @@ class Documents(PreparedRow):
         return mask_of_pairs(self.starts(), self.window)
 
     def mask_of(self, length: int) -> torch.Tensor | None:
-        """The mask of one document of *length* tokens, bool [1, 1, T, T]; None if causal is the same."""
+        """The mask of one document of *length* tokens, bool [1, 1, T, T]. None when causal is the same."""
         if self.window is None or length <= self.window:
             return None
         starts = torch.zeros(length, dtype=torch.long, device=self.device)
@@ -81,7 +81,8 @@ class Documents(PreparedRow):
 
 
 def mask_of_pairs(starts: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The mask of all pairs, bool [1, 1, T, T], of a row whose documents begin at *starts* [T] for each token."""
+    """The mask of all pairs, bool [1, 1, T, T], of a row with the beginning of each token's document in *starts*
+    [T]."""
     positions = torch.arange(len(starts), device=starts.device)
     distances = positions[:, None] - positions
     seen = (distances >= 0) & (positions >= starts[:, None])
@@ -105,7 +106,7 @@ def documents_of(
 ) -> Documents | None:
     """Find the documents of the mask that transformers requests with these arguments of ``sdpa_mask``.
 
-    Returns None if the mask is not causal attention within documents of one row. The mask is read off *mask_function*
+    Returns None when the mask is not causal attention within documents of one row. The mask is read off *mask_function*
     at the positions where it must change. On a GPU, this waits for the device once, unless the host knows the positions
     (:mod:`~automodel_ckpt.models.attention.host_positions`).
     """
@@ -258,7 +259,8 @@ class SdpaKernel:
         for (length, count), run in zip(rows.runs, zip(*parts, strict=True), strict=True):
             if count > 1:
                 run = tuple(_one_row_each(part, length) for part in run)
-            output = _sdpa(*run, rows.mask_of(length), options).transpose(1, 2)
+            query, key, value = run
+            output = _sdpa(query, key, value, rows.mask_of(length), options).transpose(1, 2)
             outputs.append(output.reshape(1, length * count, *output.shape[2:]))
         return torch.cat(outputs, dim=1)
 

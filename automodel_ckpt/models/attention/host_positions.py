@@ -19,7 +19,7 @@ from transformers import masking_utils
 from automodel_ckpt.base.device_copies import to_device
 
 _FIND = "find_packed_sequence_indices"
-"""transformers' function that returns, for position ids [B, T], the number of the sample of each token; None if each
+"""transformers' function that returns, for position ids [B, T], the number of the sample of each token. None when each
 row is one sample."""
 
 
@@ -36,25 +36,26 @@ class _Pair:
 
     @staticmethod
     def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair | None:
-        """The pair of both tensors; None if *on_host* is not on the host, or if a change of a value may be missed."""
+        """The pair of both tensors. None when *on_host* is not on the host, or if a change of a value may be missed."""
         # Tensors of inference mode have no version, by which a change of their values is seen.
-        has_versions = not (on_device.is_inference() or on_host.is_inference())
-        if on_device.is_cpu or not on_host.is_cpu or not has_versions:
+        if on_device.is_inference() or on_host.is_inference():
+            return None
+        if on_device.is_cpu or not on_host.is_cpu:
             return None
         return _Pair(on_device, on_host, (on_device._version, on_host._version))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
         known = self.on_device
-        is_same = tensor is known or (
-            tensor._base is not None
-            and tensor._base is (known if known._base is None else known._base)
-            and tensor.dtype == known.dtype
-            and tensor.shape == known.shape
-            and tensor.stride() == known.stride()
-            and tensor.storage_offset() == known.storage_offset()
-        )
-        return is_same and self.is_unchanged()
+        if tensor is not known:
+            bases = [each if each._base is None else each._base for each in (tensor, known)]
+            layouts = [
+                (each.dtype, each.shape, each.stride(), each.storage_offset())
+                for each in (tensor, known)
+            ]
+            if bases[0] is not bases[1] or layouts[0] != layouts[1]:
+                return False
+        return self.is_unchanged()
 
     def is_unchanged(self) -> bool:
         """Whether both tensors have the values that they had when they were paired."""
@@ -73,7 +74,7 @@ def note_positions(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
 
 
 def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """*mask_function* for positions on the host; None if it may read tensors that only the device has."""
+    """*mask_function* for positions on the host. None when it may read tensors that only the device has."""
     pairs: list[_Pair] = []
     for positions in _newest:
         pairs += [positions] if positions.samples is None else [positions, positions.samples]
@@ -100,7 +101,7 @@ def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def _with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:
     """A copy of a mask function with ``replaced(value)`` in place of each value in its closure and its default
-    arguments, and in those of the functions that it joins."""
+    arguments, and in the functions that it joins."""
     if isinstance(function, tuple):
         return tuple(_with_values(each, replaced) for each in function)
     if not isinstance(function, FunctionType):
@@ -122,7 +123,7 @@ def _with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:
 
 
 class _UnknownValue(Exception):
-    """A mask function contains something whose values may be on the device only."""
+    """A mask function contains something with values that may be on the device only."""
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,26 +14,22 @@ PositionsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 def rotary_positions(model: nn.Module) -> PositionsOf | None:
-    """Return a function that computes the positions [3, samples, L] of a padded batch; None if they are those of text.
+    """Return a function that computes the positions [3, samples, L] of a padded batch.
 
     transformers' models call it themselves for a batch with one sample per row, but not for rows with several samples.
+    Returns None when the positions are those of text.
     """
     for module in model.modules():
         method: Any = getattr(module, "get_rope_index", None)
         if callable(method):
-            return _PositionsByModel(method)
+            return functools.partial(_positions, method, inspect.signature(method).parameters)
     return None
 
 
-class _PositionsByModel:
-    """Calls a model's ``get_rope_index`` with those tensors of a batch that it takes."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
-        self.names = frozenset(inspect.signature(method).parameters)
-
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        arguments = {name: tensor for name, tensor in batch.items() if name in self.names}
-        positions, _ = self.method(**arguments)
-        found: torch.Tensor = positions
-        return found
+def _positions(
+    method: Callable[..., Any], names: Collection[str], batch: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Call a model's ``get_rope_index`` with those tensors of a batch that it takes."""
+    positions: torch.Tensor
+    positions, _ = method(**{name: tensor for name, tensor in batch.items() if name in names})
+    return positions

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # it.
 _FIRST, _OTHER, _SECOND = [1, 2, 3], [3, 1, 2], [2, 2, 1, 3]
 _ROUNDING_FACTOR = 16
-"""How much larger the rounding of one comparison can be than that of another one."""
+"""How much larger the rounding of one comparison can be than the rounding of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ def keeps_samples_apart(
 ) -> Answer:
     """Whether samples in one row, separated by ``position_ids`` alone, have the outputs that they have in a row alone.
 
-    Runs *model* with *options* on a few tokens, on *device* (default: that of its parameters), without side effects on
-    its mode and the random state. *multiple* divides the length of the rows; *one_row* runs one row at a time. The
-    answer is also false if the forward pass fails, for models of transformers with ``use_cache``, which look for
-    samples in a row only without a cache, and for models with a mask of a fixed length that rows of *max_row_length*
-    tokens (None: unlimited) exceed.
+    Runs *model* with *options* on a few tokens, on *device* (default: the device of its parameters), without side
+    effects on its mode and the random state. *multiple* divides the length of the rows; *one_row* runs one row at a
+    time. The answer is also false if the forward pass fails, for models of transformers with ``use_cache``, which look
+    for samples in a row only without a cache, and for models with a mask of a fixed length that rows of
+    *max_row_length* tokens (None: unlimited) exceed.
     """
     if "position_ids" not in forward_parameters(model):
         return Answer(False)

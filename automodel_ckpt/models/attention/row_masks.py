@@ -93,7 +93,7 @@ def _dtype(decoder: nn.Module, given: torch.Tensor) -> torch.dtype:
 
 
 def install_row_masks(model: nn.Module) -> RemovableHandle | None:
-    """Let *model* compute the attention masks of packed rows from those of their samples; None if it cannot.
+    """Let *model* compute the attention masks of packed rows from the masks of their samples. None when it cannot.
 
     A forward call with ``position_ids`` [B, T] and without ``attention_mask`` then gets masks [B, 1, T, T]. It concerns
     models of transformers with a separate function for masks (``create_masks_for_generate``), and the attention

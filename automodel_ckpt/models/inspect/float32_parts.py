@@ -129,7 +129,7 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
 def _built_in(model: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel | None:
     """A model of the class and the config of *model* that is built in *dtype*, without values.
 
-    None if that fails, and for a model that is not of transformers.
+    None when that fails, and for a model that is not of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         return None

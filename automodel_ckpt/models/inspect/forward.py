@@ -23,7 +23,7 @@ def attention_of(model: nn.Module) -> str:
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the model's forward; those of the base if adapters or ddp wrap it, which pass everything on."""
+    """The parameters of the model's forward; of the base's if adapters or ddp wrap it, which pass everything on."""
     return inspect.signature(model_without_adapters(model).forward).parameters
 
 
@@ -37,7 +37,7 @@ def text_inputs(model: nn.Module, rows: Mapping[str, torch.Tensor]) -> dict[str,
 def model_without_adapters(model: nn.Module) -> Any:
     """The base that peft's adapters and ``DistributedDataParallel`` wrap; *model* itself if neither does."""
     if isinstance(model, DistributedDataParallel):
-        # Its forward takes any arguments, whatever those of the model are.
+        # Its forward takes any arguments, whatever the model takes.
         model = model.module
     get_base_model: Any = getattr(model, "get_base_model", None)
     if get_base_model is None:
@@ -81,7 +81,7 @@ def last_layer_output(output: Any) -> torch.Tensor:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits in what a model returned, whose last layer is its output layer."""
+    """The logits in what a model returned. Its last layer is its output layer."""
     return last_layer_output(output)
 
 

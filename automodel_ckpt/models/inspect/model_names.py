@@ -1,4 +1,4 @@
-"""Compare stored tensors with those of the model that a config.json describes, by name: no weights are read."""
+"""Compare stored tensors with the tensors of the model that a config.json describes, by name: no weights are read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 class ListedDifferences(NamedTuple):
-    """The differences between stored names and those of a model, the name of whose class is *model*.
+    """The differences between stored names and the names of a model of the class *model*.
 
     *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
-    *shapes* are those of the model's parameters, by the stored name; without those of tensors that transformers
-    computes from others. *vocab_size* is that of the model, or of the model of its text.
+    *shapes* are the shapes of the model's parameters, by the stored name, without tensors that transformers computes
+    from others. *vocab_size* is the size of the vocabulary.
     """
 
     model: str
@@ -39,10 +39,10 @@ class ListedDifferences(NamedTuple):
 def list_differences(
     content: Mapping[str, Any], stored: Collection[str]
 ) -> ListedDifferences | None:
-    """Compare the names *stored* with those of the model whose config.json has this *content*.
+    """Compare the names *stored* with the names of the model that a config.json with this *content* describes.
 
     Names may be those in memory or in Hugging Face files, with or without the prefix of the backbone, and those of tied
-    tensors may be missing. Returns None if the names of the model are unknown: its class is not part of transformers,
+    tensors may be missing. Returns None when the names of the model are unknown: its class is not part of transformers,
     it cannot be built from this config, or transformers computes its tensors from those in files.
     """
     try:

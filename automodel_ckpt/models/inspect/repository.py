@@ -80,7 +80,7 @@ class RepositoryOptions:
 def code_directory(model: Any, revision: str | None) -> Path | None:
     """The local directory of the Python files that define the class of *model* or of its config.
 
-    None if transformers or an installed package defines them. *revision* is that of a repository of the Hub.
+    None when transformers or an installed package defines them. *revision* is that of a repository of the Hub.
     """
     config = getattr(model, "config", None)
     modules = {type(part).__module__.partition(".")[0] for part in (model, config)}
@@ -96,7 +96,7 @@ def code_directory(model: Any, revision: str | None) -> Path | None:
 
 
 def lfs_pointer(name: str, *patterns: str) -> str | None:
-    """The first of a model's files that a clone of a repository has without its content; None if there is none."""
+    """The first of a model's files that a clone of a repository has without its content. None when there is none."""
     directory = base_directory(name) or Path(name)
     for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
         with suppress(OSError), file.open("rb") as opened:
@@ -138,7 +138,7 @@ def not_a_directory(name: str, where: str) -> RecipeError | None:
 
 
 def damaged_config(name: str, where: str, revision: str | None = None) -> RecipeError | None:
-    """Return the error to raise if the config.json of a pretrained model is not a JSON object; None if it is or is
+    """Return the error to raise if the config.json of a pretrained model is not a JSON object. None when it is or is
     missing.
 
     *name* is a directory, its config file, or a Hub name in the cache, which the key *where* gives. The libraries read
@@ -193,7 +193,7 @@ def check_revision(
 
 
 def config_needs_code(content: Mapping[str, Any]) -> bool:
-    """Whether the class of a config is in the repository: *content* is that of config.json."""
+    """Whether the class of a config is in the repository: *content* is the content of config.json."""
     references = content.get("auto_map")
     is_included = content.get("model_type") in CONFIG_MAPPING
     return not is_included and isinstance(references, Mapping) and "AutoConfig" in references
@@ -281,10 +281,7 @@ def code_not_trusted(
     """The error for a *kind* of object (a tokenizer) that needs untrusted code of the repository *name*."""
     hint = repository.hint
     if where.partition(".")[0] != "model":
-        hint = (
-            f"if you trust this code, name its Auto class in {kind}._target_ with trust_remote_code: true, and add "
-            "--trust trust_remote_code"
-        )
+        hint = f"name its Auto class in {kind}._target_ with trust_remote_code: true, and add --trust trust_remote_code"
     return RecipeError(
         f"this {kind} needs code from its repository, which is not trusted",
         where=where,
@@ -357,7 +354,7 @@ def _nearest_directory(path: Path) -> str:
 def fetched_directory(name: str, revision: str | None = None) -> Path | None:
     """Fetch the weights of a Hub name into the cache, if necessary, and return their local directory.
 
-    *revision* is a branch, tag or commit of a Hub name; None: the main branch. Returns None if they are not
+    *revision* is a branch, tag or commit of a Hub name; None: the main branch. Returns None when they are not
     available as safetensors. If several ranks of a node fetch, they wait for each other.
     """
     if Path(name).expanduser().is_dir():
@@ -377,5 +374,5 @@ def fetched_directory(name: str, revision: str | None = None) -> Path | None:
 
 
 def _fetched(name: str, file: str, revision: str | None) -> str | None:
-    """The path of a *file* of a Hub name in the cache, fetched if necessary; None if the model has no such file."""
+    """The path of a *file* of a Hub name in the cache, fetched if necessary. None when the model has no such file."""
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)

@@ -24,7 +24,7 @@ from automodel_ckpt.models.task_head import is_of_backbone
 
 _TRANSPOSED = (Conv1D, nn.Embedding)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weights have three or more dimensions and are no experts."""
+"""Layers with weights of three or more dimensions that are no experts."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """The names that transformers' Trainer leaves out of weight decay (5.23, ``Trainer.get_decay_parameter_names``)."""
 _WITH_CONFIG = (

@@ -103,7 +103,7 @@ def image_settings(processor: Any, default: PreTrainedConfig) -> dict[str, int]:
 
 
 class _Mapping:
-    """Configurations and their model classes: those of models of images, and those of further ones."""
+    """Configurations and their model classes, of models of images and of further ones."""
 
     def __contains__(self, config_class: type) -> bool:
         return config_class in _IMAGES._model_mapping or config_class in _ALL._model_mapping

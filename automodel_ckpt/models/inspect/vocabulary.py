@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
-    """The number of tokens that ``model.vocab_size`` sets; None if it does not change the model's vocabulary.
+    """The number of tokens that ``model.vocab_size`` sets. None when it does not change the model's vocabulary.
 
     Raises :class:`RecipeError` for ``tokenizer`` without a tokenizer.
     """
@@ -37,7 +37,7 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
 
 
 def num_embeddings(model: nn.Module) -> int | None:
-    """The number of rows of the input embedding; None if the model does not declare one."""
+    """The number of rows of the input embedding. None when the model does not declare one."""
     weight = getattr(_layer_of(model, "get_input_embeddings"), "weight", None)
     return None if weight is None else len(weight)
 
@@ -79,7 +79,7 @@ def _vocabulary(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     wanted: set[int] = set()
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         layer = _layer_of(model, getter)
-        # Perceiver returns a parameter, whose rows are not tokens.
+        # Perceiver returns a parameter with rows that are not tokens.
         if isinstance(layer, nn.Module):
             wanted.update(id(parameter) for parameter in layer.parameters(recurse=False))
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 * ``full``: a layer keeps its input and recomputes everything else.
 * ``selective``: a layer also keeps what is expensive to compute: the results of attention, of collectives, and of every
-  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py).
+  second matrix product. The policy is torchtitan's (torchtitan/distributed/activation_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEPT_OPERATORS = frozenset(
         "_c10d_functional::all_reduce",
     }
 )
-"""Operators whose results are kept: attention, and reductions over ranks."""
+"""Operators with results that are kept: attention, and reductions over ranks."""
 
 
 def checkpoint_activations(
@@ -109,12 +109,6 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     return contexts
 
 
-def _name_of(operator: Any) -> str:
-    """The name of an operator without that of its overload; flex attention has no overloads."""
-    name: str = operator.name().partition(".")[0]
-    return name
-
-
 class _Policy:
     """Decides which results are kept, in the order of the operators of one layer."""
 
@@ -123,14 +117,10 @@ class _Policy:
         self._num_products = {False: 0, True: 0}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if self._keeps(operator, is_recompute=context.is_recompute):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _keeps(self, operator: Any, *, is_recompute: bool) -> bool:
-        """Whether the result of the next call, of *operator*, is kept."""
-        name = _name_of(operator)
+        # Without the name of its overload; flex attention has no overloads.
+        name: str = operator.name().partition(".")[0]
+        is_kept = name in KEPT_OPERATORS
         if name in MATRIX_PRODUCTS:
-            self._num_products[is_recompute] += 1
-            return self._num_products[is_recompute] % 2 == 1
-        return name in KEPT_OPERATORS
+            self._num_products[context.is_recompute] += 1
+            is_kept = self._num_products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

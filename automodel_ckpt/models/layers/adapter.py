@@ -224,14 +224,14 @@ def _ends_of_model(names: Iterable[str]) -> list[str]:
 def _check_tied_embeddings(model: Any, saved: Iterable[str]) -> None:
     """Raise :class:`RecipeError` if peft would put a copy of a linear layer in the place of an embedding.
 
-    It does so for each module whose weight is tied to that of another embedding: those of encoder-decoders.
+    It does so for each module with a weight that is tied to another embedding, as in encoder-decoders.
     """
     tied = [name.rpartition(".")[0] for name in model.all_tied_weights_keys]
     embeddings = [name for name in tied if isinstance(model.get_submodule(name), nn.Embedding)]
     linear = [name for name in saved if not isinstance(model.get_submodule(name), nn.Embedding)]
     if embeddings and linear:
         raise RecipeError(
-            "peft cannot train an output layer as a whole whose weight several embeddings share",
+            "peft cannot train an output layer as a whole if several embeddings share its weight",
             where="peft.modules_to_save",
             value=f"{', '.join(linear)}; tied to {', '.join(embeddings)}",
             hint="set peft.ensure_weight_tying to false, which trains an output layer that is not tied",

@@ -138,7 +138,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
 
 
 def _of_fused_experts(model: nn.Module) -> list[str]:
-    """The full names of the parameters with three dimensions, without those of layers."""
+    """The full names of the parameters with three dimensions, without the parameters of layers."""
     modules = dict(model.named_modules())
     fused: list[str] = []
     for name, parameter in _without_mtp(model, dict(model.named_parameters())).items():
@@ -176,7 +176,7 @@ def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int
 
 
 def _without_mtp(model: Any, named: dict[str, Named]) -> dict[str, Named]:
-    """The modules or parameters of *model* without those of the layers for multi-token prediction."""
+    """The modules or parameters of *model* without the layers for multi-token prediction."""
     if mtp_of(model) is None:
         return named
     return {name: value for name, value in named.items() if not is_of_mtp(name)}
@@ -242,7 +242,7 @@ def _unsuited(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> dict[str,
 
 
 def _failing(names: Iterable[str], check: Callable[[str], bool]) -> set[str]:
-    """The *names* whose last component does not pass *check*, which can also raise ValueError."""
+    """The *names* with a last component that does not pass *check*, which can also raise ValueError."""
 
     def passes(leaf: str) -> bool:
         try:
@@ -258,7 +258,7 @@ def _failing(names: Iterable[str], check: Callable[[str], bool]) -> set[str]:
 def _mistaken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
     """The *names* of layers that peft would replace by the fused experts of the model.
 
-    peft interprets such names as those of experts in older versions of the model, and rejects a part of a fused tensor.
+    peft interprets such names as names of experts in older versions of the model, and rejects a part of a fused tensor.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -272,7 +272,8 @@ def _mistaken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def _rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
-    """The *names* of layers that peft rejects in models of this type, such as those whose kernels read the weight."""
+    """The *names* of layers that peft rejects in models of this type, such as layers with kernels that read the
+    weight."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
@@ -284,7 +285,7 @@ def _rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def _lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """The *names* of layers whose adapters peft saves, and ignores when it loads them, with a warning.
+    """The *names* of layers with adapters that peft saves, and ignores with a warning when it loads them.
 
     peft applies the renamings that transformers has for old weights to adapters, too, and some rename the present name
     of a layer (peft 0.21: shared_experts of Laguna).

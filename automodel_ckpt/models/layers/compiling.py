@@ -46,7 +46,7 @@ def compile_layers(
         # Without a number, few lengths are compiled before torch makes them dynamic.
         _allow_recompilations(num_widths or _AUTO_WIDTHS)
     for layer in layers:
-        # Not torch.compile(layer), whose wrapper adds _orig_mod to the names of parameters.
+        # Not torch.compile(layer): its wrapper adds _orig_mod to the names of parameters.
         layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
     num_layers = counted(len(layers), "layer")
     log.info("compiling %s with %s: the first steps take longer", num_layers, backend)
@@ -75,8 +75,8 @@ def num_row_widths(
 def _allow_recompilations(num_widths: int) -> None:
     """Raise torch's limit of compilations of one function, above which it runs the function uncompiled.
 
-    Each width, and that of samples without padding, is compiled for evaluation, for training, and for the training of
-    a layer whose inputs need no gradient: the first one if the embedding is frozen. Rows have a mask or none.
+    Each width, and the width of samples without padding, is compiled for evaluation, for training, and for the training
+    of a layer with inputs that need no gradient: the first one if the embedding is frozen. Rows have a mask or none.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 6 * (num_widths + 1))

@@ -1,8 +1,9 @@
 """Quantization-aware training: linear layers compute with weights (and inputs) rounded as in a quantized export.
 
 The parameters keep their precision. In each forward pass, a layer computes with values on the grid of the scheme, and
-the gradient passes the rounding unchanged (source: Jacob et al., arXiv:1712.05877, section 3). The grids are those of
-compressed-tensors, so the loss in training is that of ``ckpt export --to compressed-tensors`` with the same scheme.
+the gradient passes the rounding unchanged (source: Jacob et al., arXiv:1712.05877, section 3). The grids are
+compressed-tensors' own, so the loss in training is the loss of ``ckpt export --to compressed-tensors`` with the same
+scheme.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _check_no_experts(decoder: nn.Module, name: str) -> None:
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """A linear layer with rounded weights and inputs, whose gradients are those at the rounded values.
+    """A linear layer with rounded weights and inputs. Its gradients are taken at the rounded values.
 
     The rounded values are computed again in the backward pass: to save them would keep a second copy of all weights,
     which fsdp2 frees after the forward pass.

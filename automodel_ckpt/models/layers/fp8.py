@@ -1,6 +1,7 @@
 """Training with matrix products in FP8, through torchao: linear layers scale and cast their inputs and weights.
 
-The parameters keep their dtype, names and shapes, so optimizers, sharding and checkpoints are those of other runs.
+The parameters keep their dtype, names and shapes, so optimizers, sharding and checkpoints are the same as in other
+runs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def convert_to_fp8(
     """Let the linear layers of the decoder of *model* compute in FP8; not the output layer, which is outside of it.
 
     *recipe* is a name of torchao's recipes, *exclude* are globs of names of layers. *emulate* computes the rounded
-    values in higher precision, on any device. Layers whose widths are no multiples of 16 stay.
+    values in higher precision, on any device. Layers with widths that are no multiples of 16 stay.
 
     Raises :class:`RecipeError` for a device without FP8, without torchao, or if there is no layer to convert.
     """
@@ -80,18 +81,17 @@ def check_device(device_type: str, capability: tuple[int, int] | None, *, emulat
 
     Raises :class:`RecipeError` otherwise, unless *emulate* is set.
     """
-    if emulate:
+    if emulate or (capability is not None and capability >= _FIRST_CAPABILITY):
         return
+    found = device_type
+    if capability is not None:
+        found = f"compute capability {capability[0]}.{capability[1]}"
     hint = "remove the section fp8, or set fp8.emulate true (slow, for tests)"
-    if capability is None:
-        raise _error("FP8 needs a CUDA device", device_type, hint)
-    if capability < _FIRST_CAPABILITY:
-        version = ".".join(map(str, capability))
-        raise _error("this GPU has no products in FP8", f"compute capability {version}", hint)
+    raise _error("FP8 needs a CUDA device with compute capability 8.9 or higher", found, hint)
 
 
 def fp8_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[list[str], int]:
-    """The names of the linear layers to convert, and the number of those whose widths do not allow it."""
+    """The names of the linear layers to convert, and the number of layers with widths that do not allow it."""
     base: Any = model
     inside = {id(module) for module in base.get_decoder().modules()}
     selected: list[str] = []

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] = ()) -> int:
-    """Exclude from training the parameters whose names match a glob. Returns the number of trainable elements.
+    """Exclude from training the parameters with names that match a glob. Returns the number of trainable elements.
 
     The parts of a multimodal model are also patterns: ``vision_tower``, ``audio_tower``, ``projector``,
     ``language_model``. Raises :class:`RecipeError` for *patterns* without a match, and if no parameter is left to

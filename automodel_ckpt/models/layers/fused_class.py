@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 Compute = Callable[[Any, torch.Tensor], torch.Tensor | None]
-"""Called with a module and its input; None if the module has to compute as before."""
+"""Called with a module and its input. None when the module has to compute as before."""
 
 
 def fused_class(module_class: type[nn.Module], compute: Compute) -> type[nn.Module]:

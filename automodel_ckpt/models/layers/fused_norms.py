@@ -23,7 +23,7 @@ _EPSILONS = ("variance_epsilon", "eps")
 """Names of the attribute for the smallest mean square, in transformers' modules and in torch's."""
 _ROWS = 8
 _TOLERANCE = 1e-5
-"""Of float32 outputs, whose root mean square is near 1."""
+"""Of float32 outputs with a root mean square near 1."""
 _LARGE = 1e3
 """A scale of inputs at which a module may limit them."""
 

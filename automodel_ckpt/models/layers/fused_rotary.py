@@ -126,7 +126,7 @@ class _Rotate(torch.autograd.Function):
 
 @functools.cache
 def _recognized(function: Any) -> _Rotation | None:
-    """*function* with the kernel, if it rotates the pairs that the kernel rotates; None if not."""
+    """*function* with the kernel, if it rotates the pairs that the kernel rotates. None when not."""
     if not callable(function) or not _rotates(function, 8):
         return None
     return _Rotation(function, _rotates(function, 4))

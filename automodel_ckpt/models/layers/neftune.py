@@ -17,8 +17,8 @@ from torch import nn
 class EmbeddingNoise:
     """Adds noise to what the input embedding of a model returns in training mode. The noise is not a part of the model.
 
-    Call :meth:`note_rows` before each forward pass: L is the length of a sample, not that of its row. The numbers are
-    drawn from the generator of the embeddings' device, whose state checkpoints store.
+    Call :meth:`note_rows` before each forward pass: L is the length of a sample, not of its row. The numbers are
+    drawn from the generator of the embeddings' device. Checkpoints store its state.
     """
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
@@ -47,7 +47,7 @@ class EmbeddingNoise:
 
 
 def sample_lengths(rows: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return for each token the number of tokens of its sample, float32 of shape [rows, T]; None if rows are samples.
+    """Return for each token the number of tokens of its sample, float32 of shape [rows, T]. None when rows are samples.
 
     Samples in one row begin at position 0 of ``position_ids`` [rows, T]. In a padded row, ``attention_mask`` marks the
     tokens of its sample. Positions without a token get a length of 1 or more, too.

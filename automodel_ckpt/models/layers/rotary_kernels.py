@@ -18,7 +18,7 @@ _BLOCK = 1024
 _WARPS = 4
 
 
-# Otherwise, Triton compiles the kernel again for the first row whose length 16 divides.
+# Otherwise, Triton compiles the kernel again for the first row with a length that 16 divides.
 @triton.jit(do_not_specialize=["length"])
 def _rotate(
     heads, cosines, sines, rotated,
@@ -95,5 +95,5 @@ def rotate(
 
 
 def _row_stride(angles: torch.Tensor) -> int:
-    """The distance between rows of *angles* [B, T, R]; 0 if one row is that of all."""
+    """The distance between rows of *angles* [B, T, R]; 0 if all rows share one."""
     return angles.stride(0) if len(angles) > 1 else 0

@@ -19,7 +19,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_inputs import VocabularyPart
 
 _LOWEST = -1e4
-"""The lowest log-probability of a teacher, whose probability is 0: minus infinity times 0 would be NaN."""
+"""The lowest log-probability of a teacher, for a probability of 0: minus infinity times 0 would be NaN."""
 _SMALLEST = 1e-30
 """The smallest probability of all tokens beside the top-k, so that its logarithm is finite."""
 
@@ -119,7 +119,7 @@ class LogitTargets:
 class TopTargets:
     """The *k* most probable tokens of a teacher, and the probability of all others together.
 
-    The divergence is that of the distributions over these k tokens and one event "another token": at most the
+    The divergence compares distributions over these k tokens and one event "another token": at most the
     divergence of the complete distributions, and equal for k = V. The probabilities are those at the temperature of the
     loss.
     """
@@ -184,7 +184,7 @@ class Columns:
 
     @staticmethod
     def of(tokens: torch.Tensor, num_columns: int, part: VocabularyPart | None) -> Columns:
-        """Return where the columns of *tokens* [n, k] are among *num_columns*: those of *part*, if it is given."""
+        """Return where the columns of *tokens* [n, k] are among *num_columns*, the columns of *part* if it is given."""
         if part is None:
             return Columns(tokens, None)
         columns = tokens - part.first
@@ -192,7 +192,7 @@ class Columns:
         return Columns(columns.clamp(0, num_columns - 1), is_here)
 
     def read(self, source: torch.Tensor) -> torch.Tensor:
-        """The values [n, k] of the columns; 0 for those of other ranks."""
+        """The values [n, k] of the columns; 0 for columns of other ranks."""
         found = source.gather(1, self.columns)
         return found if self.is_here is None else found.masked_fill_(~self.is_here, 0)
 

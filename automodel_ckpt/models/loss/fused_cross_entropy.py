@@ -78,9 +78,9 @@ def linear_cross_entropy(
     """Summed cross-entropy of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for targets [N]; 0-dim, at
     least float32. Rows with target -100 are ignored.
 
-    With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
-    *hits* counts the positions whose target has the highest logit; only evaluation passes give it. *z_loss* is added,
-    and noted there.
+    With *part*, *weight* and *bias* are this rank's rows, and the loss covers all rows. This is collective.
+    *hits* counts the positions where the target has the highest logit; only evaluation passes give it. *z_loss* is
+    added, and noted there.
 
     Equal to ``F.cross_entropy(transform(F.linear(hidden, weight, bias).float()), targets, reduction="sum")`` except
     for the order of additions, with at most one chunk of logits in memory. With autocast, the product is computed in
@@ -217,7 +217,8 @@ class _LossInChunks(torch.autograd.Function):
             ctx.save_for_backward(hidden)
         ctx.gradients = gradients
         assert total is not None
-        return rule.loss_of(total)
+        loss: torch.Tensor = rule.loss_of(total)
+        return loss
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]

@@ -104,7 +104,7 @@ class Distillation:
 
 
 def rows_of_chunk(device_type: str, num_columns: int) -> int:
-    """The number of positions in a chunk whose logits have *num_columns* columns, at least 1."""
+    """The number of positions in a chunk of logits with *num_columns* columns, at least 1."""
     return max(chunk_rows(device_type, num_columns) // _TENSORS_OF_A_CHUNK, 1)
 
 

@@ -15,7 +15,7 @@ import torch
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
-"""Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
+"""Dtypes with matrix products that CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
 BLOCK_ELEMENTS = 2**25
 """The most elements of the weight's gradient that a block of stored errors becomes. They exist in float32, 128 MiB,
 until they are rounded. Small models get few blocks: each takes the host the time of two products."""

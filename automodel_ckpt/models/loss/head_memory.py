@@ -15,7 +15,7 @@ from automodel_ckpt.models.loss.loss_inputs import kernel_for
 class HeadSizes:
     """The sizes of one loss: *num_positions* labels, and a layer with a weight [*num_columns*, *hidden_size*].
 
-    *dtype* is that of the product. *stores* is the result of ``head_gradients.stores_errors``, and false for other
+    *dtype* is the product's. *stores* is the result of ``head_gradients.stores_errors``, and false for other
     losses than the cross-entropy. All results are bytes beside the inputs and the gradients that are returned.
     """
 

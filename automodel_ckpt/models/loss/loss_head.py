@@ -78,14 +78,12 @@ class LossPass(AbstractContextManager["LossPass"]):
     def __exit__(self, *_: object) -> None:
         _set_past_torch(self._head, "_loss_pass", None)
 
-    @property
-    def linear_loss(self) -> LinearLoss:
-        """What computes the loss of a layer that is one matrix."""
-        return self.criterion or self._cross_entropy
-
-    def _cross_entropy(
+    def of_labeled(
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        """The loss of labeled hidden states, for a layer that is one matrix."""
+        if self.criterion is not None:
+            return self.criterion(labeled, weight, bias)
         hidden, labels, transform, hits, part = labeled
         return linear_cross_entropy(
             hidden, weight, bias, labels, part, transform, hits, self.z_loss
@@ -133,7 +131,7 @@ class LossPass(AbstractContextManager["LossPass"]):
 
 
 class _Carrier(torch.autograd.Function):
-    """A zero in place of a loss. Its gradient becomes that of the loss, divided by *slope*.
+    """A zero in place of a loss. Its gradient becomes the loss's gradient, divided by *slope*.
 
     *slope* is the derivative, at zero, of what the model does to the zero: the scale of the logits. The derivative of
     a cap is 1 there. So the model passes the gradient of the loss through unchanged.
@@ -206,7 +204,7 @@ class LossHead(nn.Linear):
 
         *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
         None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
-        the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
+        the positions belong to several losses, so many positions to each, in this order. *positions* is then given.
         *hits* counts the targets with the highest logit, in passes without gradients. *criterion* replaces the
         cross-entropy; *positions* is then given. *z_loss* is added to the cross-entropy.
         """
@@ -234,11 +232,10 @@ class LossHead(nn.Linear):
         part: VocabularyPart | None = None,
     ) -> torch.Tensor:
         """What the layer returns for the loss of labeled states *hidden* [N, H], by *weight* [V, H] and *bias* [V]."""
-        compute = loss_pass.linear_loss
 
         def loss_of(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             labeled = Labeled(states, labels, self.transform, loss_pass.hits, part)
-            return compute(labeled, weight, bias)
+            return loss_pass.of_labeled(labeled, weight, bias)
 
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
@@ -349,21 +346,12 @@ def output_layer(model: Any) -> nn.Module | None:
 def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead | None:
     """The loss head of *model* while its adapters are switched off; *head* is the one while they are on.
 
-    These differ if peft trains a copy of the output layer: the original computes without adapters. It is made a loss
-    head on the first call. None: the loss is computed from full logits.
+    None: the loss is computed from full logits, as where peft trains a copy of the output layer.
     """
     inner = model_without_adapters(model)
     layer: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    if head is None or not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
-        return head
-    original = layer.original_module
-    if isinstance(original, LossHead):
-        return original
-    if class_of(original) is not nn.Linear:
-        return None
-    made = LossHead.of(original)
-    made.transform = head.transform
-    return made
+    has_copy = isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict)
+    return None if has_copy else head
 
 
 def _is_sharded_across(layer: nn.Module) -> bool:
@@ -382,7 +370,7 @@ def _is_sharded_across(layer: nn.Module) -> bool:
 def _probe_logits(
     model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
 ) -> LogitTransform | None:
-    """Find what *model* does to the logits of *layer*; None if it is not a :class:`LogitTransform`."""
+    """Find what *model* does to the logits of *layer*. None when it is not a :class:`LogitTransform`."""
     outputs: list[torch.Tensor] = []
 
     def substitute(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -434,7 +422,7 @@ def _placed_like(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTransform | None:
-    """The transform that computed *logits* from *output*, both of :func:`_test_logits`; None if there is none."""
+    """The transform that computed *logits* from *output*, both of :func:`_test_logits`. None when there is none."""
     if torch.equal(logits, output.to(logits.dtype)):
         return IDENTITY
     if logits.dtype not in (torch.float32, torch.float64):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ tools/bench/loss_kernels.py compares them on a device.
 
 
 class TokenHits:
-    """Counts the positions whose highest logit is that of their label; it does not wait for the device before the end.
+    """Counts the positions where the label has the highest logit; it does not wait for the device before the end.
 
     Of several equal logits, the first one counts as the highest, as in ``torch.argmax``.
     """
@@ -34,10 +33,11 @@ class TokenHits:
     def add(
         self, logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None = None
     ) -> None:
-        """Count the positions of *logits* [N, V] whose highest one is that of *labels* [N]; label -100 is ignored.
+        """Count the positions of *logits* [N, V] where one of *labels* [N] has the highest logit; label -100 is
+        ignored.
 
         A positive scale and a cap by tanh do not change which logit is the highest, so they can be left out. With
-        *part*, the columns are those of this rank. This is collective, and all ranks get the same count.
+        *part*, the columns are this rank's. This is collective, and all ranks get the same count.
         """
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
@@ -140,23 +140,17 @@ def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
         if name != "triton":
             return name
         # The kernels compute in float32.
-        if logits_dtype == torch.float32 and _has_triton(device_type) and _runs_triton():
+        if logits_dtype == torch.float32 and _runs_triton(device_type):
             return name
     return "torch"
 
 
-def _has_triton(device_type: str) -> bool:
-    """Whether Triton is installed; also True for the forecast of a GPU elsewhere, by PyTorch for CPUs.
-
-    PyTorch for CUDA depends on Triton.
-    """
-    is_elsewhere = device_type == "cuda" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    return is_elsewhere or has_triton()
-
-
-def _runs_triton() -> bool:
-    """Whether Triton's kernels run on the GPU that this process uses; not tried before it uses one."""
-    return not torch.cuda.is_initialized() or try_kernels()  # type: ignore[no-untyped-call]
+def _runs_triton(device_type: str) -> bool:
+    """Whether Triton's kernels run; not tried before this process uses a GPU."""
+    if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
+        return True
+    return has_triton() and (not torch.cuda.is_initialized() or try_kernels())  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -171,9 +165,3 @@ def try_kernels() -> bool:
         loss_kernels.losses_and_errors(logits, labels, 1.0, None, torch.float32, True)
 
     return succeeds(trial, "the loss is computed")
-
-
-@functools.cache
-def is_installed(package: str) -> bool:
-    """Whether a package could be imported; it is not imported."""
-    return importlib.util.find_spec(package) is not None

@@ -51,7 +51,7 @@ class PredictionDepth(nn.Module):
     """The layers of one depth: two norms, a projection, and a decoder without an embedding."""
 
     def __init__(self, decoder: Any) -> None:
-        """*decoder* is a model of the class of the main model's decoder, whose last module is a norm."""
+        """*decoder* is a model of the class of the main model's decoder. Its last module is a norm."""
         super().__init__()
         size = decoder.config.hidden_size
         norm = _final_norm(decoder)
@@ -86,8 +86,8 @@ class PredictionDepth(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """All layers for multi-token prediction of a model, which has this module as its attribute ``mtp``.
 
-    Inside of :meth:`computing`, the output layer of the model gets the hidden states of all D depths behind those of
-    the model: [(1 + D) * B, T, H]. They are computed in the model's forward pass, because FSDP2 and DDP prepare and end
+    Inside of :meth:`computing`, the output layer of the model gets the hidden states of all D depths behind the
+    model's: [(1 + D) * B, T, H]. They are computed in the model's forward pass, because FSDP2 and DDP prepare and end
     their work there.
     """
 
@@ -252,7 +252,7 @@ def add_mtp(model: Any, plan: MtpPlan) -> None:
 
 
 def mtp_of(model: Any) -> MultiTokenPrediction | None:
-    """The layers for multi-token prediction of a model without adapters; None if it has none."""
+    """The layers for multi-token prediction of a model without adapters. None when it has none."""
     layers = model._modules.get(ATTRIBUTE)
     return layers if isinstance(layers, MultiTokenPrediction) else None
 
@@ -303,19 +303,19 @@ def copies_in_files(model: Any, names: Mapping[str, str]) -> dict[str, str]:
     """
     layers = mtp_of(model)
     assert layers is not None
-    first_names: dict[int, str] = {}
+    ends = {"embedding": model.get_input_embeddings(), "output": model.get_output_embeddings()}
+    stored: dict[str, str] = {}
     for fqn, parameter in model.named_parameters():
-        first_names[id(parameter)] = names.get(fqn, fqn)
+        for end, layer in ends.items():
+            if layer is not None and parameter is layer.weight:
+                stored[end] = names.get(fqn, fqn)
     config = model.config.get_text_config()
     copies: dict[str, str] = {}
     for number in range(len(layers.depths)):
         in_depth = layers.family.names(number, config)
-        if in_depth.embedding is not None:
-            weight = model.get_input_embeddings().weight
-            copies[f"{in_depth.embedding}.weight"] = first_names[id(weight)]
-        if in_depth.output is not None:
-            weight = model.get_output_embeddings().weight
-            copies[f"{in_depth.output}.weight"] = first_names[id(weight)]
+        for end, prefix in (("embedding", in_depth.embedding), ("output", in_depth.output)):
+            if prefix is not None:
+                copies[f"{prefix}.weight"] = stored[end]
     return copies
 
 
@@ -329,9 +329,8 @@ def _prefixes_in_files(model: Any) -> dict[str, str]:
         assert isinstance(depth, PredictionDepth)
         names = layers.family.names(number, config)
         here = f"{ATTRIBUTE}.depths.{number}"
-        prefixes[f"{here}.embedding_norm."] = f"{names.embedding_norm}."
-        prefixes[f"{here}.hidden_norm."] = f"{names.hidden_norm}."
-        prefixes[f"{here}.projection."] = f"{names.projection}."
+        for part in ("embedding_norm", "hidden_norm", "projection"):
+            prefixes[f"{here}.{part}."] = f"{getattr(names, part)}."
         for name, child in depth.decoder.named_children():
             if "norm" in name:
                 prefixes[f"{here}.decoder.{name}."] = f"{names.norm}."

@@ -1,4 +1,4 @@
-"""The families of models whose layers for multi-token prediction can be trained: names in files, and settings.
+"""The families of models with layers for multi-token prediction that can be trained: names in files, and settings.
 
 Sources: vLLM's ``deepseek_mtp``, ``glm4_moe_mtp``, ``glm4_moe_lite_mtp``, ``qwen3_next_mtp``, ``qwen3_5_mtp`` and
 ``nemotron_h_mtp``; NeMo AutoModel's adapters of state dicts for Qwen3.5 and Nemotron-H, revision 36044ad3d; the config
@@ -55,7 +55,7 @@ class Family:
 
 
 def _names_after_the_layers(number: int, config: Any) -> DepthNames:
-    """Names of DeepSeek-V3: a depth is a further layer, numbered after those of the model."""
+    """Names of DeepSeek-V3: a depth is a further layer, numbered after the model's layers."""
     layer = f"model.layers.{config.num_hidden_layers + number}"
     return DepthNames(
         embedding_norm=f"{layer}.enorm",

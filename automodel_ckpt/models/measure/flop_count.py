@@ -41,8 +41,8 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 class FlopCount:
     """The operations of a forward and a backward pass, as rates.
 
-    *per_token* and *per_label* have the operations of products, *per_pair* those of attention per pair of a query and a
-    key, by the largest number of keys of a query (None: all of the document).
+    *per_token* and *per_label* have the operations of products, *per_pair* the operations of attention per pair of a
+    query and a key, by the largest number of keys of a query (None: all of the document).
     """
 
     per_token: int
@@ -78,9 +78,9 @@ def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
 def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | None:
     """Count the operations of an unsharded transformers *model* from its modules; no tensor is read.
 
-    *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, for one whose
-    configuration does not have the number of heads or one number of active experts, for an encoder-decoder, and for
-    multi-token prediction.
+    *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, for a
+    configuration that does not have the number of heads or one number of active experts, for an encoder-decoder, and
+    for multi-token prediction.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
@@ -208,7 +208,7 @@ def _has_trained_weight(module: nn.Module) -> bool:
 def _operations_per_pair(layer: Any) -> int | None:
     """The operations of a query with a key, and of their weight with a value, in all heads of a layer.
 
-    None if its configuration does not have one number of heads.
+    None when its configuration does not have one number of heads.
     """
     num_heads = getattr(layer, "num_attention_heads", None)
     if not isinstance(num_heads, int) or num_heads < 1:

@@ -125,7 +125,8 @@ def generate(
     """Generate one completion with ``model.generate``. *on_text* gets the text in parts while it is generated.
 
     The prompt and the completion have at most as many tokens as the model's context. With *synced*, all ranks make as
-    many forward passes as the rank that needs the most. The token *end* ends a completion, as those of the model do.
+    many forward passes as the rank that needs the most. The token *end* ends a completion, as the model's end tokens
+    do.
     """
     tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
     started = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.repository import quiet
 
 EXTRA = "automodel_ckpt[eval]"
@@ -41,7 +42,7 @@ class HarnessTasks:
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """A metric of a task. *stderr* is its standard error; None if the task has none."""
+    """A metric of a task. *stderr* is its standard error. None when the task has none."""
 
     task: str
     metric: str
@@ -54,8 +55,8 @@ class TaskMetric:
         return f"eval_{self.task}_{self.metric}"
 
 
-class Interrupted(Exception):
-    """The tasks were interrupted between two forward passes."""
+class Interrupted(BaseException):
+    """The tasks were interrupted between two forward passes. Not an Exception, which the library may catch."""
 
 
 def require_harness(where: str) -> None:
@@ -124,7 +125,7 @@ def run_tasks(
     before_forward: Callable[[], None] = lambda: None,
 ) -> list[TaskMetric]:
     """Run tasks of *index* on *model*, in evaluation mode, and return their metrics in a fixed order; empty in a
-    process whose LOCAL_RANK is not 0.
+    process with a LOCAL_RANK other than 0.
 
     It seeds the random generators of Python, NumPy and torch, and sets the padding of *tokenizer*. *autocast* is the
     torch dtype of autocast; None: no autocast. *before_forward* is called before each forward pass or generated text,
@@ -176,7 +177,7 @@ def _adapter(before_forward: Callable[[], None]) -> Any:
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[TaskMetric]:
-    """Yield the metrics in the ``results`` of the library, whose keys are ``METRIC,FILTER``.
+    """Yield the metrics in the ``results`` of the library. Their keys are ``METRIC,FILTER``.
 
     The filter ``none`` is left out of names, others are appended.
     """
@@ -195,18 +196,7 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[TaskMetric]
             yield TaskMetric(task, name, float(value), error)
 
 
-@contextmanager
-def _reporting(where: str, tasks: str) -> Iterator[None]:
+def _reporting(where: str, tasks: str) -> AbstractContextManager[None]:
     """Raise :class:`RecipeError` for any failure of the library, of a task file, or of the data of a task."""
-    try:
-        yield
-    except (Interrupted, RecipeError):
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise RecipeError(
-            "lm-evaluation-harness failed",
-            where=where,
-            value=f"{tasks}: {type(error).__name__}: {lines[0][:300]}",
-            hint="check the task files; the data of the library's tasks is downloaded from the Hugging Face Hub",
-        ) from error
+    hint = "check the task files; the data of the library's tasks is downloaded from the Hugging Face Hub"
+    return naming_files(f"lm-evaluation-harness failed ({tasks})", where, hint=hint)

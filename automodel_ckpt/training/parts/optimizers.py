@@ -20,7 +20,7 @@ from automodel_ckpt.config.keys.optimizer import (
     TargetGroup,
 )
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim.build import adamw, check_optimizer
+from automodel_ckpt.optim.build import FusedAdamW, check_optimizer
 from automodel_ckpt.training.parts.parameter_groups import (
     AddUp,
     PlannedGroup,
@@ -97,7 +97,7 @@ def _build_one(
         # A user's function may expect a list of parameters instead of groups.
         params = params[0]["params"]
     if isinstance(section, OptimizerConfig):
-        return adamw(
+        return FusedAdamW(
             params,
             lr=section.lr,
             betas=section.betas,

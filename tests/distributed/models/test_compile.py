@@ -57,6 +57,7 @@ def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_
     }
 
 
+@pytest.mark.further
 def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_losses(
     tmp_path: Path,
 ) -> None:
@@ -83,6 +84,7 @@ def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_lo
     )
 
 
+@pytest.mark.further
 def test_compiled_layers_with_divided_rows_have_the_same_gradients(tmp_path: Path) -> None:
     parts = (STILL, "--distributed.cp_size=2", "--step_scheduler.max_steps=2")
     run(tmp_path, *parts, name="plain", num_ranks=2)
@@ -119,6 +121,7 @@ class NotingLoop(LLMFinetune.loop_class):
 Noting = with_loop(Recipe, NotingLoop)
 
 
+@pytest.mark.further
 def test_rows_of_few_widths_have_the_same_losses_and_few_graphs(tmp_path: Path) -> None:
     overrides = (
         *DATA,

@@ -18,8 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
-    FSMTConfig,
-    FSMTForConditionalGeneration,
     M2M100Config,
     M2M100ForConditionalGeneration,
 )
@@ -145,6 +143,7 @@ def test_fsdp2_in_bfloat16_computes_these_parts_in_float32(
         assert each == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
+@pytest.mark.further
 def test_divided_experts_get_the_weights_of_a_router_in_float32() -> None:
     def found() -> list[tuple[float, float]]:
         return sharded_steps(mixed(), torch.float32, ep_size=2)
@@ -256,41 +255,6 @@ def hunyuan() -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
-
-
-def test_a_decoder_gets_a_mask_in_the_type_that_its_embedding_has() -> None:
-    """FSMT reads this type before it calls the decoder, which would be float32 in a group that is not gathered yet."""
-    inputs = global_batch(0)
-
-    def found() -> torch.Tensor:
-        model: Any = fsmt()
-        sharded = sharded_logits(model, inputs)
-        assert isinstance(model.get_input_embeddings(), FSDPModule)
-        return sharded
-
-    logits = fsmt().bfloat16()(input_ids=inputs, use_cache=False).logits
-    assert torch.equal(ranks.run(found, 1)[0], logits)
-
-
-def fsmt() -> nn.Module:
-    size = 32 * VOCABULARY
-    config = FSMTConfig(
-        langs=["en", "de"],
-        src_vocab_size=size,
-        tgt_vocab_size=size,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=64,
-        dropout=0.0,
-        init_std=0.3,
-    )
-    torch.manual_seed(0)
-    return FSMTForConditionalGeneration(config)
 
 
 def test_tables_of_positions_and_batch_normalization_suit_layers_in_bfloat16() -> None:
@@ -449,27 +413,9 @@ def check_interrupted(tower: Any, inputs: torch.Tensor) -> None:
     assert all(isinstance(each, DTensor) for each in tower.layers.parameters())
 
 
-def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
-    def twice(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
-        if inputs.shape[0] == 2:
-            inputs = torch.cat([inputs, tower(inputs[:1])])
-        converted: torch.Tensor = inputs.to(tower.weight().dtype)
-        return converted
-
-    inputs = torch.randn(2, 8)
-
-    def found() -> torch.Tensor:
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        tower = parallelize(Tower(twice), layout_here(), how)
-        outputs: torch.Tensor = tower(inputs).detach().clone()
-        assert all(isinstance(each, DTensor) for each in tower.parameters())
-        return outputs
-
-    (outputs,) = ranks.run(found, 1)
-    assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
-
-
-@pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
+@pytest.mark.parametrize(
+    "adapters", [False, pytest.param(True, marks=pytest.mark.further)], ids=["in full", "LoRA"]
+)
 def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     adapters: bool, tmp_path: Path
 ) -> None:

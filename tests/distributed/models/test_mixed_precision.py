@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,6 @@ from tests.distributed.kinds.test_training import lines_of_steps
 from tests.support import ranks
 from tests.support.runs.parallel import (
     VOCABULARY,
-    global_batch,
     layout_here,
     model_of,
     train_steps,
@@ -106,51 +104,6 @@ def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     )
     assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
     assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_fsdp2_in_bfloat16_is_plain_torch_with_copies_of_float32_weights(num_ranks: int) -> None:
-    expected = plain_steps(2 * num_ranks)
-    for each in ranks.run(fsdp2_steps, num_ranks):
-        # The two orders of a sum over micro-batches and ranks differ in float32's last bits.
-        assert each == [pytest.approx(step, rel=1e-6) for step in expected]
-
-
-def fsdp2_steps() -> list[tuple[float, float]]:
-    layout = layout_here()
-    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-    return train_steps(parallelize(model_of(), layout, how), layout)
-
-
-def plain_steps(num_parts: int) -> list[tuple[float, float]]:
-    """(mean loss, gradient norm) of what :func:`train_steps` does, with plain torch on one rank."""
-    masters = model_of()
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
-    steps = []
-    for number in range(2):
-        tokens = global_batch(number)
-        num_labels = tokens[:, 1:].numel()
-        copy = model_of()
-        for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
-            # Only parameters: buffers of position embeddings stay float32.
-            low.data = master.detach().bfloat16()
-        total = 0.0
-        for part in tokens.chunk(num_parts):
-            logits = copy(input_ids=part, use_cache=False).logits
-            labels = part[:, 1:].flatten()
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-            (loss / num_labels).backward()
-            total += loss.item()
-            for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
-                assert low.grad is not None
-                gradient = low.grad.float()
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                low.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((total / num_labels, norm.item()))
-    return steps
 
 
 def test_on_one_rank_fsdp2_casts_what_trains_and_leaves_a_base_in_16_bits_alone() -> None:
@@ -291,6 +244,7 @@ def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
     assert [set(each.values()) for each in types] == [set(), {torch.float32}, {torch.bfloat16}]
 
 
+@pytest.mark.further
 def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "model.norm.weight")
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
@@ -309,25 +263,3 @@ def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: 
     in_float32 = "--distributed.mixed_precision=none"
     ranks.run_each([run(1, *mixed), run(2, in_float32), run(3, *mixed)], 2)
     assert (tmp_path / "run" / "epoch_0_step_3").is_dir()
-
-
-def test_adapters_in_another_type_are_no_weights_that_were_frozen(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", "model.norm.weight")
-    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
-
-    def run(steps: int, dtype: str) -> str:
-        options = (
-            f"--peft={{r: 2, target_modules: [q_proj], dtype: {dtype}}}",
-            "--model.dtype=bfloat16",
-            f"--step_scheduler.max_steps={steps}",
-            f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-        )
-        try:
-            train(recipe, *options, *LINEAR[:1])
-        except CheckpointUnusable as error:
-            return str(error)
-        return ""
-
-    before, after = ranks.run(lambda: (run(1, "base"), run(2, "float32")), 1, init=False)[0]
-    assert before == ""
-    assert "the checkpoint's 'model' does not match this run" in after

@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_those_of_plain_pytorch_also_with_tensor_parallel
 def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Path) -> None:
     text = RECIPE + VALIDATION
     options = ("--step_scheduler.max_steps=6", "--optimizer.lr=1e-3")
-    for num_ranks in (1, 2):
+    for num_ranks in (2,):
         name = f"whole{num_ranks}"
         directory = tmp_path / f"killed{num_ranks}"
         training = partial(

@@ -25,7 +25,6 @@ from tests.support.runs.training import (
     EXPORT,
     RECIPE,
     Recipe,
-    build,
     steps_of,
     train,
     write_recipe,
@@ -91,13 +90,13 @@ def whole_and_resumed(recipe: Path, ports: list[int], *overrides: str) -> tuple[
 
 
 GROUPS = [
-    (1, "single", [*VARIANTS]),
-    (2, "fsdp2", ["lora", "tied embedding"]),
-    (2, "ddp", ["dora"]),
+    pytest.param((1, "single", [*VARIANTS]), id="single", marks=pytest.mark.further),
+    pytest.param((2, "fsdp2", ["lora", "tied embedding"]), id="fsdp2"),
+    pytest.param((2, "ddp", ["dora"]), id="ddp"),
 ]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=[strategy for _, strategy, _ in GROUPS])
+@pytest.fixture(scope="module", params=GROUPS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Variants trained by one group of ranks: {name: directory}, and each rank's pairs of digests."""
     num_ranks, strategy, names = request.param
@@ -222,8 +221,6 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
     ("overrides", "said"),
     [
         (("--peft.alpha=32",), "alpha: saved 16, here 32"),
-        (("--peft.alpha_pattern={q_proj: 32}",), "alphas: saved {}, here {'model.layers.0."),
-        (("--peft.use_rslora",), "use_rslora: saved False, here True"),
         (("--peft.target_modules=q_proj",), "targets: saved"),
     ],
 )
@@ -330,6 +327,7 @@ def test_the_side_files_say_where_the_base_is_from_the_run_too(saved_run: Path) 
     assert ours["adapter"]["targets"][0] == "model.layers.0.self_attn.q_proj"
 
 
+@pytest.mark.further
 def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_they_had_stayed(
     tmp_path: Path,
 ) -> None:
@@ -371,10 +369,3 @@ def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_t
     assert one.keys() == other.keys() and len(one) == 2 * 16
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
-
-
-def test_dora_on_tensor_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        RecipeError, match=r"DoRA needs the norms of unsharded weights(.|\n)*use_dora"
-    ):
-        build(recipe_in(tmp_path), "--peft.use_dora", "--distributed.tp_size=2")

@@ -40,6 +40,7 @@ def test_the_selected_steps_are_traced_on_the_selected_ranks_and_nothing_else_ch
     assert not (tmp_path / "plain/profile").exists()
 
 
+@pytest.mark.further
 def test_a_resumed_run_traces_the_steps_after_its_start(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,21 +61,6 @@ def test_values_are_rounded_to_the_nearest_code_of_their_group(
     assert grid.rounded(torch.tensor([values])).tolist() == [expected]
 
 
-def test_layers_compute_with_their_own_precision_before_the_first_step_and_until_the_start() -> (
-    None
-):
-    tokens = torch.arange(1, 9).unsqueeze(0)
-    plain: Any = model_of().eval()
-    expected = plain(input_ids=tokens).logits
-    model: Any = model_of().eval()
-    quantized = FakeQuantization(model, "W8A8", None, start_step=2)
-    assert torch.equal(model(input_ids=tokens).logits, expected)
-    quantized.start(2)
-    assert torch.equal(model(input_ids=tokens).logits, expected)
-    quantized.start(3)
-    assert not torch.equal(model(input_ids=tokens).logits, expected)
-
-
 @pytest.mark.parametrize("name", ["W8A8", "FP8_DYNAMIC"])
 def test_gradients_pass_the_rounding_unchanged(name: str) -> None:
     model: Any = model_of()

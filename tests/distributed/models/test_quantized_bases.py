@@ -109,11 +109,9 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 CASES = [
     ("llama", "fp8", "bfloat16"),
-    ("llama", "fp8", "float32"),
     ("qwen3_moe", "fp8", "bfloat16"),
     ("deepseek_v3", "fp8", "bfloat16"),
     ("gpt_oss", "mxfp4", "bfloat16"),
-    ("gpt_oss", "mxfp4", "float32"),
     ("llama", "compressed-tensors", "bfloat16"),
 ]
 
@@ -215,7 +213,6 @@ def test_the_shards_of_two_ranks_are_what_transformers_dequantizes(
 
 ADAPTERS = [
     ("gpt_oss", "mxfp4", "all-experts"),
-    ("qwen3_moe", "fp8", "all-experts"),
     ("llama", "compressed-tensors", "[]"),
 ]
 

@@ -29,7 +29,6 @@ from automodel_ckpt.models.attention.by_document import (
 )
 from automodel_ckpt.models.attention.documents import Documents, documents_of
 from automodel_ckpt.models.inspect.forward import attention_of
-from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 from tests.unit.models.building.test_packing_probe import APART, build, loss_and_gradients, samples
 
 OPTIONS = {"use_cache": False}
@@ -95,15 +94,6 @@ def test_packs_have_the_logits_that_masks_give(
         assert attend_by_document(model, OPTIONS)
 
 
-def test_recomputed_layers_have_the_same_gradients() -> None:
-    model = by_document("llama").double()
-    _, expected = loss_and_gradients(model, one_row())
-    checkpoint_activations(model)
-    _, gradients = loss_and_gradients(model, one_row())
-    for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
 def test_only_the_model_that_was_asked_attends_so(looked_at: list[tuple[int, bool]]) -> None:
     asked = by_document("llama")
     rows = {name: value for name, value in one_row().items() if name != "labels"}
@@ -121,15 +111,6 @@ def test_other_attention_stays_as_it_is() -> None:
     model = build("llama", "flex_attention")
     assert not attend_by_document(model, OPTIONS)
     assert attention_of(model) == "flex_attention"
-
-
-def test_a_model_that_computes_something_else_so_keeps_its_masks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Documents, "mask_of", lambda *_: torch.ones(1, dtype=torch.bool))
-    model = build("llama", "sdpa")
-    assert not attend_by_document(model, OPTIONS)
-    assert attention_of(model) == "sdpa"
 
 
 def test_a_model_that_works_on_the_mask_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,35 +211,6 @@ def test_a_narrower_mask_than_is_told_of_is_a_mask() -> None:
     assert documents_of(**wanted) is not None
     assert documents_of(**wanted | {"local_size": None}) is None
     assert documents_of(**wanted | {"local_size": 3}) is None
-
-
-@pytest.mark.parametrize(
-    ("window", "pattern", "is_found"),
-    [
-        (None, lambda query, key: key <= query, True),
-        (None, lambda query, key: key <= query + 1, False),
-        (3, lambda query, key: (key <= query) & (query - key < 3), True),
-        (3, lambda query, key: (key <= query) & (query - key < 4), False),
-        (None, lambda query, key: (key <= query) & ~((query == 6) & (key == 3)), False),
-    ],
-    ids=["causal", "one token ahead", "window", "wider than the window", "hole in the middle"],
-)
-def test_what_a_position_sees_is_tested_at_the_ends_beside_them_and_in_the_middle(
-    window: int | None, pattern: Any, is_found: bool
-) -> None:
-    def and_mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor = pattern(query, key)
-        return seen
-
-    found = documents_of(
-        batch_size=1,
-        q_length=8,
-        kv_length=8,
-        mask_function=and_mask,
-        allow_is_causal_skip=False,
-        local_size=window,
-    )
-    assert (found is not None) == is_found
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -41,13 +40,6 @@ def test_values_and_gradients_are_the_same_and_rows_have_no_gaps(model: Any) -> 
     assert attention.compute_bias(24, 24).stride(-1) == 1
     for before, after in zip(output_and_gradients(model), output_and_gradients(other), strict=True):
         torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
-
-
-def test_a_copy_and_a_pickle_have_it_too(model: Any) -> None:
-    lay_out_position_biases(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        attention = other.decoder.block[0].layer[0].SelfAttention
-        assert attention.compute_bias(8, 8).stride(-1) == 1
 
 
 def test_models_without_position_biases_are_unchanged() -> None:

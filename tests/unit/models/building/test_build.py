@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,6 @@ def test_a_configuration_takes_the_vocabulary_and_special_ids_from_the_tokenizer
     assert "vocab_size" not in settings
 
 
-def test_what_the_configuration_says_itself_wins_over_the_tokenizer() -> None:
-    config = load_model_config(from_config={**TINY, "vocab_size": 64}, tokenizer=Tokenizer())
-    assert config.vocab_size == 64
-
-
 def test_a_path_to_a_configuration_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     for path in (tmp_path, tmp_path / "config.json"):
@@ -101,16 +95,6 @@ def test_a_path_without_a_directory_is_refused_without_asking_the_hub(name: str)
         require_local(name, "model.from_pretrained")
 
 
-def test_a_url_has_a_hint_to_the_key_that_accepts_one() -> None:
-    with pytest.raises(RecipeError, match=r"init_from\.path accepts its URL"):
-        require_local("s3://bucket/model", "model.from_pretrained")
-
-
-def test_a_hub_name_is_not_taken_for_a_path() -> None:
-    require_local("some-organisation/some-model", "model.from_pretrained")
-    require_local("gpt2", "model.from_pretrained")
-
-
 def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
     with pytest.raises(RecipeError, match="not in the cache"):
         load_model_config(from_pretrained="some-organisation/some-model")
@@ -131,37 +115,6 @@ def test_a_config_that_transformers_cannot_use_is_refused_with_the_reason(
     (tmp_path / "misspelt" / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(RecipeError, match=said):
         load_model_config(from_pretrained=str(tmp_path / name))
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Serves the files of a directory as the Hub serves those of one model."""
-
-    directory: Path
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.wfile.write(self.answer())
-
-    def answer(self) -> bytes:
-        file = self.directory / self.path.partition("/resolve/main/")[2].partition("?")[0]
-        content = file.read_bytes() if file.is_file() else b""
-        self.send_response(200 if file.is_file() else 404)
-        headers = {
-            "ETag": f'"{file.name}"',
-            "X-Repo-Commit": "a" * 40,
-            "Content-Length": str(len(content)),
-        }
-        for name, value in (
-            headers.items() if file.is_file() else {"X-Error-Code": "EntryNotFound"}.items()
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        return content
-
-    def log_message(self, format: str, *values: Any) -> None:
-        pass
 
 
 def test_longer_samples_than_the_context_are_refused() -> None:
@@ -296,23 +249,6 @@ def test_a_finished_model_that_caps_its_attention_scores_gets_an_attention_with_
     restore_attention_caps(model)
     restore_attention_caps(nn.Linear(1, 1))
     assert not caplog.records
-
-
-def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    config = AutoConfig.for_model(
-        "paligemma",
-        text_config={**GEMMA2, "model_type": "gemma2"},
-        vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
-        projection_dim=32,
-    )
-    model: Any = build_model(config, auto_class=transformers.AutoModelForImageTextToText)
-    assert _attention_of_layers(model) == {"eager"}
-    assert model.model.vision_tower.config._attn_implementation == "sdpa"
 
 
 def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:

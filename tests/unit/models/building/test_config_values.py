@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import Gemma4TextConfig, LlamaConfig, XLNetConfig
+from transformers import Gemma4TextConfig, LlamaConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_checks import config_of_layer, context_length, layer_configs
+from automodel_ckpt.models.config_checks import config_of_layer, layer_configs
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training.model.sections import check_all_heads
 
@@ -42,8 +42,3 @@ def test_heads_of_every_layer_have_to_be_divisible() -> None:
     check_all_heads(gemma4(), Sizes(cp=4))
     with pytest.raises(RecipeError, match="num_key_value_heads 1"):
         check_all_heads(gemma4(), Sizes(tp=2))
-
-
-def test_a_context_of_minus_one_is_no_limit() -> None:
-    assert context_length(XLNetConfig()) is None
-    assert context_length(LlamaConfig(max_position_embeddings=32)) == 32

@@ -14,7 +14,6 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import (
     LocalStage,
     check_stages,
-    layers_of,
     parameters_of_stages,
 )
 from tests.support.runs.parallel import VOCABULARY, model_of
@@ -74,11 +73,6 @@ def through_stages(parts: list[tuple[Any, LocalStage]], tokens: Any, **options: 
     return hidden
 
 
-def test_layers_are_shared_out_in_order_as_evenly_as_can_be() -> None:
-    assert [list(layers_of(7, stage, 3)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [len(layers_of(4, stage, 4)) for stage in range(4)] == [1] * 4
-
-
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize(
     ("kind", "settings"), [("llama", {}), ("qwen3", SLIDING | {"tie_word_embeddings": True})]
@@ -93,20 +87,6 @@ def test_stages_compute_together_what_the_whole_model_does(
     whole = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     parts = cut(model, num_stages)
     assert torch.equal(through_stages(parts, tokens, position_ids=positions), whole)
-
-
-def test_a_stage_uses_the_hidden_states_that_it_received_once() -> None:
-    model: Any = model_of(num_hidden_layers=2)
-    tokens = torch.randint(0, VOCABULARY, (2, 7))
-    (first, before), (last, after) = cut(model, 2)
-    hidden = first(input_ids=tokens, use_cache=False).logits
-    given = after.receive(hidden, 7)
-    last(inputs_embeds=given, use_cache=False)
-    # They would be those of another micro-batch, and keep its memory.
-    with pytest.raises(AssertionError, match="without the hidden states"):
-        last(inputs_embeds=given, use_cache=False)
-    # The first stage keeps nothing of what it has returned.
-    assert before._output is not None and before._output.computed is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import transformers
 from PIL import Image
-from transformers.models.smolvlm import processing_smolvlm
 
 from automodel_ckpt.models import processor as processor_module
 from automodel_ckpt.models.processor import read_processor, without_videos
-from tests.support.models.vision import FAMILIES, tokenizer_with
+from tests.support.models.vision import FAMILIES
 
 VIDEOS = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 4, "min_frames": 3}
 
@@ -64,17 +63,6 @@ def test_what_the_files_say_of_videos_is_saved_again(tmp_path: Path) -> None:
     again = read_processor(str(tmp_path / "saved"))  # without a model's config.json
     assert type(again) is type(made) is without_videos(transformers.Qwen2_5_VLProcessor)
     assert again.to_dict() == made.to_dict()
-
-
-def test_a_library_that_is_missing_too_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processing_smolvlm, "num2words", None)
-    transformers.SmolVLMConfig().save_pretrained(tmp_path)
-    tokenizer_with("<image>").save_pretrained(tmp_path)
-    transformers.SmolVLMImageProcessorPil().save_pretrained(tmp_path)
-    with pytest.raises(ImportError, match="num2words"):
-        read_processor(str(tmp_path))
 
 
 def test_without_the_files_of_such_a_family_the_first_error_stays(tmp_path: Path) -> None:

@@ -40,16 +40,6 @@ def test_trainable_parameters_with_common_elements_are_an_error(views: object) -
     check_separate_memory(with_views(*views(matrix()), trains=False))
 
 
-def test_parts_of_one_memory_without_common_elements_are_no_error() -> None:
-    check_separate_memory(with_views(matrix()[:2], matrix()[2:]))
-    whole = matrix()
-    check_separate_memory(with_views(whole[:2], whole[2:]))
-    check_separate_memory(with_views(whole[:, :4], whole[:, 4:]))
-    check_separate_memory(with_views(torch.zeros(0, 2), torch.zeros(0, 2)))
-    with torch.device("meta"):
-        check_separate_memory(with_views(matrix(), matrix()))
-
-
 def test_two_names_of_one_parameter_are_no_error() -> None:
     model = with_views(matrix())
     model.again = model.p0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention as flex
 
 from automodel_ckpt.models.inspect.forward import side_effect_free
 
@@ -20,12 +17,3 @@ def test_modes_and_the_random_state_are_as_before() -> None:
         torch.rand(3)
     assert model.training and model[0].training and not model[1].training
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_flex_attention_that_is_not_compiled_for_a_few_tokens_does_not_warn() -> None:
-    shown: set[str] = getattr(flex, "_WARNINGS_SHOWN", set())
-    shown.clear()
-    query = torch.rand(1, 1, 16, 16)
-    with warnings.catch_warnings(record=True) as found, side_effect_free(nn.Linear(1, 1)):
-        flex.flex_attention(query, query, query)
-    assert [str(each.message) for each in found] == []

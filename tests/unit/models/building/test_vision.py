@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_reading import load_model_config
-from automodel_ckpt.models.hf_names import _Markers, _read_off, names_in_files
+from automodel_ckpt.models.hf_names import names_in_files
 from automodel_ckpt.models.inspect.vision import image_token_ids, parameters_of
 from automodel_ckpt.models.layers.freezing import freeze
 from tests.support.models.vision import FAMILIES, make_base
@@ -100,36 +100,6 @@ def test_names_of_earlier_versions_in_the_files_of_a_base_stay(tmp_path: Path) -
     assert not report["missing_keys"]
     names = names_in_files(model, base).names
     assert {names.get(name, name) for name in model.state_dict()} == written.keys()
-
-
-def test_what_is_no_transformers_model_keeps_its_names() -> None:
-    assert names_in_files(torch.nn.Linear(2, 2)) == ({}, {})
-
-
-def test_only_tensors_with_another_conversion_keep_their_names() -> None:
-    markers = _Markers({"a": (2, 3), "b": (4,), "c": (4,), "d": (4, 1, 2)})
-
-    def revert(tensors: dict[str, Any]) -> dict[str, Any]:
-        first, second = tensors["d"].split(2)
-        joined = torch.cat([tensors["b"], tensors["c"]])
-        return {"x": tensors["a"], "bc": joined, "d1": first, "d2": second}
-
-    found = _read_off(markers, revert)
-    assert (found.names, found.parts) == ({"a": "x"}, {})
-    assert found.combined == {"bc": {"b", "c"}, "d1": {"d"}, "d2": {"d"}}
-    assert found.in_files == {"x", "bc", "d1", "d2"}
-
-
-def test_a_tensor_of_which_only_one_row_has_a_description_keeps_its_name() -> None:
-    markers = _Markers({"a": (3, 2, 2)})
-    found = _read_off(markers, lambda tensors: {"r": tensors["a"][0], "s": tensors["a"][1:]})
-    assert (found.names, found.parts) == ({}, {})
-    assert found.combined == {"r": {"a"}, "s": {"a"}}
-
-
-def test_a_conversion_that_drops_elements_is_not_followed() -> None:
-    with pytest.raises(ValueError, match="drops, repeats or changes elements"):
-        _read_off(_Markers({"a": (2, 3), "b": (4,)}), lambda tensors: {"a": tensors["a"]})
 
 
 def test_a_configuration_of_several_parts_takes_its_ids_from_the_processor() -> None:

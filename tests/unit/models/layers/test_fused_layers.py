@@ -19,14 +19,12 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.layers import fused_rotary
 from automodel_ckpt.models.layers.fused_adapters import _Product, fuse_adapters
-from automodel_ckpt.models.layers.fused_gates import _fused_class as _fused_gate
 from automodel_ckpt.models.layers.fused_gates import _GatedProduct, fuse_gates
 from automodel_ckpt.models.layers.fused_norms import _RmsNorm, fuse_norms
 from automodel_ckpt.models.layers.fused_rotary import (
@@ -145,18 +143,6 @@ def test_a_limit_another_shape_and_another_dtype_are_noticed(other: type[LlamaRM
     assert fuse_norms(other(8)) == 0
 
 
-def test_a_gate_and_another_dtype_are_left_to_the_module() -> None:
-    gated = Qwen3NextRMSNormGated(8)
-    plain = copy.deepcopy(gated)
-    fuse_norms(gated)
-    inputs, gate = torch.randn(4, 8), torch.randn(4, 8)
-    torch.testing.assert_close(gated(inputs, gate), plain(inputs, gate))
-    norm = LlamaRMSNorm(8)
-    fuse_norms(norm)
-    # A weight in float32 makes the result float32, as in transformers.
-    assert norm(inputs.bfloat16()).dtype == torch.float32
-
-
 def test_the_gradients_of_a_normalization_are_right() -> None:
     inputs = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(8, dtype=torch.float64, requires_grad=True)
@@ -210,12 +196,6 @@ def test_another_activation_or_a_scaled_product_is_noticed() -> None:
     assert fuse_gates(Scaled(config)) == 0 and fuse_gates(LlamaMLP(config)) == 1
 
 
-class WithOptions(LlamaMLP):
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        product: torch.Tensor = super().forward(x)
-        return product if scale == 1.0 else product * scale
-
-
 class FlatMLP(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = super().forward(x)
@@ -233,18 +213,6 @@ def test_a_limited_activation_and_another_shape_are_noticed() -> None:
     limited = LlamaMLP(config)
     limited.act_fn = LimitedSiLU()
     assert fuse_gates(limited) == 0
-
-
-def test_other_arguments_than_one_input_reach_the_module() -> None:
-    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
-    norm, gated = LlamaRMSNorm(8), WithOptions(config)
-    inputs = torch.randn(4, 8)
-    expected = norm(inputs), gated(inputs), gated(inputs, 2.0)
-    assert fuse_norms(norm) == 1
-    gated.__class__ = _fused_gate(WithOptions)
-    found = norm(hidden_states=inputs), gated(x=inputs), gated(inputs, scale=2.0)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gated(inputs, 2.0), expected[2])
 
 
 def test_the_gradients_of_a_gated_product_are_right() -> None:
@@ -316,19 +284,6 @@ def test_layers_rotate_by_the_kernel(kernel: Kernel) -> None:
     assert kernel.num_calls == 8
 
 
-def test_decorated_forward_passes_rotate_by_the_kernel(kernel: Kernel) -> None:
-    # As those of transformers 5.24, which accept a former name of an argument.
-    class Decorated(modeling_llama.LlamaAttention):
-        @functools.wraps(modeling_llama.LlamaAttention.forward)
-        def forward(self, *args: Any, **options: Any) -> Any:
-            return modeling_llama.LlamaAttention.forward(self, *args, **options)
-
-    model = build("llama", "sdpa")
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Decorated
-    assert fuse_rotary_embeddings(model) == 2
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> None:
     model = build("llama", "sdpa")
@@ -337,48 +292,6 @@ def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> Non
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
-    assert kernel.num_calls == 0
-
-
-def test_the_gradients_of_a_rotation_are_right(kernel: Kernel) -> None:
-    rotation = _recognized(modeling_llama.apply_rotary_pos_emb)
-    assert rotation is not None
-    query, key = torch.randn(2, 2, 3, 4, 8, dtype=torch.float64).requires_grad_()
-    angles = torch.randn(2, 1, 4, 8, dtype=torch.float64)
-    expected = rotation.function(query, key, *angles)
-    torch.testing.assert_close(rotation(query, key, *angles, unsqueeze_dim=1), expected)
-    assert kernel.num_calls == 2
-
-    def rotated(*heads: torch.Tensor) -> Any:
-        return rotation(*heads, *angles)
-
-    torch.autograd.gradcheck(
-        rotated, (query.detach().requires_grad_(), key.detach().requires_grad_())
-    )
-
-
-def test_other_calls_reach_the_function_of_transformers(kernel: Kernel) -> None:
-    llama = _recognized(modeling_llama.apply_rotary_pos_emb)
-    assert llama is not None
-    query, key = torch.randn(2, 2, 3, 4, 8)
-    angles = torch.randn(2, 1, 4, 8)
-    learned = angles.clone().requires_grad_()
-    one_head = torch.randn(2, 4, 8)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((query, key), {"cos": angles[0], "sin": angles[1]}),
-        ((query, key, *learned), {}),
-        ((one_head, one_head, *angles), {}),
-        ((query, key, *angles), {"unsqueeze_dim": -3}),
-        ((query.transpose(1, 2), key.transpose(1, 2), *angles), {"unsqueeze_dim": 2}),
-    ]
-    for args, options in calls:
-        for found, expected in zip(
-            llama(*args, **options), llama.function(*args, **options), strict=True
-        ):
-            assert torch.equal(found, expected)
-    # Llama's function fails for cosines of fewer elements, and goes on to do so.
-    with pytest.raises(RuntimeError):
-        llama(query, key, *angles[..., :4])
     assert kernel.num_calls == 0
 
 
@@ -467,16 +380,6 @@ def test_layers_with_hooks_or_changed_parts_are_left_to_peft(
     assert len(called) == len(layers)
 
 
-def test_a_disabled_adapter_leaves_the_base() -> None:
-    model = adapted()
-    with model.disable_adapter():
-        expected = model(**ROWS).logits
-    fuse_adapters(model)
-    with model.disable_adapter():
-        assert torch.equal(model(**ROWS).logits, expected)
-    assert not torch.allclose(model(**ROWS).logits, expected)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_may_get_no_tokens(compiled: bool) -> None:
     # As an expert does to which no token was sent.
@@ -491,17 +394,6 @@ def test_layers_may_get_no_tokens(compiled: bool) -> None:
     compute(inputs).sum().backward()
     assert inputs.grad is not None and inputs.grad.shape == (0, 32)
     assert not layer.mlp.down_proj.lora_B["default"].weight.grad.any()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_layers_that_are_fused_can_be_compiled() -> None:
-    plain = adapted()
-    fused = copy.deepcopy(plain)
-    for fuse in (fuse_norms, fuse_gates, fuse_rotary_embeddings, fuse_adapters):
-        assert fuse(fused) > 0
-    for layer in fused.base_model.model.model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(loss_and_gradients(fused, ROWS), loss_and_gradients(plain, ROWS))
 
 
 # ---------------------------------------------------------------- models

@@ -139,23 +139,6 @@ def test_a_gradient_is_scaled_and_rounded_once(
     assert scaled[num] == 7
 
 
-def test_without_gradients_the_logits_stay() -> None:
-    logits, labels = chunk(53)
-    own = logits.clone()
-    losses, _ = losses_and_errors(own, labels, None, IDENTITY, torch.bfloat16, with_errors=False)
-    torch.testing.assert_close(losses.double(), reference(logits, labels, IDENTITY)[0])
-    assert torch.equal(own, logits)
-
-
-def test_a_chunk_without_rows_has_no_losses() -> None:
-    logits = torch.zeros(0, 53, device=DEVICE)
-    labels = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    losses, errors = losses_and_errors(
-        logits, labels, None, IDENTITY, torch.bfloat16, with_errors=True
-    )
-    assert losses.shape == (0,) and errors.shape == (0, 53)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["as it is", "scaled", "capped", "both"])
 def test_the_loss_of_chunks_has_the_gradients_of_float64(

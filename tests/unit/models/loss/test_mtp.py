@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     LlamaConfig,
-    Qwen3_5Config,
 )
 
 from automodel_ckpt.errors import RecipeError
@@ -36,17 +34,6 @@ from automodel_ckpt.models.meta_init import InitialValues, on_meta
 from tests.support.models import mtp
 
 NEW = {"repeat_layer": False, "factor": 0.1, "is_new": True}
-VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 16,
-    "out_hidden_size": 16,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 16,
-}
 
 
 def plan(config: Any, num_depths: int | None = None, **options: Any) -> MtpPlan:
@@ -89,40 +76,6 @@ def test_every_family_computes_what_plain_pytorch_does(family: str) -> None:
         loss = F.cross_entropy(rows[: -1 - depth], tokens[1 + depth :], reduction="sum")
         torch.testing.assert_close(loss, expected[depth], rtol=1e-6, atol=1e-5)
     assert len(model(input_ids=tokens[None], use_cache=False).logits) == 1
-
-
-def test_images_are_among_the_embeddings_that_the_layers_get() -> None:
-    torch.manual_seed(0)
-    ids = {"image_token_id": 300, "video_token_id": 301}
-    ids |= {"vision_start_token_id": 302, "vision_end_token_id": 303}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    text = {**mtp.FAMILIES["qwen3_5_text"], "rope_parameters": {**rope, "mrope_section": [1, 1, 0]}}
-    config = Qwen3_5Config(text_config=text, vision_config=VISION, **ids)
-    model: Any = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
-    add_mtp(model, plan(config, 1))
-    layers = mtp_of(model)
-    assert layers is not None
-    layers.install(model, model.get_output_embeddings())
-    tokens = torch.tensor([[302, 300, 300, 300, 300, 303, 5, 6, 7]])
-    options = {
-        "input_ids": tokens,
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (tokens == 300).long(),
-        "use_cache": False,
-    }
-    found = []
-    with layers.computing():
-        for _ in range(2):
-            pixels = torch.randn(16, 96)
-            found.append(model(**options, pixel_values=pixels).logits)
-    # The image is before the text, and causal attention brings it there.
-    assert found[0].shape[:2] == (2, 9)
-    assert not torch.equal(found[0][1, -1], found[1][1, -1])
-    found[0][1].sum().backward()
-    assert all(parameter.grad is not None for parameter in model.model.visual.parameters())
-    assert (
-        "mtp.fc.weight" in with_mtp_names(model, names_in_files(model), frozenset()).names.values()
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,34 +197,3 @@ def test_new_layers_have_the_dtype_and_the_initial_values_of_the_model() -> None
         config.initializer_range, rel=0.2
     )
     assert depth.decoder.config.vocab_size == config.vocab_size
-
-
-def test_a_forward_pass_has_depths_once_and_only_in_the_context() -> None:
-    config = mtp.config_of("qwen3_next")
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    add_mtp(model, plan(config, 1))
-    layers = mtp_of(model)
-    assert layers is not None
-    head = model.get_output_embeddings()
-    layers.install(model, head)
-    tokens = torch.arange(3, 9)[None]
-    hidden = torch.zeros(1, 6, head.in_features)
-    with layers.computing():
-        assert len(model(input_ids=tokens, use_cache=False).logits) == 2
-        assert len(head(hidden)) == 1
-        # A forward pass that fails before the output layer.
-        model.get_decoder()(input_ids=tokens, use_cache=False)
-    assert len(head(hidden)) == 1
-
-
-def test_the_loss_of_a_forward_pass_is_read_once() -> None:
-    layers = mtp_of(model_of("qwen3_next"))
-    assert layers is not None
-    layers.note(torch.tensor([2.0, 4.0]))
-    assert layers.take_noted() == 3
-    with pytest.raises(RecipeError, match="requires the standard forward pass"):
-        layers.take_noted()
-
-
-def test_a_model_without_the_layers_has_none() -> None:
-    assert mtp_of(torch.nn.Linear(2, 2)) is None

@@ -10,7 +10,6 @@ from torch import nn
 from automodel_ckpt.models.loss import fused_cross_entropy
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LogitTransform
 from automodel_ckpt.models.loss.position_losses import position_losses
-from automodel_ckpt.training.forecast.step_trace import LiveBytes
 
 
 @pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 3.0)])
@@ -47,22 +46,3 @@ def test_the_weight_of_a_position_is_not_rounded_to_bfloat16() -> None:
     [weighted] = torch.autograd.grad((1.3 * losses).sum(), hidden)
     ratio = weighted.double().norm() / once.double().norm()
     assert ratio.item() == pytest.approx(1.3, abs=1e-3)
-
-
-def test_the_memory_of_a_chunk_is_free_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fused_cross_entropy.CHUNK_ELEMENTS, "cpu", 64 * 1000)
-    layer = nn.Linear(4, 1000)
-
-    def peaks(num_chunks: int) -> tuple[int, int]:
-        hidden = torch.randn(64 * num_chunks, 4, requires_grad=True)
-        labels = torch.zeros(len(hidden), dtype=torch.long)
-        live = LiveBytes()
-        with live:
-            losses = position_losses(Labeled(hidden, labels), layer.weight, layer.bias)
-            forward = live.peak
-            live.reset_peak()
-            losses.sum().backward()
-        return forward, live.peak
-
-    for one, several in zip(peaks(1), peaks(4), strict=True):
-        assert several < 1.1 * one

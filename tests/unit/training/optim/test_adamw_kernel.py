@@ -7,12 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from automodel_ckpt.optim import build as optim
-from automodel_ckpt.optim.build import FusedAdamW
-from tests.support import ranks
-from tests.support.runs.parallel import values_after_steps
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -111,74 +105,6 @@ def test_a_flag_on_the_device_leaves_all_as_it_is() -> None:
     adamw_kernel.update(*rows, **SETTINGS, weight_decay=0.1, found_inf=scalar(1.0))
     for row, kept in zip(rows, before, strict=True):
         assert all(torch.equal(*pair) for pair in zip(row, kept, strict=True))
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes that the kernel updates in a FusedAdamW, also on a CPU."""
-    from automodel_ckpt.optim import adamw_kernel
-
-    calls: list[int] = []
-
-    def counted(parameters: list[torch.Tensor], *others: Any, **options: Any) -> None:
-        calls.extend(each.numel() for each in parameters)
-        adamw_kernel.update(parameters, *others, **options)
-
-    monkeypatch.setattr(optim, "LEAST_ELEMENTS", 64)
-    monkeypatch.setattr(optim, "_counts_on_host", lambda steps: False)
-    monkeypatch.setattr(optim, "_large_update", lambda device: counted)
-    return calls
-
-
-def after_steps(optimizer_class: type[torch.optim.AdamW]) -> tuple[list[torch.Tensor], Any]:
-    """Parameters of several sizes, types of memory and groups after five steps, one of them left out; and the state."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(9, 8), (5,), (8, 9), (64,), (63,)]
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    parameters[2] = nn.Parameter(parameters[2].detach().t())
-    parameters = [nn.Parameter(each.detach().to(DEVICE)) for each in parameters]
-    groups: list[dict[str, Any]] = [
-        {"params": parameters[:3]},
-        {"params": parameters[3:], "weight_decay": 0.0},
-    ]
-    options: dict[str, Any] = {"lr": 0.05, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.3}
-    optimizer: Any = optimizer_class(groups, **options, fused=True)
-    for step in range(5):
-        for parameter in parameters:
-            numbers = torch.randn(parameter.shape, generator=generator).to(DEVICE)
-            parameter.grad = torch.empty_like(parameter).copy_(numbers)
-        optimizer.grad_scale = scalar(2.0) if step > 2 else None
-        optimizer.found_inf = scalar(float(step == 3))
-        optimizer.step()
-    return [each.detach() for each in parameters], optimizer.state_dict()
-
-
-def test_one_step_updates_large_and_small_tensors(calls: list[int]) -> None:
-    parameters, state = after_steps(FusedAdamW)
-    # Not the small ones, and not the transposed matrix.
-    assert calls == [72, 64] * 5
-    expected, expected_state = after_steps(torch.optim.AdamW)
-    for each, other in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(each, other, rtol=2e-6, atol=1e-6)
-    assert state["param_groups"] == expected_state["param_groups"]
-    for number, entry in expected_state["state"].items():
-        found = state["state"][number]
-        assert found.keys() == entry.keys() and found["step"].item() == 4
-        for name in entry:
-            torch.testing.assert_close(found[name], entry[name], rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.skipif(
-    not INTERPRETED or torch.cuda.is_available(),
-    reason="two ranks of gloo have no GPU each, and are forks of a process that may have used it",
-)
-def test_shards_are_updated_as_by_torch(calls: list[int]) -> None:
-    def on_two_ranks() -> None:
-        ours, theirs = (values_after_steps(each) for each in (FusedAdamW, torch.optim.AdamW))
-        assert len(calls) > 3
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-    ranks.run(on_two_ranks, 2)
 
 
 def test_the_kernel_can_be_tried() -> None:

@@ -274,19 +274,6 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
 # ---------------------------------------------------------------- what is not supported
 
 
-def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path)
-    text = recipe.read_text().replace(
-        f"from_pretrained: {tmp_path / 'base'}",
-        "from_config: {model_type: bart, d_model: 8}",
-    )
-    text += f"tokenizer: {{from_pretrained: {tmp_path / 'base'}}}\n"
-    recipe.write_text(text)
-    with pytest.raises(RecipeError, match="not both in one model") as caught:
-        trained(recipe)
-    assert "bart" in str(caught.value)
-
-
 # ---------------------------------------------------------------- formulas
 
 

@@ -16,7 +16,6 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import (
     LossFn,
     check_is_sum,
-    cross_entropy_sum,
     next_token_loss,
     num_label_tokens,
 )
@@ -59,19 +58,6 @@ def test_a_batch_without_labels_has_the_loss_zero_and_zero_gradients() -> None:
     assert loss.item() == 0.0
     assert logits.grad is not None
     assert not logits.grad.any()
-
-
-def test_half_precision_logits_are_summed_in_float32() -> None:
-    logits, labels = batch(2)
-    loss = cross_entropy_sum(logits.bfloat16().flatten(0, 1), labels.flatten())
-    assert loss.dtype == torch.float32
-
-
-def test_float64_logits_are_summed_in_float64() -> None:
-    logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([2, 0, 6])
-    expected = -logits.log_softmax(-1)[torch.arange(3), labels].sum()
-    loss = cross_entropy_sum(logits, labels)
-    assert loss.dtype == torch.float64 and abs(float(loss - expected)) < 1e-13
 
 
 def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:

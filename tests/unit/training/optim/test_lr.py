@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,21 +66,6 @@ def test_a_warm_up_that_the_run_does_not_complete_is_reported(
     assert not caplog.messages
     rates("linear", 1, total_steps=6, warmup_steps=6)
     assert "it warms up for 6 steps, and the run has 6" in caplog.messages[0]
-
-
-def test_the_rates_of_automodel_are_reached() -> None:
-    """The numbers are those of OptimizerParamScheduler in NeMo AutoModel 36044ad3d: 12 steps, 3 of them warmup."""
-    expected = [0.1, 0.4, 0.7, 1.0, 0.970148, 0.884192, 0.7525, 0.590956, 0.419044, 0.2575]
-    settings = {"warmup_steps": 3, "warmup_from": 0.1, "kwargs": {"min_lr": 0.01}}
-    found = rates("cosine_with_min_lr", 10, total_steps=12, **settings)
-    assert found == pytest.approx(expected, abs=1e-6)
-
-
-def test_cosine_warms_up_and_ends_at_zero() -> None:
-    found = rates("cosine", 11, total_steps=10, warmup_steps=2)
-    assert found[:3] == [0.0, 0.5, 1.0]
-    assert found[6] == pytest.approx(0.5 * (1 + math.cos(math.pi * 4 / 8)))
-    assert found[10] == pytest.approx(0.0)
 
 
 def test_the_warm_up_may_be_a_part_of_all_steps_and_the_decay_shorter_than_the_run() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.optim.build import FusedAdamW, adamw
+from automodel_ckpt.optim.build import FusedAdamW
 from automodel_ckpt.parallel.gradient_norm import clip_gradients
 
 
@@ -19,7 +19,7 @@ def made() -> FusedAdamW:
     parameters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    return adamw(parameters, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    return FusedAdamW(parameters, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 def moments_after_a_step(limit: float | None, *, in_step: bool) -> tuple[float, list[torch.Tensor]]:

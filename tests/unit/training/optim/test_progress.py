@@ -121,12 +121,6 @@ def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(
     assert "saving" not in stream.getvalue().split("\r\x1b[K")[-1]
 
 
-def test_ranks_that_do_not_lead_show_no_progress() -> None:
-    stream = io.StringIO()
-    Progress(enabled=False, stream=stream).update(view(1))
-    assert stream.getvalue() == ""
-
-
 @pytest.mark.parametrize(("rank", "expected"), [(0, "hello\nwarning: careful\n"), (1, "")])
 def test_only_the_leader_shows_what_is_no_error(rank: int, expected: str) -> None:
     stream = io.StringIO()
@@ -192,17 +186,6 @@ def test_a_text_log_keeps_what_was_logged_before_and_after_it_is_opened(tmp_path
     lines = path.read_text().splitlines()
     assert [line[20:29] for line in lines] == ["before", "two", "lines yyy"]
     assert all(len(line) < 4100 for line in lines)
-
-
-def test_a_text_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "link").symlink_to("/dev/full")
-    for path in (tmp_path / "directory", tmp_path / "link", Path("/dev/full")):
-        text_log = TextLog()
-        text_log.write("first")
-        text_log.open(path, lambda: None)
-        text_log.write("second")
-        text_log.close()
 
 
 def test_line_breaks_in_names_begin_no_lines_and_messages_keep_theirs() -> None:
