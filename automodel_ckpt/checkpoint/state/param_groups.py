@@ -22,7 +22,7 @@ _PARTS = "_schedulers"
 """The schedulers that SequentialLR and ChainedScheduler contain."""
 _OF_ALL_SCHEDULES = frozenset({"base_lrs", "last_epoch", "verbose"})
 DIVIDED = "with different options"
-"""In the reason of a group here whose parameters were in several saved groups."""
+"""In the reason of a group with parameters of several saved groups."""
 
 
 @dataclass(frozen=True, slots=True)
