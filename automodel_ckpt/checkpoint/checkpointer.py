@@ -370,7 +370,7 @@ class Checkpointer:
     # ---------------------------------------------------------------- saves in progress
 
     def saving(self) -> Saving | None:
-        """The progress of the save in progress; None if there is none. Can be called from any thread."""
+        """The progress of the save in progress. Returns None when there is none. Can be called from any thread."""
         # Local names: another thread may end the save between a check and a use.
         save, background = self._sync.in_progress, self._async
         if save is not None:

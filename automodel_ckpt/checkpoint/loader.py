@@ -54,7 +54,7 @@ log = logging.getLogger("automodel_ckpt")
 class Resumed:
     """What was loaded: the checkpoint's path, its step and epoch, and its manifest; whether it was one in memory.
 
-    *started_anew* are attributes whose saved state did not match and was left out (``allow_missing_state``).
+    *started_anew* are attributes with saved state that did not match and was left out (``allow_missing_state``).
     """
 
     path: Path
@@ -76,7 +76,7 @@ class Resumed:
 
     @property
     def loaded(self) -> frozenset[str]:
-        """The names, aliases included, of the attributes whose state was loaded."""
+        """The names, aliases included, of the attributes that were loaded."""
         return self.manifest.saved - self.started_anew
 
 
@@ -95,7 +95,7 @@ class Streamed(Protocol):
         """Where the checkpoint is, for logs."""
 
     def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
-        """Open the files that are not in the local directory; None if all are."""
+        """Open the files that are not in the local directory. Returns None when all are."""
 
 
 class CheckpointLoader:
@@ -152,7 +152,7 @@ class CheckpointLoader:
         """Choose and verify the newest usable checkpoint, or the one that *restore_from* names. Collective.
 
         *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
-        With *newest_step*, checkpoints of later steps are left out. Returns None if the run has no checkpoint. Rank 0
+        With *newest_step*, checkpoints of later steps are left out. Returns None when the run has no checkpoint. Rank 0
         logs each skipped checkpoint with the reason. Raises :class:`CheckpointUnusable` on all ranks if no checkpoint
         can be used.
         """
@@ -248,8 +248,8 @@ class CheckpointLoader:
     ) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*. Collective.
 
-        *fetched* is as in :meth:`load`. Returns None if there is none. Raises :class:`CheckpointUnusable` on all ranks
-        if none of them can be used.
+        *fetched* is as in :meth:`load`. Returns None when there is none. Raises :class:`CheckpointUnusable` on all
+        ranks if none of them can be used.
         """
         # Until the next save renames them, checkpoints of an earlier generation of the run have later steps.
         if self._run.went_back_to is not None:

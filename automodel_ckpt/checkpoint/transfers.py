@@ -118,7 +118,7 @@ class Transfers:
     def fetch(self) -> Fetched | None:
         """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not.
 
-        Returns None if it is in the run directory. Raises on all ranks what rank 0 raises.
+        Returns None when it is in the run directory. Raises on all ranks what rank 0 raises.
         """
         if not self._may_fetch:
             return None
@@ -129,7 +129,7 @@ class Transfers:
     def fetch_up_to(self, step: int) -> Fetched | None:
         """Fetch the newest checkpoint of *step* or an earlier one, to which the run goes back while it trains.
 
-        Returns None if this machine has one that is as new, no store has a newer one, or the store cannot be read.
+        Returns None when this machine has one that is as new, no store has a newer one, or the store cannot be read.
         Raises on all ranks what rank 0 raises.
         """
         if self._options.remote is None:

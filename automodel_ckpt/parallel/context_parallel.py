@@ -64,7 +64,7 @@ def check_context_parallel(model: nn.Module) -> None:
 
 
 def context_parallel_error(model: nn.Module, reason: str) -> RecipeError:
-    """The error for a model whose rows cannot be sharded along the sequence."""
+    """The error for a model that cannot shard rows along the sequence."""
     return RecipeError(
         "this model does not support context parallelism",
         where=_WHERE,

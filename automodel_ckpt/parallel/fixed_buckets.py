@@ -1,4 +1,4 @@
-"""Data parallelism by replicas whose gradients are summed in the same buckets in every step.
+"""Data parallelism by replicas that sum gradients in the same buckets in every step.
 
 DistributedDataParallel sums gradients in buckets. In its second step, it rebuilds them in the order in which the
 gradients of the first step became ready. With three or more ranks, the place of an element in its bucket decides in

@@ -1,4 +1,4 @@
-"""The norm of the gradients of a model whose parameters are divided among ranks, and clipping by it."""
+"""The norm of the gradients of a model that is divided among ranks, and clipping by it."""
 
 from __future__ import annotations
 

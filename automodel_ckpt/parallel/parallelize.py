@@ -321,7 +321,7 @@ def _prefetch_after(module: nn.Module, following: nn.Module | None) -> None:
     if following is None or not isinstance(module, FSDPModule):
         return
     # Experts are sharded separately inside of a layer.
-    parts = [part for part in following.modules() if isinstance(part, FSDPModule)]
+    parts: list[FSDPModule] = [part for part in following.modules() if isinstance(part, FSDPModule)]
     module.set_modules_to_forward_prefetch(parts)
 
 

@@ -49,7 +49,7 @@ def idle_share(num_micro_batches: int, num_ranks: int) -> float:
 
 
 class Pipeline:
-    """This rank's stage of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
+    """This rank's stage of a pipeline. Its ranks have the same micro-batches. All methods are collective."""
 
     def __init__(
         self,

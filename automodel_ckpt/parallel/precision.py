@@ -134,7 +134,7 @@ def with_parameter_type(
     device_type: str,
     is_trained: bool,
 ) -> RecipeConfig:
-    """Return *config* with a ``model.dtype`` for a device of *device_type*. *model_config* is that of the files."""
+    """Return *config* with a ``model.dtype`` for a device of *device_type*. *model_config* belongs to the files."""
     if isinstance(config.model, Target):
         return config
     dtype = parameter_type(
@@ -156,7 +156,7 @@ def parameter_type(
     """The data type of the model's parameters, as the name of a torch dtype or ``auto``.
 
     Args:
-        section: The recipe's section, whose ``dtype`` is used if it is given.
+        section: The recipe's section. Its ``dtype`` is used if it is given.
         config: The configuration of the model's files.
         device_type: The type of the device that the model is on.
         is_frozen: Whether none of these parameters is trained (the base of adapters, a reference model). Those that

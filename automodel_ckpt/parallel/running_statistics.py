@@ -15,7 +15,7 @@ _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:
-    """Leave the layers of batch normalization of *model* whose parameters are frozen in evaluation mode.
+    """Leave the frozen layers of batch normalization of *model* in evaluation mode.
 
     In training mode they would change their statistics, which adapters do not contain, and normalize a row with the
     statistics of its micro-batch, unlike the exported model.

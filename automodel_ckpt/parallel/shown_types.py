@@ -84,7 +84,7 @@ def _parameters_of(name: str, module: FSDPModule, kept: Collection[int]) -> list
 
 
 class _Shown:
-    """A parameter of fsdp2, in whose place modules have a tensor without values during a forward pass."""
+    """A parameter of fsdp2. During a forward pass, modules have a tensor without values in its place."""
 
     def __init__(self, parameter: Any, dtype: torch.dtype, layer: str) -> None:
         self._parameter = parameter

@@ -134,7 +134,7 @@ def _along_the_sequence(model: nn.Module, *, local_inputs: bool) -> dict[str, Pa
 
 
 class _Gathered(Replicated):
-    """The style of the last norm, whose output is gathered along the sequence."""
+    """The style of the last norm. Its output is gathered along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)

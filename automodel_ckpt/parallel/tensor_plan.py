@@ -39,7 +39,7 @@ _SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
 
 
 class Replicated(ParallelStyle):
-    """The style of a module whose own parameters are replicated and applied to plain tensors.
+    """The style of a module that applies replicated parameters to plain tensors.
 
     The parameters become DTensors like all others, because optimizers and norms do not accept a mixture, but the module
     computes with their local values. With *partial*, each rank applies them only to some heads or positions, so their
@@ -309,7 +309,7 @@ def _unsupported(
 
 
 def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:
-    """Report the first layer whose size is not a multiple of *tp_size*.
+    """Report the first layer with a size that is not a multiple of *tp_size*.
 
     The next layer treats a rank's part of the output as complete, so all parts must have one size.
     """

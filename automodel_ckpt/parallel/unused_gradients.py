@@ -31,7 +31,7 @@ _KNOWN_PACKAGES = frozenset(
         "typing",
     }
 )
-"""The packages whose modules use the same parameters for each batch, apart from those that :func:`may_vary` names."""
+"""The packages with modules that use the same parameters for each batch, apart from what :func:`may_vary` names."""
 _END = -1
 _TAG = 7301
 
@@ -152,7 +152,7 @@ def is_of_unknown_packages(model: nn.Module) -> bool:
 
 def check_call_order(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let each forward pass for training compare the calls of the layers of *model* that fsdp2 shards with those of
-    other ranks. A rank whose neighbor in *group* calls another layer raises :class:`RecipeError`.
+    other ranks. A rank raises when its neighbor in *group* calls another layer: :class:`RecipeError`.
 
     fsdp2 gathers a layer when it is called. If a rank leaves it out (layer drop, branches, early exits), the next layer
     that it gathers is mixed with this one if their sizes are equal, without an error. If ranks gather different numbers
@@ -184,7 +184,7 @@ class _CallOrder:
 
     def _hook(self, number: int) -> Any:
         def compare(*_: Any) -> None:
-            # A backward pass calls layers again whose activations it recomputes.
+            # A backward pass calls layers again to recompute their activations.
             if torch.is_grad_enabled() and not is_bw():
                 self._compare(number)
 

@@ -69,7 +69,7 @@ def combined_digest(digests: Mapping[str, str]) -> str:
 def identify_base(
     name: str, directory: Path, *, run: Path, cache: Path | None = None
 ) -> BaseIdentity:
-    """Return the identity of the base called *name*, whose files are in *directory*. Digests are stored in *cache*.
+    """Return the identity of the base called *name* with files in *directory*. Digests are stored in *cache*.
 
     Raises :class:`RecipeError` if there are no weight files, or they cannot be read.
     """

@@ -223,7 +223,7 @@ class ExportManifest:
             raise CheckpointUnusable.all_of([self._damage(name)])
 
     def with_digests(self, name: str, tensor: Tensor) -> Tensor:
-        """Return *tensor*, one slice of the file *name*, divided into the slices whose digests the manifest lists.
+        """Return *tensor*, one slice of the file *name*, divided into the slices for which the manifest has digests.
 
         Raises :class:`CheckpointUnusable` if the listed byte ranges do not match the tensor.
         """
@@ -277,7 +277,7 @@ class ExportManifest:
 
 
 def find_export_manifest(directory: Path, *, follow_links: bool = False) -> ExportManifest | None:
-    """Return the manifest of the export in *directory*; None if it has none, so that nothing can be compared.
+    """Return the manifest of the export in *directory*. Returns None when it has none, so that nothing can be compared.
 
     Raises :class:`CheckpointUnusable` for a manifest that cannot be read.
     """

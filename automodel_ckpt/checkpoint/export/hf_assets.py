@@ -378,7 +378,7 @@ def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
 def _read_unchanged(tokenizer: Any, directory: Path) -> Any:
     """Read the tokenizer or processor in *directory*, if it has the vocabulary and the settings of *tokenizer*.
 
-    Returns None if it differs. A tokenizer may have another chat template, a text.
+    Returns None when it differs. A tokenizer may have another chat template, a text.
     """
     inner = _tokenizer_of(tokenizer)
     try:

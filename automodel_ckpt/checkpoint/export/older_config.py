@@ -15,7 +15,7 @@ _KIND = "rope_type"
 _THETA = "rope_theta"
 _PARTIAL = "partial_rotary_factor"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Types of model whose older keys for the base and for the rotated part have other names.
+# Types of model with other names of the older keys for the base and for the rotated part.
 _GPT_NEOX = {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"}
 _OTHER_NAMES = {"gpt_neox": _GPT_NEOX, "gpt_neox_japanese": _GPT_NEOX}
 # Types of model with positions by the kind of a layer: the older keys of the bases of full and of sliding attention,

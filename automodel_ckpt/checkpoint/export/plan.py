@@ -148,7 +148,7 @@ def make_plan(
 
 
 def _counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
-    """Return the number of tensors whose dtype changes, by (from, to)."""
+    """Return the number of tensors that change their dtype, by (from, to)."""
     casts: Counter[tuple[str, str]] = Counter()
     for file in files:
         for tensor in file.tensors:

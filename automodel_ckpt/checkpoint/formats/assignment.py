@@ -29,7 +29,7 @@ class Share:
     """What some *ranks* with the same *description* have of a tree.
 
     *origins* has, for each of the ranks, the first rank of each of its device meshes. *irregular* has, by rank, the
-    slices of tensors whose sharding does not follow from a mesh.
+    slices of tensors with shardings that do not follow from a mesh.
     """
 
     description: TreeDescription

@@ -113,7 +113,7 @@ class _Meshes:
         self._splits: dict[tuple[Any, ...], Split | None] = {}
 
     def describe(self, tensor: DTensor) -> Described | None:
-        """Describe a tensor; None if its sharding is no formula."""
+        """Describe a tensor. Returns None when its sharding is no formula."""
         mesh = self._mesh(tensor.device_mesh)
         if mesh is None:
             return None

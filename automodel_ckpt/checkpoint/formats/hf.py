@@ -140,7 +140,7 @@ def _positions(
 
 
 def _mark_copies(fqn: str, positions: list[FilePosition]) -> tuple[FilePosition, ...]:
-    """The positions, first that of the tensor's own key; the others are marked as copies."""
+    """The positions, the one of the tensor's own key first; the others are marked as copies."""
     first, *others = sorted(positions, key=lambda position: position.key != fqn)
     copies = [replace(position, is_copy=True) for position in others]
     return (first, *copies)

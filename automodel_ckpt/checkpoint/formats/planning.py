@@ -86,7 +86,7 @@ class TreePlan:
         return describe(self._flat, self.paths, self.kinds)
 
     def irregular(self, names: Sequence[str]) -> list[Tensor]:
-        """Describe this rank's slices of the tensors *names*, whose sharding is no formula."""
+        """Describe this rank's slices of the tensors *names*, which have no formula."""
         return irregular_slices(self._flat, names)
 
     def assign(self, shares: Sequence[Share], rank: int) -> None:
@@ -157,7 +157,7 @@ class TreePlan:
 
 
 def _slice_of(tensor: Tensor, rank: int) -> Slice | None:
-    """The slice of a regular tensor that *rank* writes; None if it writes none."""
+    """The slice of a regular tensor that *rank* writes. Returns None when it writes none."""
     assert isinstance(tensor.slices, RegularSlices)
     return tensor.slices.of_rank(rank)
 

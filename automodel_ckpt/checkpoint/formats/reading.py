@@ -285,7 +285,7 @@ def _memory_of(target: torch.Tensor) -> memoryview:
 
 
 def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
-    """The values of *part*, whose bytes begin at *start* in *staging*."""
+    """The values of *part*. Its bytes begin at *start* in *staging*."""
     raw = staging[start : start + part.nbytes]
     return raw.view(DTYPES[part.stored.dtype]).reshape(part.wanted.sizes)
 
@@ -339,7 +339,7 @@ class _Files:
             self._read(stored.file, target, stored.start + run.source)
 
     def _gather(self, stored: Slice, wanted: Box, memory: memoryview) -> None:
-        """Fill *memory* with the elements *wanted* of a slice whose elements are apart in the file."""
+        """Fill *memory* with the elements *wanted* of a slice with strides in the file."""
         dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
         with os.fdopen(os.dup(self._descriptor(stored.file)), "rb") as file:
             try:
@@ -383,7 +383,7 @@ class _Files:
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
-"""The types whose values a type can represent."""
+"""The types that another type can represent."""
 
 
 def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str] = ()) -> list[str]:

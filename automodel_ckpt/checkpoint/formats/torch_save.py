@@ -89,7 +89,7 @@ def _file_name(file: str) -> str:
 
 
 def _chunks(tensor: Tensor) -> list[DcpChunk]:
-    """The chunks of a tensor whose slices are listed."""
+    """The chunks of a tensor with listed slices."""
     chunks: list[DcpChunk] = []
     for stored in tensor.slices:
         # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
@@ -102,7 +102,7 @@ def _chunks(tensor: Tensor) -> list[DcpChunk]:
 
 
 class _Columns:
-    """The chunks of the regular tensors of a *tree*, whose slices are read from its table as arrays."""
+    """The chunks of the regular tensors of a *tree*. Their slices are read from its table as arrays."""
 
     def __init__(self, tree: Tree, metadata: DcpMetadata) -> None:
         self._boxes = BoxesOf()
@@ -228,7 +228,7 @@ class BoxesOf:
 
 
 def columns_of(table: SliceTable, boxes_of: BoxesOf) -> Columns:
-    """Read all slices of a table whose tensors are in files of one rank each.
+    """Read all slices of a table with tensors in files of one rank each.
 
     Raises :class:`CheckpointUnusable` if a rank has other slices than its tensors.
     """

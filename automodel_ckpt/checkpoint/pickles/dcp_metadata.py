@@ -322,7 +322,7 @@ class _Memo:
         return _get(self.named(module, name)) + _NEW + pickle.EMPTY_DICT + pickle.MARK
 
     def key(self, name: str) -> bytes:
-        """Return the instruction for the name of an attribute, whose value follows."""
+        """Return the instruction for the name of an attribute. Its value follows."""
         return _get(self.text(name))
 
     def attribute(self, name: str, value: bytes) -> bytes:

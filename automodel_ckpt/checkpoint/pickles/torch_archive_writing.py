@@ -58,7 +58,7 @@ class ZipRecords:
         self.end(name, len(content), zlib.crc32(content))
 
     def begin(self, name: str) -> None:
-        """Begin a record: write its local header, whose extra field is padded so that the data is aligned."""
+        """Begin a record: write its local header, padded so that the data is aligned."""
         at = self.position
         path = f"archive/{name}".encode()
         self._begun[name] = at
@@ -185,7 +185,7 @@ def write_torch_archive(file: BinaryIO, value: Any) -> None:
     :class:`ArchiveTensor`.
 
     Memory: one block of a tensor, and the pickle. Raises OSError, TypeError for a value of another type, and ValueError
-    for a tensor whose content has another size.
+    for a tensor with content of another size.
     """
     program = _Program()
     program.save(value)

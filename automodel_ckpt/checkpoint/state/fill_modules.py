@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.formats.description import local_tensor
+from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.manifest import Tree
@@ -141,17 +140,14 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
         return
     num_stored = stored.shape[0]
     first = box.offsets[0]
-    stop = first + box.sizes[0]
-    columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
-    num_read = max(min(stop, num_stored) - first, 0)
+    num_read = max(min(first + box.sizes[0], num_stored) - first, 0)
+    columns = _columns_of(box, target)
     if num_read and box.sizes[1:] == stored.shape[1:]:
         rows = rows_of(stored, first, first + num_read)
         read_tree(source.root, Tree("", {stored.fqn: rows}, {}), {stored.fqn: local[:num_read]})
     else:
-        for start, block in _blocks(source, stored, first, first + num_read):
-            row = start - first
-            local[row : row + len(block)].copy_(block[:, *columns])
-    if stop > num_stored and new_rows == "mean":
+        _copy_rows(_blocks(source, stored, first, first + num_read), local, first, columns)
+    if first + box.sizes[0] > num_stored and new_rows == "mean":
         # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
         # Each rank sums all rows in the same blocks, so that the mean does not depend on the
         # sharding.
@@ -167,23 +163,35 @@ def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Te
     local, box = local_part(target)
     if local.numel() == 0:
         return
-    columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
-    first = box.offsets[0]
     from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows
 
-    for start, block in dequantized_rows(source, stored, first, first + box.sizes[0]):
+    first = box.offsets[0]
+    blocks = dequantized_rows(source, stored, first, first + box.sizes[0])
+    _copy_rows(blocks, local, first, _columns_of(box, target))
+
+
+def _columns_of(box: Box, target: torch.Tensor) -> tuple[slice, ...]:
+    """This rank's part of each row of *target*, of which it has the part *box*."""
+    return box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
+
+
+def _copy_rows(
+    blocks: Iterator[tuple[int, torch.Tensor]],
+    local: torch.Tensor,
+    first: int,
+    columns: tuple[slice, ...],
+) -> None:
+    """Copy the *columns* of blocks of rows into *local*, which begins at row *first*."""
+    for start, block in blocks:
         row = start - first
         local[row : row + len(block)].copy_(block[:, *columns])
 
 
 def local_part(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
     """This rank's shard of a tensor, and its box in the whole tensor."""
-    if not isinstance(target, DTensor):
-        return target.detach(), Box((0,) * target.dim(), tuple(target.shape))
-    sizes, offsets = compute_local_shape_and_global_offset(
-        target.shape, target.device_mesh, target.placements
-    )
-    return local_tensor(target).detach(), Box(tuple(offsets), tuple(sizes))
+    box = local_box(target)
+    assert box is not None, "the module is on this rank"
+    return local_tensor(target).detach(), box
 
 
 def _blocks(

@@ -41,7 +41,7 @@ from automodel_ckpt.errors import AutomodelError
 
 log = logging.getLogger("automodel_ckpt")
 
-# A module is read before the optimizers whose state is created by its shape, and those before other objects.
+# A module is read before its optimizers, which create state of its shape, and they before other objects.
 _ORDER = {"module": 0, "optimizer": 1, "object": 2}
 
 

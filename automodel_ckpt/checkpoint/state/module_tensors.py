@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint.files.layout import BUFFERS, FROZEN
-from automodel_ckpt.checkpoint.formats.description import local_tensor
+from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
 from automodel_ckpt.errors import RecipeError
 
 
@@ -33,7 +30,7 @@ RowPart = tuple[int, tuple[slice, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CompleteTensors:
-    """All tensors that the ranks store together of a module whose parts are on different ranks (stages, experts).
+    """All tensors that the ranks store together of a module with parts on different ranks (stages, experts).
 
     *tensors* have no memory; they are by stored name and in the module's own order. *tied* maps the names that are left
     out to the names that are stored. *frozen* are the stored names of the parameters that do not train. With it each
@@ -52,11 +49,11 @@ class StoredLayout:
     names: Mapping[str, str] = field(default_factory=dict)
     """{FQN: name in files}; tensors that are not here are stored under their FQN."""
     rows: Mapping[str, Mapping[str, RowPart]] = field(default_factory=dict)
-    """{FQN: {name in files: part}} of tensors whose rows are separate tensors in files (experts)."""
+    """{FQN: {name in files: part}} of tensors that files store row by row (experts)."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """{name in files: stored name} of tensors that files have a second time: tied names, which no load fills."""
     complete: CompleteTensors | None = None
-    """The tensors of all ranks; None if each rank has (a shard of) every tensor."""
+    """The tensors of all ranks. It is None when each rank has (a shard of) every tensor."""
 
     def name_of(self, fqn: str) -> str:
         """The name that checkpoints store the tensor *fqn* under."""
@@ -250,12 +247,8 @@ def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> I
 
 def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's rows of a tensor, and the number of the first."""
-    if not isinstance(value, DTensor):
-        return value.detach(), 0
-    _, offsets = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    return local_tensor(value).detach(), offsets[0]
+    box = local_box(value)
+    return local_tensor(value).detach(), box.offsets[0] if box is not None else 0
 
 
 def _view(rows: torch.Tensor, first: int, part: RowPart) -> torch.Tensor:

@@ -87,7 +87,7 @@ class OptimizerLoader:
     def _schedules_of_another_kind(
         self, item: Item, items: list[Item], tree: Tree, state: Mapping[str, Any]
     ) -> frozenset[str]:
-        """The names of the LR schedulers of an optimizer whose saved state is that of a schedule of another kind.
+        """The names of the LR schedulers of an optimizer that were saved as schedules of another kind.
 
         Raises :class:`CheckpointUnusable` for those that ``allow_missing_state`` does not permit to start without it:
         torch would mix the settings of both.
@@ -202,7 +202,7 @@ class _OptimizerTargets:
 
 
 def _select(tree: Tree, is_selected: Callable[[str], bool]) -> Tree:
-    """The entries of *tree* whose names are selected."""
+    """The entries of *tree* with selected names."""
     tensors = {name: tensor for name, tensor in tree.tensors.items() if is_selected(name)}
     objects = {name: blob for name, blob in tree.objects.items() if is_selected(name)}
     return replace(tree, tensors=tensors, objects=objects)

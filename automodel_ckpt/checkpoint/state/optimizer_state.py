@@ -181,11 +181,12 @@ def load_read_state(
     or with hooks of it, gets all values.
     """
     is_overridden = type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    has_hooks = (
+    is_overridden = is_overridden or "load_state_dict" in vars(optimizer)
+    # accelerate's class has its own method, and no hooks.
+    if is_overridden or (
         optimizer._optimizer_load_state_dict_pre_hooks
         or optimizer._optimizer_load_state_dict_post_hooks
-    )
-    if is_overridden or has_hooks or "load_state_dict" in vars(optimizer):
+    ):
         load(state)
         return
     load({**state, "state": {}})

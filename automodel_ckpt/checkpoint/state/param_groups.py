@@ -22,7 +22,7 @@ _PARTS = "_schedulers"
 """The schedulers that SequentialLR and ChainedScheduler contain."""
 _OF_ALL_SCHEDULES = frozenset({"base_lrs", "last_epoch", "verbose"})
 DIVIDED = "with different options"
-"""In the reason of a group here whose parameters were in several saved groups."""
+"""In the reason of a group with parameters of several saved groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,9 @@ def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
 
 def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
     prefix = _prefix(name, number)
-    found = {key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)}
+    found: dict[str, object] = {
+        key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)
+    }
     for key, blob in tree.objects.items():
         if key.startswith(prefix) and key != f"{prefix}params":
             # Some sources have no digests: without one, nothing shows that two values are equal.

@@ -90,7 +90,7 @@ def find_quantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -
 
 
 def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The rows and columns of a block that a ``quantization_config`` states; None if it states none."""
+    """The rows and columns of a block that a ``quantization_config`` states. Returns None when it states none."""
     size = settings.get("weight_block_size")
     groups = settings.get("config_groups")
     if size is None and isinstance(groups, Mapping) and len(groups) == 1:

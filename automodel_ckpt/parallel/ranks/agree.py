@@ -195,7 +195,7 @@ def _portable(error: BaseException) -> AutomodelError:
 
 
 def _raise_reported(reports: Sequence[AutomodelError | None], error: BaseException | None) -> None:
-    """Raise the error that all ranks raise if any of them reported one. *error* is that of this rank."""
+    """Raise the error that all ranks raise if any of them reported one. *error* is the error of this rank."""
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
         raise _combined(failed, len(reports)) from error

@@ -40,7 +40,7 @@ def gather_parts(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 
 
 class _Gather(torch.autograd.Function):
-    """A stack over the ranks, whose backward pass adds the gradients of all ranks."""
+    """A stack over the ranks. Its backward pass adds the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -76,7 +76,7 @@ def check_gathered_types(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Parameters whose gradients are reduced together, and the types that fsdp2 has for this."""
+    """Parameters with gradients that are reduced together, and the types that fsdp2 has for this."""
 
     parameters: list[Any]
     original: torch.dtype | None

@@ -11,7 +11,7 @@ from typing import Any
 from automodel_ckpt.errors import EXIT_INTERNAL
 
 restart: Callable[[str], None] | None = None
-"""Ends this process with a message; None if nothing would start it again. A thread of the rank calls it."""
+"""Ends this process with a message. It is None when nothing would start it again. A thread of the rank calls it."""
 
 
 @contextmanager

@@ -201,28 +201,17 @@ def _written(directory: Path, name: str) -> Iterator[TextIO]:
         staged.unlink(missing_ok=True)
 
 
-def write_note(directory: Path, rank: int, start: str, report: ProcessReport) -> None:
+def write_stacks(directory: Path, rank: int, start: str, report: ProcessReport) -> None:
     """Write ``stacks_of_rank_R.txt``: what this node found out about a rank that does not respond. Raises OSError."""
     head = json.dumps({"rank": rank, "start": start, "note": report.note})
     write_text(directory, f"stacks_of_rank_{rank}.txt", f"{head}\n\n{report.text}")
 
 
-def read_notes(directory: Path, start: str) -> dict[int, str]:
-    """Return the notes of :func:`write_note` in *directory* by rank; only those of this *start* of the run."""
-    notes = {}
-    for line in _first_lines(directory, "stacks_of_rank_*.txt"):
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            head = json.loads(line)
-            if head["start"] == start:
-                notes[int(head["rank"])] = str(head["note"])
-    return notes
-
-
 def read_states(directory: Path, start: str) -> dict[int, RankState]:
     """Return the states in *directory* by rank; only those of this *start* of the run."""
     states = {}
-    for line in _first_lines(directory, "rank_*.txt"):
-        state = RankState.parsed(line)
+    for path in directory.glob("rank_*.txt"):
+        state = RankState.parsed(read_text(path).partition("\n")[0])
         if state is not None and state.start == start:
             states[state.rank] = state
     return states
@@ -241,8 +230,3 @@ def read_text(path: Path) -> str:
         with os.fdopen(descriptor, "rb") as file:
             return file.read(_MAX_BYTES).decode("utf-8", "replace")
     return ""
-
-
-def _first_lines(directory: Path, pattern: str) -> Iterator[str]:
-    for path in directory.glob(pattern):
-        yield read_text(path).partition("\n")[0]

@@ -62,7 +62,7 @@ def can_be_reached(host: str, port: int) -> bool:
 
 
 def address_towards(host: str) -> str | None:
-    """Return the local address of the route to *host*; None if there is no route. Nothing is sent."""
+    """Return the local address of the route to *host*. Returns None when there is no route. Nothing is sent."""
     for family, _, _, _, place in _resolved(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             # connect on a datagram socket only looks up the route; the port (9, discard) does not
@@ -86,7 +86,7 @@ def own_address(group: ProcessGroup | None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address; None if there is none."""
+    """Return the name of the network interface with this address. Returns None when there is none."""
     if ":" in address:
         return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

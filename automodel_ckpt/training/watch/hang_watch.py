@@ -37,8 +37,6 @@ from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
 
-T = TypeVar("T")
-
 _NUM_FIRST_STEPS = 3
 _MIN_STEPS, _MAX_STEPS = 5, 200
 _PAUSE_POLLS = 20
@@ -252,7 +250,6 @@ class HangWatch:
         notes = self._examine(directory, silent, overdue)
         if self._layout.rank != min(overdue):
             return
-        notes |= self._notes_of_others(directory, [rank for rank in silent if rank not in notes])
         found = hangs.verdict(states, range(self._layout.world_size), notes, _WORKING, self.hosts)
         # With nothing to compare the step with, another rank must have waited for those that are late: all may compile
         # for as long as they want.
@@ -284,18 +281,11 @@ class HangWatch:
     def _collect(self, directory: Path) -> dict[int, RankState]:
         """Wait until all ranks have written their states, at most for a few polls of their threads."""
         seconds = 4 * self._poll_seconds + 2.0 + 2 * self._arrival_seconds
-        count = self._layout.world_size
-        return self._wait_for(lambda: hangs.read_states(directory, self._start), count, seconds)
-
-    def _wait_for(
-        self, read: Callable[[], dict[int, T]], count: int, seconds: float
-    ) -> dict[int, T]:
-        """Call *read* until it returns *count* entries, for at most *seconds*."""
         end = time.monotonic() + seconds
-        found = read()
-        while len(found) < count and time.monotonic() < end:
+        found = hangs.read_states(directory, self._start)
+        while len(found) < self._layout.world_size and time.monotonic() < end:
             time.sleep(self._poll_seconds / 2)
-            found = read()
+            found = hangs.read_states(directory, self._start)
         return found
 
     def _examine(
@@ -312,23 +302,12 @@ class HangWatch:
             report = report_on(address) if address is not None else None
             if report is not None:
                 notes[rank] = report.note
-                hangs.write_note(directory, rank, self._start, report)
+                hangs.write_stacks(directory, rank, self._start, report)
         return notes
 
     def _is_on_this_node(self, rank: int) -> bool:
         address = self._addresses[rank]
         return rank == self._layout.rank or (address is not None and address.is_on_this_node)
-
-    def _notes_of_others(self, directory: Path, ranks: Sequence[int]) -> dict[int, str]:
-        """Wait for what other nodes find out about *ranks*, which do not respond."""
-
-        def read() -> dict[int, str]:
-            notes = hangs.read_notes(directory, self._start)
-            return {rank: notes[rank] for rank in ranks if rank in notes}
-
-        # The other nodes look every poll_seconds, and then need some time.
-        seconds = 2 * self._poll_seconds + 3.0 + self._arrival_seconds
-        return self._wait_for(read, len(ranks), seconds)
 
     def _text(self, step: int, seconds: float, found: Verdict, directory: Path) -> str:
         duration = f"no collective has begun for {seconds:.0f} s"

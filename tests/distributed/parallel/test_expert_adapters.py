@@ -140,3 +140,11 @@ def test_a_name_that_matches_no_experts_is_an_error(
     with pytest.raises(RecipeError, match=r"peft\.target_parameters") as caught:
         train(recipe, f"--peft.target_parameters=[{pattern}]", "--checkpoint.enabled=false")
     assert message in str(caught.value)
+
+
+def test_adapters_on_experts_alone_need_no_layers(tmp_path: Path) -> None:
+    recipe, run = recipe_in(tmp_path, "qwen3_moe"), tmp_path / "run"
+    place = (f"--checkpoint.checkpoint_dir={run}", "--step_scheduler.max_steps=1")
+    train(recipe, *place, "--peft.target_modules=[]", "--peft.target_parameters=['*.experts.*']")
+    names = load_file(run / "LATEST/model/adapter_model.safetensors").keys()
+    assert len(names) == 8 and all(".experts." in name for name in names)

@@ -35,30 +35,6 @@ def test_ranks_can_train_after_a_backward_pass_and_fake_tensors_in_the_process_t
     assert ranks.run(gradient, 2, init=False) == [3.0, 3.0]
 
 
-REST = "is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
-CONNECTED = "connected peer ranks is : "
-
-
-@pytest.mark.parametrize(
-    "greetings_and_first_line",
-    [
-        "rank 0 trained\n",
-        f"[Gloo] Rank 0 {REST}[Gloo] Rank 1 {REST}rank 0 trained\n",
-        (
-            "[Gloo] Rank [Gloo] Rank 10 is connected to  is connected to 11 peer ranks.  peer ranks. Expected "
-            f"number of {CONNECTED}Expected number of {CONNECTED}11\n\nrank 0 trained\n"
-        ),
-        f"[Gloo] Rank 0 {REST}[Gloo] Rank 1rank 0 trained\n {REST}",
-    ],
-    ids=["none", "one after the other", "mixed", "one around a line"],
-)
-def test_the_greetings_of_gloo_are_not_taken_for_output_of_the_ranks(
-    greetings_and_first_line: str,
-) -> None:
-    printed = greetings_and_first_line + "rank 1 trained\n"
-    assert ranks.without_gloo_greetings(printed) == "rank 0 trained\nrank 1 trained\n"
-
-
 def test_ranks_that_wait_for_a_failed_one_are_killed_and_their_stacks_printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,8 +55,3 @@ def test_ranks_that_wait_for_a_failed_one_are_killed_and_their_stacks_printed(
     assert (waiting.error, waiting.exitcode) == (None, None)
     assert not ranks.outcomes(waits_for_rank_0, 1, init=False, timeout=2)[0].ok
     assert "in waits_for_rank_0" in capfd.readouterr().err
-
-
-def test_no_port_is_given_twice() -> None:
-    ports = [ranks.free_port() for _ in range(200)]
-    assert len(set(ports)) == len(ports)

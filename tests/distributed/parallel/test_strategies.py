@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.errors import RecipeError
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
@@ -93,6 +94,30 @@ def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_p
     assert sorted(p.name for p in (checkpoint / "dataloader").iterdir()) == [
         f"dataloader_dp_rank_{r}.pt" for r in range(2)
     ]
+
+
+def by_hand(model: nn.Module) -> dict[str, Any]:
+    """A plan as a recipe may name one: torch's styles and names of styles, of the second layer only."""
+    return {
+        "model.layers.1.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.1.mlp.up_proj": "colwise",
+        "model.layers.1.mlp.down_proj": RowwiseParallel(),
+    }
+
+
+def test_a_plan_by_hand_trains_as_no_plan_does(tmp_path: Path) -> None:
+    plan = "--distributed.tp_plan={_target_: tests.distributed.parallel.test_strategies.by_hand}"
+    run(tmp_path, *FOUR_HEADS, "--step_scheduler.max_steps=2", name="alone")
+    run(
+        tmp_path,
+        *FOUR_HEADS,
+        "--step_scheduler.max_steps=2",
+        "--distributed.tp_size=2",
+        plan,
+        num_ranks=2,
+    )
+    alone, grown = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "run"))
+    assert [r["loss"] for r in grown] == pytest.approx([r["loss"] for r in alone], rel=1e-4)
 
 
 def without_norms_of_heads(model: nn.Module) -> dict[str, Any]:

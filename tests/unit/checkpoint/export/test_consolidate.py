@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
@@ -32,7 +30,6 @@ from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import (
-    AutomodelError,
     CheckpointUnusable,
     LeaseLost,
     RecipeError,
@@ -123,33 +120,6 @@ def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
     pieces = [Chunk("w", box, rank) for rank, box in enumerate(boxes)]
     write_checkpoint(tmp_path / "c", tensors, pieces)
     assert_same(consolidate(tmp_path / "c").output, tensors)
-
-
-@pytest.mark.parametrize("block", [16, 48, 4096, 12288])
-@pytest.mark.parametrize("num_threads", [1, 5])
-def test_tensors_of_many_blocks_are_bit_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, num_threads: int
-) -> None:
-    monkeypatch.setattr(copy_engine, "BLOCK_BYTES", block)
-    monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
-    tensors = {
-        "w": torch.randn(5, 41, 7),
-        "v": torch.randn(1013),
-        "u": torch.randn(3, 5).bfloat16(),
-    }
-    pieces = (
-        cut("w", tensors["w"], 2, dim=1)
-        + cut("v", tensors["v"], 3)
-        + cut("u", tensors["u"], 4, dim=1)
-    )
-    write_checkpoint(tmp_path / "c", tensors, pieces)
-    assert_same(consolidate(tmp_path / "c", num_threads=num_threads).output, tensors)
-    found = loaded(
-        consolidate(
-            tmp_path / "c", tmp_path / "cast", cast_dtype="fp16", num_threads=num_threads
-        ).output
-    )
-    assert all(torch.equal(found[fqn], tensor.half()) for fqn, tensor in tensors.items())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -564,25 +534,6 @@ def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
     assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_a_source_that_cannot_be_read_is_named_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ends(_: int, buffers: list[memoryview], start: int) -> int:
-        return 0
-
-    def fails(_: int, buffers: list[memoryview], start: int) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    tensors = {"w": torch.randn(4)}
-    write_shards(tmp_path / "c", tensors, pieces_of(tensors, 1))
-    for preadv, message in ((ends, "the file ends here"), (fails, "Input/output error")):
-        monkeypatch.setattr(os, "preadv", preadv)
-        with pytest.raises(CheckpointUnusable, match=message) as caught:
-            consolidate(tmp_path / "c", opener=open_source)
-        assert "shard-00001" in caught.value.problems[0].where
-        assert not (tmp_path / "c/consolidated").exists()
-
-
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_a_slice_that_changes_under_the_copy_is_named_and_nothing_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
@@ -649,16 +600,6 @@ def test_casting_and_gathering_take_no_memory_that_grows_with_the_model(tmp_path
     assert int(done.stdout) < 100, done.stdout + done.stderr
 
 
-def test_errors_of_a_source_are_all_reported_together(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(4, 2)}
-    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2))
-    for path in (tmp_path / "c/model").glob("shard-*"):
-        flip(path, -1)
-    with pytest.raises(AutomodelError) as caught:
-        consolidate(tmp_path / "c")
-    assert len(caught.value.problems) == 2
-
-
 def test_a_target_that_cannot_be_replaced_is_reported_before_the_source_is_verified(
     tmp_path: Path,
 ) -> None:
@@ -694,22 +635,6 @@ def test_a_quantization_stays_in_the_config_while_one_tensor_is_quantized(
     assert ("quantization_config" in config) is is_mixed
     said = "some tensors are still quantized" if is_mixed else "loses its quantization_config"
     assert any(said in text for text in report.warnings)
-
-
-def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(6, 4), "b": torch.ones(3, dtype=torch.int64)}
-    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
-    started = time.monotonic()
-    report = consolidate(tmp_path / "c", cast_dtype="bf16")
-    assert 0 <= report.seconds <= time.monotonic() - started
-    assert (report.num_files, report.num_tensors, report.checked) == (1, 2, True)
-    assert report.casts == {("F32", "BF16"): 1}
-    document = json.loads((report.output / "export_manifest.json").read_bytes())
-    assert document["casts"] == {"F32->BF16": 1}
-    (weights,) = report.output.glob("*.safetensors")
-    assert report.nbytes == weights.stat().st_size
-    again = consolidate(report.output.parent, tmp_path / "again", cast_dtype="fp32")
-    assert again.casts == {} and 0 <= again.seconds <= time.monotonic() - started
 
 
 def test_a_link_in_the_checkpoint_does_not_choose_where_an_export_is_written(

@@ -126,18 +126,6 @@ def test_a_tokenizer_that_was_changed_is_written_not_copied(base: Path, tmp_path
     assert "new" in AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab()
 
 
-def test_a_tokenizer_of_no_directory_is_not_looked_for_in_the_working_directory(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(base)
-    model = model_of()
-    written(HFAssets.from_model(model, tokenizer=tokenizer_of()), tmp_path / "m")
-    copied = (base / "special_tokens_map.json").read_text()
-    extra = tmp_path / "m" / "special_tokens_map.json"
-    assert not extra.exists() or extra.read_text() != copied
-    assert not (tmp_path / "m" / "chat_template.jinja").exists()
-
-
 def test_an_invalid_generation_config_is_found_before_training(tmp_path: Path) -> None:
     model = model_of()
     model.generation_config = GenerationConfig(do_sample=False)
@@ -171,13 +159,6 @@ def test_a_damaged_base_file_is_named(base: Path) -> None:
     name.write_bytes(name.read_bytes()[:-1])
     with pytest.raises(RecipeError, match=name.name):
         HFAssets.from_model(model_of(tied=True), base_dir=base).validate()
-
-
-def test_the_config_of_the_model_is_not_touched() -> None:
-    model = model_of()
-    before = model.config.to_dict()
-    HFAssets.from_model(model).validate()
-    assert model.config.to_dict() == before
 
 
 @pytest.mark.parametrize("change", ["template", "setting"])

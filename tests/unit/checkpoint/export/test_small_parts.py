@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,37 +26,6 @@ from tests.support.models.shards import cut, write_checkpoint
 
 
 # ---------------------------------------------------------------- exports and slices
-
-
-def ranged(*sizes: int) -> ExportManifest:
-    """An export of one file whose digests are those of ranges of so many bytes."""
-    ranges = []
-    start = 0
-    for size in sizes:
-        ranges.append(DigestedRange(start, size, digest_of(b"")))
-        start += size
-    return ExportManifest(Path("export"), {"m": ListedFile(start, tuple(ranges))})
-
-
-def tensor_at(start: int, nbytes: int) -> Tensor:
-    piece = Slice("w", "U8", (0,), (nbytes,), "m", start, nbytes, None)
-    return Tensor("w", "U8", (nbytes,), (piece,))
-
-
-def test_a_tensor_is_divided_at_the_byte_ranges_that_have_digests() -> None:
-    divided = ranged(8, 4, 0, 6, 2).with_digests("m", tensor_at(8, 10))
-    assert [(piece.start, piece.nbytes) for piece in divided.slices] == [(8, 4), (12, 6)]
-    assert [piece.offsets for piece in divided.slices] == [(0,), (4,)]
-    empty = tensor_at(8, 0)
-    assert ranged(8, 4).with_digests("m", empty) == empty
-
-
-@pytest.mark.parametrize(("start", "nbytes"), [(8, 9), (8, 11), (9, 9), (8, 3), (16, 10)])
-def test_byte_ranges_that_do_not_end_where_a_tensor_ends_are_rejected(
-    start: int, nbytes: int
-) -> None:
-    with pytest.raises(CheckpointUnusable):
-        ranged(8, 4, 6, 2).with_digests("m", tensor_at(start, nbytes))
 
 
 def test_every_file_of_an_export_that_is_missing_or_of_another_size_is_reported(
@@ -118,40 +85,3 @@ def test_an_adapter_checkpoint_is_not_exported(tmp_path: Path) -> None:
     (path / layout.MANIFEST).write_bytes(changed.to_bytes())
     with pytest.raises(CheckpointUnusable, match="are not a complete model"):
         open_checkpoint(path)
-
-
-def test_a_file_of_a_previous_checkpoint_with_another_slice_is_not_shared(tmp_path: Path) -> None:
-    path = checkpoint_in(tmp_path / "epoch_0_step_20")
-    reusable = reuse.ReusableFiles.open(reuse.Previous(str(path)))
-    assert reusable is not None
-    (tensor,) = Manifest.read(path).trees["model"].tensors.values()
-    piece = tensor.slices[0]
-    changed = dataclasses.replace(piece, digest=digest_of(b"other"))
-    record = reusable.record(piece.file)
-    header = (path / piece.file).read_bytes()[: piece.start]
-    assert reusable.same_file(piece.file, header, [piece]) == record
-    assert reusable.same_file(piece.file, header[:-1] + b"x", [piece]) is None
-    assert reusable.same_file(piece.file, header + b" ", [piece]) is None
-    for slices in ([], [changed]):
-        assert reusable.same_file(piece.file, header, slices) is None
-
-
-def test_a_file_of_the_future_or_of_the_avoided_checkpoint_is_not_shared(tmp_path: Path) -> None:
-    path = checkpoint_in(tmp_path / "epoch_0_step_20")
-    file = next(name for name in Manifest.read(path).files if name.endswith(".safetensors"))
-    twin = tmp_path / "epoch_0_step_10"
-    (twin / "model").mkdir(parents=True)
-    os.link(path / file, twin / file)
-
-    def record(avoid: Path | None) -> Any:
-        previous = reuse.Previous(str(path), None if avoid is None else str(avoid))
-        reusable = reuse.ReusableFiles.open(previous)
-        assert reusable is not None
-        return reusable.record(file)
-
-    assert record(None) is not None and record(tmp_path / "elsewhere") is not None
-    assert record(twin) is None
-    status = (path / file).stat()
-    for seconds, is_shared in ((3600, False), (-3600, True), (-90_000, False)):
-        os.utime(path / file, (status.st_mtime + seconds,) * 2)
-        assert (record(None) is not None) is is_shared

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import pickle
 import shutil
-import stat
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
 from automodel_ckpt.checkpoint import checkpointer as checkpointer_module
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems as verify_export
-from automodel_ckpt.checkpoint.files import durable_file, layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
 from automodel_ckpt.checkpoint.run import links
@@ -32,7 +28,7 @@ from automodel_ckpt.checkpoint.run.notes import recall_verifications
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.common.checkpoint_rows import rows_of
-from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support.models import tiny
 from tests.unit.checkpoint.jobs.test_background import AdapterFiles
 
@@ -88,16 +84,6 @@ def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
     }
 
 
-def test_every_file_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        tiny.save(tmp_path, tiny.recipe())
-    finally:
-        os.umask(before)
-    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_file()}
-    assert set(modes.values()) == {0o640}, modes
-
-
 def test_a_shard_is_known_by_its_header_and_its_slices(tmp_path: Path) -> None:
     """An export checks the header against the manifest, and the slices while it copies them."""
     path = tiny.save(tmp_path, tiny.recipe()).path
@@ -110,15 +96,6 @@ def test_a_shard_is_known_by_its_header_and_its_slices(tmp_path: Path) -> None:
         assert files_covered_by_slices(path, manifest) == set()
     (path / shard).unlink()
     assert files_covered_by_slices(path, manifest) == set()
-
-
-def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:
-    path = tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter())).path
-    manifest = Manifest.read(path)
-    assert unlisted_files(path, manifest) == [] and verify(path, manifest) == []
-    assert manifest.files.keys() | {"MANIFEST.json"} == set(tree(path))
-    assert manifest.trees["model"].tied == {"head": "embed"}
-    assert manifest.progress == {"consumed_samples": 20}
 
 
 @pytest.mark.parametrize("model_save_format", FORMATS)
@@ -385,47 +362,6 @@ def test_without_validation_there_is_no_lowest_val(tmp_path: Path) -> None:
     assert commit.pointed(tmp_path, "LOWEST_VAL") is None
 
 
-def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: Path) -> None:
-    tiny.save(tmp_path, tiny.recipe(), step=20)
-    tiny.save(tmp_path, tiny.recipe(), step=40)
-    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
-    staging = commit.reserve(tmp_path, "epoch_0_step_60")
-    (staging / "model").mkdir()
-    (tmp_path / ".staging-notes").write_text("the user's own")
-    names = (
-        "late_validations.json",
-        ".verified.json",
-        "training.jsonl",
-        "validation.jsonl",
-        "LATEST.txt",
-    )
-    for half in (halves := [tmp_path / f".{name}.{'0' * 32}" for name in names]):
-        half.touch()
-    tiny.load(tmp_path, tiny.recipe())
-    assert (
-        not staging.exists()
-        and not any(half.exists() for half in halves)
-        and (tmp_path / ".staging-notes").exists()
-    )
-    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
-
-
-def test_a_failed_save_leaves_the_one_before_and_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny.save(tmp_path, tiny.recipe(), step=20)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-
-    def full(*_: Any) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(durable_file, "write_all", full)
-    with pytest.raises(SaveFailed, match=r"ENOSPC") as caught:
-        tiny.save(tmp_path, tiny.recipe(), step=40)
-    assert caught.value.exit_code == 4 and "epoch_0_step_40" in str(caught.value)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-
-
 def test_the_two_log_lines_are_word_for_word(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,38 +456,6 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_
     assert tree(tmp_path) == []
 
 
-def test_a_run_directory_deleted_under_us_fails_the_save_with_its_path(tmp_path: Path) -> None:
-    root, made = tmp_path / "run", tiny.recipe()
-    saver = tiny.checkpointer(root)
-    saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
-    shutil.rmtree(root)
-    with pytest.raises(SaveFailed, match="ENOENT") as caught:
-        saver.save(discover(made), step=2, epoch=0, config_yaml="", losses={}, progress={})
-    saver.close()
-    assert str(root) in str(caught.value)
-
-
-def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there_was(
-    tmp_path: Path,
-) -> None:
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("this user cannot mount a tmpfs")
-    try:
-        saver, made = tiny.checkpointer(mount), tiny.recipe()
-        saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
-        saver.close()
-        subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
-        with pytest.raises(RecipeError, match="EROFS"):
-            tiny.checkpointer(mount).open()
-        with pytest.raises(SaveFailed, match="EROFS"):
-            tiny.save(mount, made, step=2)
-        assert verify(mount / "epoch_0_step_1", Manifest.read(mount / "epoch_0_step_1")) == []
-    finally:
-        subprocess.run(["umount", "-l", mount], check=True)
-
-
 def validated(root: Path, **values: float) -> None:
     """Save a checkpoint per ``s<step>=val_loss``."""
     for name, value in values.items():
@@ -621,47 +525,6 @@ def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can
     assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
 
 
-@pytest.mark.parametrize(
-    ("refused", "failing_steps"), [(layout.POINTERS, (2,)), (("LOWEST_VAL",), (2, 3))]
-)
-def test_a_best_checkpoint_that_could_not_be_pointed_to_is_kept_and_pointed_to_later(
-    refused: tuple[str, ...],
-    failing_steps: tuple[int, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain = commit.point
-
-    def refuse(root: Path, pointer: str, name: str) -> None:
-        if pointer in refused and saving in failing_steps:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(root / pointer))
-        plain(root, pointer, name)
-
-    monkeypatch.setattr(commit, "point", refuse)
-    saver, made = tiny.checkpointer(tmp_path, keep_last=1), tiny.recipe()
-    for saving, value in enumerate([3.0, 1.0, 2.0], start=1):
-        losses = {"val_loss": value}
-        saver.save(
-            discover(made),
-            step=saving,
-            epoch=0,
-            config_yaml="",
-            losses=losses,
-            progress={},
-            validated=True,
-        )
-    saver.close()
-    saving = 0
-    if failing_steps[-1] < 3:
-        assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2", "the next save that can"
-        return
-    tiny.load(tmp_path, tiny.recipe())
-    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == [
-        "epoch_0_step_3",
-        "epoch_0_step_2",
-    ]
-
-
 def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
     validated(tmp_path, s10=2.0, s20=1.0, s30=0.5)
     saver, made = tiny.checkpointer(tmp_path, restore_from="epoch_0_step_20"), tiny.recipe()
@@ -677,22 +540,6 @@ def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path:
     )
     saver.close()
     assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
-
-
-def test_a_publication_that_cannot_be_made_durable_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = commit.fsync_directory
-
-    def fails_once_the_name_stands(path: Path) -> None:
-        if path == tmp_path and (path / "epoch_0_step_20").exists():
-            raise OSError(5, os.strerror(5), str(path))
-        real(path)
-
-    monkeypatch.setattr(commit, "fsync_directory", fails_once_the_name_stands)
-    with pytest.raises(SaveFailed, match="EIO"):
-        tiny.save(tmp_path, tiny.recipe())
-    assert tree(tmp_path) == []
 
 
 def with_unused(seed: int, **options: Any) -> Any:
@@ -748,24 +595,6 @@ def test_state_that_does_not_fit_these_ranks_is_recomputed_and_rank_0_reports_it
     assert warnings == [
         "The data-parallel size changed: sampler is recomputed from the seed and the step"
     ]
-
-
-def test_a_run_that_is_taken_over_while_it_sets_checkpoints_aside_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_from(tmp_path, [20, 40])
-    set_aside = links.set_aside
-
-    def then_lose_the_directory(root: Path, name: str) -> str:
-        aside = set_aside(root, name)
-        (tmp_path / LOCK_FILE).unlink()
-        return aside
-
-    monkeypatch.setattr(links, "set_aside", then_lose_the_directory)
-    with pytest.raises(LeaseLost):
-        run_from(tmp_path, [30], restore_from="epoch_0_step_20")
-    assert not (tmp_path / "epoch_0_step_30").exists()
-    assert (tmp_path / "epoch_0_step_40.superseded-1").exists()
 
 
 @pytest.mark.parametrize("saved_with_schedule", [True, False])

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
-from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows, find_quantized
 from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.parallel.ranks import agree
-from tests.support import ranks
 
 CPU = torch.device("cpu")
 
@@ -56,27 +52,3 @@ def test_quantized_values_are_read(tmp_path: Path) -> None:
     assert torch.equal(found["fp8"], values.float() * factors)
     pairs = torch.tensor([0.5, 1.0], device=CPU).repeat(32)
     assert torch.equal(found["mxfp4"], pairs[None, :, None].expand(1, 64, 3))
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_the_state_of_random_numbers_has_values() -> None:
-    state = StatefulRNG(1).state_dict()
-    assert {
-        value.device
-        for part in state.values()
-        if isinstance(part, dict)
-        for value in part.values()
-        if isinstance(value, torch.Tensor)
-    } == {CPU}
-
-
-def test_ranks_agree() -> None:
-    def exchange() -> tuple[list[float], list[bool], list[str]]:
-        rank, world = dist.get_rank(), dist.group.WORLD
-        with torch.device("meta"):
-            total = agree.sum_over_ranks(world, rank + 1)
-            is_any = agree.on_any_rank(world, [rank == 1, False])
-            return total, is_any, agree.gather_objects(world, f"rank {rank}" * 500)
-
-    expected = ([3.0], [True, False], ["rank 0" * 500, "rank 1" * 500])
-    assert ranks.run(exchange, 2) == [expected, expected]

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.state import module_tensors, optimizer_names
 from automodel_ckpt.checkpoint.state.fill_modules import set_module_state
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
-from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
-
-
-def tied_list() -> nn.Module:
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
-    model[2].weight = model[0].weight
-    model.register_buffer("mask", torch.ones(2), persistent=False)
-    model.register_buffer("scale", torch.ones(2))
-    return model
 
 
 def read(module: nn.Module) -> None:
@@ -37,53 +22,6 @@ def read(module: nn.Module) -> None:
     for value in state.values():
         value.fill_(2)
     set_module_state(module, state, tied, strict=True)
-
-
-def test_a_state_that_lacks_a_tensor_is_an_error() -> None:
-    model = tied_list()
-    state, tied = module_state(model)
-    del state["1.bias"]
-    with pytest.raises(RuntimeError, match="Missing key"):
-        set_module_state(model, state, tied, strict=True)
-
-
-def bare(model: nn.Module) -> nn.Module:
-    return model
-
-
-def checkpointed(model: nn.Module) -> nn.Module:
-    model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
-    return model
-
-
-@pytest.mark.parametrize("wrap", [bare, checkpointed])
-def test_names_are_those_of_pytorch(
-    wrap: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4, 2)).sum().backward()
-    optimizer.step()
-    root = nn.Module()
-    root.model = model
-    expected = get_model_state_dict(model)
-    of_optimizer = get_optimizer_state_dict(root, optimizer)
-    if wrap is bare:
-
-        def walk(*_: Any) -> None:
-            raise AssertionError("PyTorch visits the modules several times for each name")
-
-        monkeypatch.setattr(module_tensors, "get_model_state_dict", walk)
-        monkeypatch.setattr(optimizer_names, "get_optimizer_state_dict", walk)
-    items = classify({"model": model, "optimizer": optimizer})
-    state, _ = module_state(model)
-    assert list(state) == list(expected)
-    assert all(state[name].data_ptr() == expected[name].data_ptr() for name in state)
-    found = Owners(items).optimizer_state(items[1])
-    assert found["param_groups"] == of_optimizer["param_groups"]
-    assert list(found["state"]) == list(of_optimizer["state"])
-    for fqn, entry in found["state"].items():
-        assert all(entry[key] is value for key, value in of_optimizer["state"][fqn].items())
 
 
 def sharing(how: str, seed: int) -> SimpleNamespace:

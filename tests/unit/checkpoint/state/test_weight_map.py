@@ -18,23 +18,6 @@ def index_with(directory: Path, content: Any) -> Path:
     return path
 
 
-def test_a_weight_map_maps_tensors_to_files(tmp_path: Path) -> None:
-    assert read_weight_map(tmp_path / "none.json") is None
-    weight_map = {"a": "x.safetensors", "b": "y.safetensors"}
-    index = index_with(tmp_path, {"metadata": {"total_size": 8}, "weight_map": weight_map})
-    assert read_weight_map(index) == weight_map
-    link = tmp_path / "link.json"
-    link.symlink_to(index)
-    assert read_weight_map(link, follow_links=True) == weight_map
-    with pytest.raises(CheckpointUnusable, match="symbolic link"):
-        read_weight_map(link)
-    # A smaller model was saved over a larger one, whose index transformers leaves there and does not read.
-    (tmp_path / "model.safetensors").touch()
-    assert read_weight_map(index) is None
-    index = index_with(tmp_path, {"weight_map": {"a": "model.safetensors"}})
-    assert read_weight_map(index) == {"a": "model.safetensors"}
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
