@@ -18,8 +18,7 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.values.records import Number
-from automodel_ckpt.training.values.records import Control, LossSum
+from automodel_ckpt.training.values.records import Control, LossSum, Number
 from tools.crash.marks import MICRO_BATCH_SECONDS, hang, mark
 
 
