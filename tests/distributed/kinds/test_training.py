@@ -225,19 +225,6 @@ def failure_or_own(directory: Path, num_ranks: int) -> str:
     return str(ended[-1].error)
 
 
-@pytest.mark.further
-def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_path: Path) -> None:
-    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",)
-    recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
-    ended = ranks.outcomes(
-        partial(installed, recipe, *arguments, recipe_class=SignalledInValidation), 2, init=False
-    )
-    assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
-    assert saved(tmp_path / "run") == ["epoch_0_step_5"]
-    assert losses(tmp_path / "run/epoch_0_step_5")["val_loss"] is None
-    assert not (tmp_path / "run/LOWEST_VAL").exists()
-
-
 def stopped(directory: Path, *overrides: str, recipe_class: type[LLMFinetune]) -> str:
     """The message of a run in ``directory/run`` on one rank that ends for a signal."""
     arguments = (
