@@ -2,9 +2,8 @@
 
 The loss of a label is ``(1 - kd_ratio) * cross_entropy + kd_ratio * temperature**2 * divergence`` (section
 ``distill``). It is computed in chunks of positions (:mod:`automodel_ckpt.models.loss.fused_distillation`), so that
-neither
-the student's nor the teacher's logits of a micro-batch are in memory at the same time. With ``top_k``, the teacher's
-logits are computed before training and read from a cache, and later starts do not load the teacher.
+neither the student's nor the teacher's logits of a micro-batch are in memory at the same time. With ``top_k``, the
+teacher's logits are computed before training and read from a cache, and later starts do not load the teacher.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,8 +64,8 @@ _NOTE = "teacher"
 class DistillationObjective(Objective):
     """The cross-entropy and the divergence from the teacher, wherever there is a label."""
 
-    sums_cross_entropy: ClassVar[bool] = False
-    measures: ClassVar[tuple[str, ...] | None] = ("kd_loss", "ce_loss", "accuracy")
+    sums_cross_entropy = False
+    measures = ("kd_loss", "ce_loss", "accuracy")
     section: DistillConfig
     teacher: Teacher | None
     """None: the micro-batches have the teacher's most probable tokens."""
@@ -125,7 +124,7 @@ class DistillationRecipe(Recipe):
     """What the distillations of all kinds of models have in common: the class before that of a fine-tuning."""
 
     objective_class = DistillationObjective
-    unsupported: ClassVar[Sequence[Unsupported]] = (
+    unsupported = (
         Unsupported(
             "distributed.pp_size",
             "the logits of teacher and student are compared on one rank, which has all stages",
@@ -144,10 +143,7 @@ class DistillationRecipe(Recipe):
         Unsupported("model.mtp", "layers that predict further tokens are not trained"),
     )
 
-    @property
-    def section(self) -> DistillConfig:
-        """The section ``distill``; its defaults without one."""
-        return self.config.distill or DistillConfig()
+    section_key, section_class = "distill", DistillConfig
 
     def config_problems(self) -> list[Problem]:
         problems = super().config_problems()

@@ -24,7 +24,7 @@ from automodel_ckpt.recipes.preference import (
     label_counts,
 )
 from automodel_ckpt.recipes.reference_scores import score_all
-from automodel_ckpt.training.parts.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Tensors
 from automodel_ckpt.training.values.records import LossSum
 
 
@@ -80,12 +80,9 @@ def _difference(values: torch.Tensor) -> torch.Tensor:
 class DPOFinetune(PairFinetune, PreferenceFinetune):
     """Trains ``model`` to give preferred answers of ``dataset`` a higher probability, compared with rejected ones."""
 
-    objective_class: type[Objective] = DPO
+    objective_class = DPO
 
-    @property
-    def section(self) -> DPOConfig:
-        """The section ``dpo``; its defaults without one."""
-        return self.config.dpo or DPOConfig()
+    section_key, section_class = "dpo", DPOConfig
 
     def build(self) -> None:
         """Create the data, the model, the reference, and what updates the model."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoModel, PreTrainedConfig
@@ -42,7 +42,6 @@ from automodel_ckpt.training.kinds.embedding_pairs import (
 )
 from automodel_ckpt.training.measure.evaluation import EvaluationSums
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ATTENTION = "embedding.attention"
@@ -65,8 +64,8 @@ class Contrastive(Objective):
     computed twice, first without gradients for the loss, then for the backward pass (arXiv:2101.06983).
     """
 
-    terms: ClassVar[str] = "pairs"
-    measures: ClassVar[tuple[str, ...] | None] = ("accuracy", "mrr", "recall_at_10")
+    terms = "pairs"
+    measures = ("accuracy", "mrr", "recall_at_10")
     section: EmbeddingConfig
     over_ranks: PairsOverRanks
     rng: StatefulRNG
@@ -193,20 +192,17 @@ def _summed(losses: torch.Tensor, ranks: torch.Tensor) -> LossSum:
 class EmbeddingFinetune(LLMFinetune):
     """Trains the embeddings of a model on the pairs of ``dataset``."""
 
-    auto_class: ClassVar[Any] = AutoModel
-    task_type: ClassVar[str | None] = "FEATURE_EXTRACTION"
-    shares_rows: ClassVar[bool] = False
-    sample_noun: ClassVar[str] = "pair"
-    rows_per_sample: ClassVar[int] = 2
-    unsupported: ClassVar[Sequence[Unsupported]] = UNSUPPORTED
-    objective_class: type[Objective] = Contrastive
+    auto_class = AutoModel
+    task_type = "FEATURE_EXTRACTION"
+    shares_rows = False
+    sample_noun = "pair"
+    rows_per_sample = 2
+    unsupported = UNSUPPORTED
+    objective_class = Contrastive
     _probes_attention = False
     """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
 
-    @property
-    def section(self) -> EmbeddingConfig:
-        """The section ``embedding``, or its defaults."""
-        return self.config.embedding or EmbeddingConfig()
+    section_key, section_class = "embedding", EmbeddingConfig
 
     def config_problems(self) -> list[Problem]:
         names, what = ("query_prompt", "document_prompt"), "prompts are part of the model"
@@ -221,12 +217,10 @@ class EmbeddingFinetune(LLMFinetune):
             document_prompt=self.section.document_prompt,
         )
 
-    def build_collate_fn(self) -> Any:
-        """Build the ``dataloader.collate_fn`` section, else a collator of pairs that pads to the longest text."""
-        default = super().build_collate_fn()
-        if self.config.dataloader.collate_fn is not None:
-            return default
-        return PairCollator(default.pad_token_id, default.multiple)
+    def usual_collate_fn(self) -> Any:
+        """Build a collator of pairs that pads to the longest text."""
+        padding = super().usual_collate_fn()
+        return PairCollator(padding.pad_token_id, padding.multiple)
 
     def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
         """List the number of the pair, in *micro_batch*, of each of its texts: the pairs, then all negatives."""

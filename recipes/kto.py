@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from automodel_ckpt.recipes.preference import (
     has_labels,
 )
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals
-from automodel_ckpt.training.parts.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Tensors
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")
@@ -46,8 +46,8 @@ class GlobalBatchState:
 class KTO(PreferenceObjective):
     """The loss of judged completions, summed over the samples."""
 
-    terms: ClassVar[str] = "samples"
-    measures: ClassVar[tuple[str, ...] | None] = (
+    terms = "samples"
+    measures = (
         "accuracy",
         "kl",
         "reward_desirable",
@@ -154,13 +154,10 @@ def _ratio(total: float, count: float) -> float:
 class KTOFinetune(PreferenceFinetune):
     """Trains ``model`` to give desirable completions of ``dataset`` a higher probability, and others a lower one."""
 
-    objective_class: type[Objective] = KTO
-    with_preceding: ClassVar[bool] = True
+    objective_class = KTO
+    with_preceding = True
 
-    @property
-    def section(self) -> KTOConfig:
-        """The section ``kto``; its defaults without one."""
-        return self.config.kto or KTOConfig()
+    section_key, section_class = "kto", KTOConfig
 
     def config_problems(self) -> list[Problem]:
         problems = super().config_problems()

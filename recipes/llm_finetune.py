@@ -42,8 +42,8 @@ class LLMFinetune(Recipe):
     """Trains ``model`` on ``dataset`` to predict the next token wherever there is a label."""
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
-    task_type: ClassVar[str | None] = "CAUSAL_LM"
-    shares_rows: ClassVar[bool] = True
+    task_type = "CAUSAL_LM"
+    shares_rows = True
 
     def build(self) -> None:
         """Create the tokenizer, the data, the model, and what updates it."""
@@ -108,10 +108,14 @@ class LLMFinetune(Recipe):
         return packs
 
     def build_collate_fn(self) -> Any:
-        """Build the ``dataloader.collate_fn`` section, else a collator that pads to the longest sample."""
+        """Build the ``dataloader.collate_fn`` section, else the :meth:`usual_collate_fn`."""
         section = self.config.dataloader.collate_fn
         if section is not None:
             return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
+        return self.usual_collate_fn()
+
+    def usual_collate_fn(self) -> Any:
+        """Build the collator of a recipe file that names none, which pads to the longest sample."""
         # Padding has no label and is masked, so any id of the vocabulary will do.
         pad_token_id = 0
         for name in ("pad_token_id", "eos_token_id"):

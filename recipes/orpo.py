@@ -7,15 +7,13 @@ its tokens, and its odds are p / (1 - p).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.config.keys.kinds import ORPOConfig
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.recipes.preference import PairFinetune, PairObjective, label_counts
-from automodel_ckpt.training.parts.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Tensors
 from automodel_ckpt.training.values.records import LossSum
 
 _LOG_HALF = -0.6931471805599453
@@ -24,7 +22,7 @@ _LOG_HALF = -0.6931471805599453
 class ORPO(PairObjective):
     """The loss of pairs without a reference."""
 
-    measures: ClassVar[tuple[str, ...] | None] = (*(PairObjective.measures or ()), "sft_loss")
+    measures = (*(PairObjective.measures or ()), "sft_loss")
     section: ORPOConfig
 
     def loss(self, micro_batch: Tensors) -> LossSum:
@@ -76,9 +74,6 @@ def log1mexp(log_probs: torch.Tensor) -> torch.Tensor:
 class ORPOFinetune(PairFinetune):
     """Trains ``model`` on the preferred answers of ``dataset``, and to prefer them to the rejected ones."""
 
-    objective_class: type[Objective] = ORPO
+    objective_class = ORPO
 
-    @property
-    def section(self) -> ORPOConfig:
-        """The section ``orpo``; its defaults without one."""
-        return self.config.orpo or ORPOConfig()
+    section_key, section_class = "orpo", ORPOConfig

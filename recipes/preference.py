@@ -97,7 +97,7 @@ def evaluation_pass(model: nn.Module) -> Iterator[None]:
 class PreferenceObjective(Objective):
     """Computes log-probabilities of answers, of the trained model and of its :attr:`reference`."""
 
-    sums_cross_entropy: ClassVar[bool] = False
+    sums_cross_entropy = False
     reference: Reference
 
     def log_probs(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
@@ -163,8 +163,8 @@ def has_labels(labels: torch.Tensor) -> torch.Tensor:
 class PreferenceFinetune(LLMFinetune):
     """Trains a language model in comparison with a frozen reference model. A subclass defines the loss."""
 
-    shares_rows: ClassVar[bool] = False
-    uses_dropout: ClassVar[bool] = False
+    shares_rows = False
+    uses_dropout = False
     unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
     reference: Reference
 
@@ -230,7 +230,7 @@ class PreferenceFinetune(LLMFinetune):
 class PairObjective(PreferenceObjective):
     """The loss of pairs of rows, summed over the pairs: row 2 i is preferred to row 2 i + 1."""
 
-    terms: ClassVar[str] = "pairs"
+    terms = "pairs"
     measures: ClassVar[tuple[str, ...] | None] = (
         "accuracy",
         "margin",
@@ -287,11 +287,11 @@ def label_counts(rows: Tensors) -> torch.Tensor:
 class PairFinetune(LLMFinetune):
     """A recipe whose data are pairs. A subclass defines the loss."""
 
-    sample_noun: ClassVar[str] = "pair"
-    rows_per_sample: ClassVar[int] = 2
+    sample_noun = "pair"
+    rows_per_sample = 2
     # Each answer has a separate row: the loss needs the probability of each one.
-    shares_rows: ClassVar[bool] = False
-    uses_dropout: ClassVar[bool] = False
+    shares_rows = False
+    uses_dropout = False
     unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
 
     def build_dataset(self, section: Target) -> Any:

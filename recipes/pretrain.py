@@ -38,10 +38,7 @@ log = logging.getLogger("automodel_ckpt")
 class Pretrain(LLMFinetune):
     """Trains ``model`` to predict the next token of documents, which share rows of ``packed_sequence.size`` tokens."""
 
-    @property
-    def section(self) -> PretrainConfig:
-        """The section ``pretrain``, or its defaults."""
-        return self.config.pretrain or PretrainConfig()
+    section_key, section_class = "pretrain", PretrainConfig
 
     # ---------------------------------------------------------------- data
 

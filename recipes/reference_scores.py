@@ -46,7 +46,7 @@ def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
             dp_size=layout.dp_size,
             shuffle=False,
         )
-        dataset.scores = _computed(layout, loader, objective, len(dataset))
+        dataset.scores = _computed(layout, loader, objective, batch_size, len(dataset))
         log.info(
             "computed the reference's log-probabilities of %s in %.1f s",
             counted(len(dataset), "pair"),
@@ -55,7 +55,7 @@ def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
 
 
 def _computed(
-    layout: RankLayout, loader: GlobalBatchLoader, objective: Any, num_pairs: int
+    layout: RankLayout, loader: GlobalBatchLoader, objective: Any, batch_size: int, num_pairs: int
 ) -> Scores:
     # The largest value of all ranks: below any that a rank computes.
     scores = torch.full((num_pairs, 2), -torch.inf)
@@ -67,9 +67,7 @@ def _computed(
             batch = next(batches, None)
         if batch is None:
             break
-        parts = rank_part(
-            batch.sample_ids, layout.dp_rank, layout.dp_size, loader.sizes.local_batch_size
-        )
+        parts = rank_part(batch.sample_ids, layout.dp_rank, layout.dp_size, batch_size)
         for micro_batch, numbers in zip(batch.micro_batches, parts, strict=True):
             log_probs = objective.reference_log_probs(objective.pair_rows(micro_batch))
             if numbers:

@@ -6,13 +6,12 @@ query has to get the highest score among the documents of its row: the loss is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from automodel_ckpt.config.callables.plugins import build, build_function
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import RerankerConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives, has_types
@@ -29,7 +28,7 @@ from automodel_ckpt.training.kinds.embedding_checks import (
 )
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import WITH_HEAD, Unsupported
+from automodel_ckpt.training.unsupported import WITH_HEAD
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ATTENTION = "reranker.attention"
@@ -38,8 +37,8 @@ _ATTENTION = "reranker.attention"
 class Listwise(Objective):
     """The cross-entropy of choosing the first document of each query by its score."""
 
-    terms: ClassVar[str] = "queries"
-    measures: ClassVar[tuple[str, ...] | None] = ("accuracy", "mrr")
+    terms = "queries"
+    measures = ("accuracy", "mrr")
     section: RerankerConfig
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
@@ -72,19 +71,16 @@ def _counts_of(micro_batch: Tensors) -> torch.Tensor:
 class Reranker(LLMFinetune):
     """Trains ``model`` to give the right document of a query in ``dataset`` a higher score than the others."""
 
-    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
-    task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
-    shares_rows: ClassVar[bool] = False
-    sample_noun: ClassVar[str] = "list"
-    unsupported: ClassVar[Sequence[Unsupported]] = WITH_HEAD
-    objective_class: type[Objective] = Listwise
+    auto_class = AutoModelForSequenceClassification
+    task_type = SEQUENCE_CLASSIFICATION
+    shares_rows = False
+    sample_noun = "list"
+    unsupported = WITH_HEAD
+    objective_class = Listwise
     _probes_attention = False
     """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
 
-    @property
-    def section(self) -> RerankerConfig:
-        """The section ``reranker``, or its defaults."""
-        return self.config.reranker or RerankerConfig()
+    section_key, section_class = "reranker", RerankerConfig
 
     def config_problems(self) -> list[Problem]:
         what = "the template is part of the recipe, and all of its data have the same"
@@ -136,11 +132,8 @@ class Reranker(LLMFinetune):
             words += ["right document", *["other document"] * (count - 1)]
         return words
 
-    def build_collate_fn(self) -> Any:
-        """Build the ``dataloader.collate_fn`` section, else a collator that pads to the longest text."""
-        section = self.config.dataloader.collate_fn
-        if section is not None:
-            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
+    def usual_collate_fn(self) -> Any:
+        """Build a collator that pads to the longest text."""
         assert self.model_config is not None
         pad_token_id: Any = self.model_config.get_text_config().pad_token_id
         multiple = row_multiple(self.config, self.layout)

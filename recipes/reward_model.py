@@ -7,9 +7,6 @@ label. Its head gets random values if the pretrained files have none, and is tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
-
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
@@ -18,8 +15,8 @@ from automodel_ckpt.config.keys.kinds import RewardModelConfig
 from automodel_ckpt.data.preference import MARGIN
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective
-from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import NEEDS_HEAD, NO_GENERATION, Unsupported
+from automodel_ckpt.training.parts.objective import Tensors
+from automodel_ckpt.training.unsupported import NEEDS_HEAD, NO_GENERATION
 from automodel_ckpt.training.values.records import LossSum
 
 
@@ -49,15 +46,12 @@ class BradleyTerry(PairObjective):
 class RewardModel(PairFinetune):
     """Trains ``model`` to give preferred answers of ``dataset`` a higher score than rejected ones."""
 
-    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
-    task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
-    unsupported: ClassVar[Sequence[Unsupported]] = (*OF_ANSWERS, NEEDS_HEAD, NO_GENERATION)
-    objective_class: type[Objective] = BradleyTerry
+    auto_class = AutoModelForSequenceClassification
+    task_type = SEQUENCE_CLASSIFICATION
+    unsupported = (*OF_ANSWERS, NEEDS_HEAD, NO_GENERATION)
+    objective_class = BradleyTerry
 
-    @property
-    def section(self) -> RewardModelConfig:
-        """The section ``reward_model``; its defaults without one."""
-        return self.config.reward_model or RewardModelConfig()
+    section_key, section_class = "reward_model", RewardModelConfig
 
     def build_model_config(self) -> PreTrainedConfig | None:
         """Read the configuration of the model, and give it one label and the padding token."""

@@ -6,15 +6,15 @@ position i of the decoder predicts label i. The inputs of the decoder are the la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from automodel_ckpt.config.callables.plugins import build, build_function
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.collate import IGNORE_INDEX
@@ -70,11 +70,11 @@ class Seq2SeqObjective(Objective):
 class Seq2Seq(LLMFinetune):
     """Trains ``model``, an encoder and a decoder, to write the targets of ``dataset``."""
 
-    auto_class: ClassVar[Any] = AutoModelForSeq2SeqLM
-    task_type: ClassVar[str | None] = "SEQ_2_SEQ_LM"
-    shares_rows: ClassVar[bool] = False
+    auto_class = AutoModelForSeq2SeqLM
+    task_type = "SEQ_2_SEQ_LM"
+    shares_rows = False
     objective_class = Seq2SeqObjective
-    unsupported: ClassVar[Sequence[Unsupported]] = (
+    unsupported = (
         Unsupported(
             "model._target_",
             "the inputs of the decoder depend on the model's configuration",
@@ -132,11 +132,8 @@ class Seq2Seq(LLMFinetune):
             section, tokenizer=self.tokenizer, start_token_id=start_token(self.model_config)
         )
 
-    def build_collate_fn(self) -> Any:
-        """Build the ``dataloader.collate_fn`` section, else a collator that pads sources and targets."""
-        section = self.config.dataloader.collate_fn
-        if section is not None:
-            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
+    def usual_collate_fn(self) -> Any:
+        """Build a collator that pads sources and targets."""
         padding = getattr(self.tokenizer, "pad_token_id", None)
         if padding is None:
             assert self.model_config is not None

@@ -11,13 +11,13 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from automodel_ckpt.config.callables.plugins import build, build_function
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import ClassificationConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -39,7 +39,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import WITH_HEAD, Unsupported
+from automodel_ckpt.training.unsupported import WITH_HEAD
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 log = logging.getLogger("automodel_ckpt")
@@ -189,10 +189,10 @@ OBJECTIVES: Mapping[str, type[SampleObjective]] = {
 class SequenceClassification(LLMFinetune):
     """Trains ``model`` to predict the labels of the texts of ``dataset``."""
 
-    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
-    task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
-    shares_rows: ClassVar[bool] = False
-    unsupported: ClassVar[Sequence[Unsupported]] = WITH_HEAD
+    auto_class = AutoModelForSequenceClassification
+    task_type = SEQUENCE_CLASSIFICATION
+    shares_rows = False
+    unsupported = WITH_HEAD
 
     labels: Labels
     """The labels. As state, they are part of checkpoints, and a resume with others is an error."""
@@ -201,10 +201,7 @@ class SequenceClassification(LLMFinetune):
         super().__init__(config, config_yaml=config_yaml)
         self.objective_class = OBJECTIVES[self.section.problem]
 
-    @property
-    def section(self) -> ClassificationConfig:
-        """The section ``classification``; its defaults without one."""
-        return self.config.classification or ClassificationConfig()
+    section_key, section_class = "classification", ClassificationConfig
 
     def build_model_config(self) -> PreTrainedConfig | None:
         """Read the configuration of the model, and give it the labels and the padding token."""
@@ -256,11 +253,8 @@ class SequenceClassification(LLMFinetune):
         """Build the data set that a section names; its builder gets the tokenizer and the labels."""
         return build(section, tokenizer=self.tokenizer, labels=self.labels)
 
-    def build_collate_fn(self) -> Any:
-        """Build the ``dataloader.collate_fn`` section, else a collator for texts with labels."""
-        section = self.config.dataloader.collate_fn
-        if section is not None:
-            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
+    def usual_collate_fn(self) -> Any:
+        """Build a collator for texts with labels."""
         assert self.model_config is not None
         pad_token_id: Any = self.model_config.get_text_config().pad_token_id
         return LabelCollator(pad_token_id, self.labels, row_multiple(self.config, self.layout))

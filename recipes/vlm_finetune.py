@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build, build_function
@@ -49,8 +49,8 @@ class VLMLoop(TrainingLoop):
 class VLMFinetune(Recipe):
     """Trains ``model`` on the conversations of ``dataset`` to give the assistant's answers."""
 
-    auto_class: ClassVar[Any] = AutoMultimodalModel
-    packs_images: ClassVar[bool] = True
+    auto_class = AutoMultimodalModel
+    packs_images = True
     loop_class = VLMLoop
 
     def check_sections(self) -> None:

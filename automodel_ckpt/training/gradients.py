@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -59,7 +60,8 @@ class GradientAccumulation:
         layout: RankLayout = loop.layout
         self._objective: Objective = loop.objective
         trainable = self._objective.trainable
-        self._model, self._stage = trainable.model, trainable.stage
+        self._model: nn.Module = trainable.model
+        self._stage = trainable.stage
         self._router_loss, self._mtp = trainable.router_loss, trainable.mtp
         self._timer: ForwardTimer | None = loop.forward_timer
         self._layout = layout

@@ -70,6 +70,10 @@ class RecipeParts:
     """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
     task_type: ClassVar[str | None] = None
     """peft's name of the task; None if peft has no class of models for it."""
+    section_key: ClassVar[str] = ""
+    """The key of the section of the recipe's kind of training; empty if there is none."""
+    section_class: ClassVar[Any] = None
+    """The dataclass of this section."""
     shares_rows: ClassVar[bool] = False
     """Whether samples may share rows without padding, if the model supports it."""
     packs_images: ClassVar[bool] = False
@@ -335,8 +339,10 @@ class RecipeParts:
 
     @property
     def section(self) -> Any:
-        """The section of the recipe's kind of training, such as ``dpo``, for its objective; None if there is none."""
-        return None
+        """The section of the recipe's kind of training, such as ``dpo``, or its defaults; None if there is none."""
+        if not self.section_key:
+            return None
+        return getattr(self.config, self.section_key) or self.section_class()
 
     def build_objective(self) -> Objective:
         """Build the object that computes the loss of a micro-batch."""

@@ -214,14 +214,13 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     """Describe the size of the checkpoints, *nbytes* each, and whether the disk has enough space."""
     from automodel_ckpt.checkpoint.run.resume import checkpoint_names
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-    from automodel_ckpt.training.values.disk_use import kept_at_once, still_to_come
+    from automodel_ckpt.training.values.disk_use import checkpoints_kept
 
     section = loaded.config.checkpoint
     directory = Path(section.checkpoint_dir)
     free = free_bytes(directory)
     existing = [name.step for name in checkpoint_names(directory)]
-    most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch, existing)
-    more = still_to_come(loaded.config, plan.steps, plan.steps_per_epoch, existing)
+    most, more = checkpoints_kept(loaded.config, plan.steps, plan.steps_per_epoch, existing)
     text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
     if most is not None:
         text += f", {most} kept at most: {size_text(most * nbytes)}"

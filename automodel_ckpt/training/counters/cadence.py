@@ -95,23 +95,16 @@ def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
 
 def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
     """A sentence about what will end the run. *steps_per_epoch* is None for a stream."""
-    num_epochs, max_steps = cadence.num_epochs, cadence.max_steps
-    limit = f"max_time ({cadence.max_time_seconds:g} s)" if cadence.max_time_seconds else ""
-    if num_epochs is None and max_steps is None:
-        return f"{limit or 'nothing'} will end the run"
-    time = f", unless {limit} ends it before" if limit else ""
-    if num_epochs is None:
-        return f"max_steps {max_steps} will end the run{time}"
-    if steps_per_epoch is None:
-        or_steps = ""
-        if max_steps is not None:
-            or_steps = f", or max_steps {max_steps}, whichever comes first"
-        return f"num_epochs {num_epochs} will end the run{or_steps}{time}"
-    last = num_epochs * steps_per_epoch
-    if max_steps is not None and max_steps <= last:
-        return f"max_steps {max_steps} will end the run before num_epochs {num_epochs} (step {last}){time}"
-    of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
-    return f"num_epochs {num_epochs} will end the run at step {last}{of_steps}{time}"
+    limits = []
+    if cadence.max_steps is not None:
+        limits.append(f"max_steps {cadence.max_steps}")
+    if cadence.num_epochs is not None:
+        last = "" if steps_per_epoch is None else f" (step {cadence.num_epochs * steps_per_epoch})"
+        limits.append(f"num_epochs {cadence.num_epochs}{last}")
+    if cadence.max_time_seconds:
+        limits.append(f"max_time ({cadence.max_time_seconds:g} s)")
+    first = ", whichever comes first" if len(limits) > 1 else ""
+    return f"{' or '.join(limits) or 'nothing'} will end the run{first}"
 
 
 def divides(every: int | None, count: int) -> bool:

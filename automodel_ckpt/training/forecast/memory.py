@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def _of_rank(
         state = Memory(0, 0, process)
     temporary = int(_bytes_of_optimizer_step(rank, trained) * share)
     phases = phases_of(rank, parameters, activations or Activations(), temporary)
-    peaks = [replace(state, **phase._asdict()) for phase in phases]
+    peaks = [replace(state, **asdict(phase)) for phase in phases]
     memory = max(peaks, key=lambda peak: peak.total)
     if recipe.config.distributed.cpu_offload:
         memory = replace(memory, gradients=0)

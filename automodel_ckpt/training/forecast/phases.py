@@ -9,6 +9,7 @@ no buffers, except for gradients that are copied to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from automodel_ckpt.training.forecast.activations import Activations
 from automodel_ckpt.training.forecast.rank_parts import Parameters, RankParts
 
 
-class Phase(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Phase:
     """Bytes that exist at one time, besides those that exist during the whole step."""
 
     gradients: int
@@ -130,7 +132,7 @@ def _sharded(
         kept = int(share * before + (1 - share) * after)
         present = complete + min(of_layers, of_backbone - of_root)
         phases.append(Phase(in_progress if rank.accumulates else present, gathered + kept, peak))
-    return [each._replace(gathered=each.gathered + root.parameters) for each in phases]
+    return [replace(each, gathered=each.gathered + root.parameters) for each in phases]
 
 
 def _those_in(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> Parameters:

@@ -78,7 +78,7 @@ def check_images(
         is_limit = getattr(towers[0], "model_type", None) in _ANY_SIZE
         compared = [
             ("config", student, teacher.config, (*_TOKENS, *_NUM_TOKENS)),
-            ("vision_config", *towers, _VISION[is_limit:]),
+            ("vision_config", towers[0], towers[1], _VISION[is_limit:]),
         ]
     try:
         own = read_processor(os.path.expanduser(teacher.name), teacher.repository)
@@ -90,11 +90,11 @@ def check_images(
             teacher.name,
         )
     else:
-        images, audio = (
-            [part_of(each) for each in (processor, own)]
-            for part_of in (lambda each: getattr(each, "image_processor", None), audio_processor_of)
-        )
-        compared += [("image_processor", *images, _PIXELS), ("feature_extractor", *audio, _AUDIO)]
+        images = [getattr(each, "image_processor", None) for each in (processor, own)]
+        compared += [
+            ("image_processor", images[0], images[1], _PIXELS),
+            ("feature_extractor", audio_processor_of(processor), audio_processor_of(own), _AUDIO),
+        ]
     differing = [text for row in compared for text in _differing(*row)]
     if differing:
         raise RecipeError(

@@ -189,7 +189,7 @@ class Measurements:
                 # The stop saves the step without its validation.
                 self._scheduler.validation_is_due = validation is not None
                 self._loop.stop()
-            metrics = found
+            metrics = found or ()
         losses = {**self._loop.losses(validation), **self._benchmark_values(metrics)}
         return losses, validation is not None or bool(metrics)
 

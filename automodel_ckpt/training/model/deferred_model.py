@@ -41,7 +41,11 @@ from automodel_ckpt.models.model_checks import check_complete
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.training.model.pretrained_files import NotDeferrable, PretrainedFiles
+from automodel_ckpt.training.model.pretrained_files import (
+    NotDeferrable,
+    PretrainedFiles,
+    verify_base,
+)
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options, text_tokenizer
 
 if TYPE_CHECKING:
@@ -299,8 +303,6 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
     if base is not None:
         # A dry run reads no weights.
         level = "size" if request.is_dry_run else config.checkpoint.verify
-        from automodel_ckpt.training.parts.init_from import verify_base
-
         verify_base(base, level, layout, layout.gloo_group, section.revision)
     files = f"config.json and generation_config.json of {base}" if base else "model.from_config"
     with naming_files("transformers cannot build this model", files):

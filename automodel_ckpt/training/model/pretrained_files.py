@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -13,10 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PreTrainedConfig
 
 from automodel_ckpt.base.units import counted, size_text
+from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.formats.description import DTYPES, local_tensor
+from automodel_ckpt.checkpoint.parts.verify import Level
+from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.checkpoint.state.module_tensors import (
@@ -30,7 +36,7 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
 from automodel_ckpt.models.inspect.float32_parts import float32_pattern
-from automodel_ckpt.models.inspect.repository import fetched_directory
+from automodel_ckpt.models.inspect.repository import base_directory, fetched_directory
 from automodel_ckpt.models.inspect.vocabulary import log_resized, vocabulary_names
 from automodel_ckpt.models.weight_matching import (
     Names,
@@ -40,6 +46,7 @@ from automodel_ckpt.models.weight_matching import (
     former_buffers,
     ignored_by,
 )
+from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedFiles, QuantizedTensor
@@ -122,7 +129,6 @@ class PretrainedFiles:
         keep_in_float32(model, fresh_dtype(config, dtype or "float32"))
         try:
             from automodel_ckpt.convert.open import open_base
-            from automodel_ckpt.training.parts.init_from import MODEL
 
             self._tensors: Tensors = open_base(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
@@ -357,3 +363,43 @@ def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and pattern.search(f"{module_name}.{name}"):
                 module._buffers[name] = buffer.float()
+
+
+def verify_base(
+    name: str,
+    level: Level,
+    ranks: RankLayout,
+    group: ProcessGroup | None,
+    revision: str | None = None,
+) -> None:
+    """Compare a base model that is an export with its manifest, before anything is read from it; other bases have none.
+
+    *revision* is a branch, tag or commit of a Hub name. Called on all ranks, each of which reads its share. Raises
+    :class:`CheckpointUnusable`, the same on all ranks.
+    """
+    with raise_on_all_ranks(group):
+        directory = base_directory(name, revision)
+        _verify_export(directory, level, rank=ranks.rank, num_ranks=ranks.world_size)
+
+
+def verify_side_files(name: str, level: Level, revision: str | None = None) -> None:
+    """Compare the small files of a directory that is an export (config, tokenizer, processor) with its manifest, before
+    they are read. Every rank reads them all. Raises :class:`CheckpointUnusable`."""
+    directory = None
+    with contextlib.suppress(OSError, ValueError):  # no name of the Hub, which its reader reports
+        directory = base_directory(name, revision)
+    _verify_export(directory, level, are_weights_read=False)
+
+
+def _verify_export(
+    directory: Path | None, level: Level, *, are_weights_read: bool = True, **share: int
+) -> None:
+    export = find_export_manifest(directory, follow_links=True) if directory is not None else None
+    if directory is None or export is None:
+        return
+    # Side files that training does not read may be missing from a copy.
+    present = {file for file in export.files if (directory / file).exists()}
+    if not are_weights_read:
+        present = {file for file in present if not file.endswith(".safetensors")}
+    if problems := export.problems(only=present, level=level, **share):
+        raise CheckpointUnusable.all_of(problems)

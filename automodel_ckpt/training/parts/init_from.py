@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -32,7 +31,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.names.registry import model_types
 from automodel_ckpt.convert.open import Weights, open_weights
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.repository import (
     base_directory,
     check_revision,
@@ -351,46 +350,6 @@ def _config_directory(modules: Modules) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory(prefix="automodel_ckpt-config-") as directory:
         Path(directory, "config.json").write_text(config.to_json_string(use_diff=False))
         yield Path(directory)
-
-
-def verify_base(
-    name: str,
-    level: Level,
-    ranks: RankLayout,
-    group: ProcessGroup | None,
-    revision: str | None = None,
-) -> None:
-    """Compare a base model that is an export with its manifest, before anything is read from it; other bases have none.
-
-    *revision* is a branch, tag or commit of a Hub name. Called on all ranks, each of which reads its share. Raises
-    :class:`CheckpointUnusable`, the same on all ranks.
-    """
-    with raise_on_all_ranks(group):
-        directory = base_directory(name, revision)
-        _verify_export(directory, level, rank=ranks.rank, num_ranks=ranks.world_size)
-
-
-def verify_side_files(name: str, level: Level, revision: str | None = None) -> None:
-    """Compare the small files of a directory that is an export (config, tokenizer, processor) with its manifest, before
-    they are read. Every rank reads them all. Raises :class:`CheckpointUnusable`."""
-    directory = None
-    with contextlib.suppress(OSError, ValueError):  # no name of the Hub, which its reader reports
-        directory = base_directory(name, revision)
-    _verify_export(directory, level, are_weights_read=False)
-
-
-def _verify_export(
-    directory: Path | None, level: Level, *, are_weights_read: bool = True, **share: int
-) -> None:
-    export = find_export_manifest(directory, follow_links=True) if directory is not None else None
-    if directory is None or export is None:
-        return
-    # Side files that training does not read may be missing from a copy.
-    present = {file for file in export.files if (directory / file).exists()}
-    if not are_weights_read:
-        present = {file for file in present if not file.endswith(".safetensors")}
-    if problems := export.problems(only=present, level=level, **share):
-        raise CheckpointUnusable.all_of(problems)
 
 
 def _open(

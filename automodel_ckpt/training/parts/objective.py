@@ -33,7 +33,6 @@ from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_head import LossHead
-from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.evaluation import (
@@ -138,7 +137,8 @@ class Objective:
     def size_here(self, micro_batches: Sequence[Tensors], *, with_flops: bool = False) -> BatchSize:
         """Add up the sizes of this rank's *micro_batches*; zero if another rank reports the same rows.
 
-        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
+        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once. With
+        *with_flops*, it has the floating-point operations of a training pass, for the log; 0 if they are unknown.
         """
         count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
         if self.layout.reports:
@@ -188,17 +188,16 @@ class Objective:
         With stages, only the last one returns losses.
         """
         stage = self.trainable.stage
-        if stage is None:
-            return (self._evaluated(micro_batch) for micro_batch in micro_batches)
-        rows = [self.rows_of(micro_batch) for micro_batch in micro_batches]
-        return stage.evaluate(rows, self.stage_output)
-
-    def _evaluated(self, micro_batch: Tensors) -> torch.Tensor:
-        result = self.loss(micro_batch)
-        if self.evaluation is not None:
-            for name, value in result.metrics.items():
-                self.evaluation.add(name, value)
-        return result.loss
+        if stage is not None:
+            rows = [self.rows_of(micro_batch) for micro_batch in micro_batches]
+            yield from stage.evaluate(rows, self.stage_output)
+            return
+        for micro_batch in micro_batches:
+            result = self.loss(micro_batch)
+            if self.evaluation is not None:
+                for name, value in result.metrics.items():
+                    self.evaluation.add(name, value)
+            yield result.loss
 
     @contextmanager
     def evaluating(self) -> Iterator[EvaluationSums]:
@@ -267,26 +266,31 @@ class Objective:
         if trainable.mtp is not None and self.model.training:
             return self._row_loss_of_depths(rows, trainable.mtp)
         z_loss = self.z_loss if self.model.training else None
-        if trainable.loss_head is None:
-            loss = self._loss_from_full_logits(rows, hidden, z_loss)
-        else:
-            loss = self._loss_from_loss_head(rows, hidden, trainable.loss_head, z_loss)
-        return loss if z_loss is None else self._with_gradient_of_z_loss(loss, z_loss)
-
-    def _loss_from_full_logits(
-        self, rows: Tensors, hidden: torch.Tensor | None, z_loss: ZLoss | None
-    ) -> torch.Tensor:
-        """Compute the summed loss of *rows* from the model's logits [B, t, V], with the *z_loss* added, if any."""
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, hidden)
+        if trainable.loss_head is None:
+            loss = self._loss_from_full_logits(inputs, rows, part, z_loss)
+        else:
+            loss = self._loss_from_loss_head(inputs, rows, part, trainable.loss_head, z_loss)
+        if z_loss is None:
+            return loss
+        # The value of the z-loss is for the metrics. Without it, the gradient does not change.
+        penalty = z_loss.take()
+        self._z_loss_sum = self._z_loss_sum + penalty
+        return loss - penalty
+
+    def _loss_from_full_logits(
+        self, inputs: Tensors, rows: Tensors, part: slice, z_loss: ZLoss | None
+    ) -> torch.Tensor:
+        """Compute the summed loss of *rows* from the model's logits [B, t, V], with the *z_loss* added, if any."""
         with self.trainable.compute():
             output = self._run_model(inputs, rows, part)
         labels = self._on_device(rows["labels"])
         logits = logits_of(output)
         loss = self._loss_of_logits(logits, labels, part)
         predicted = shift_labels(labels)[:, part].flatten()
-        if self._hits is not None:
-            self._hits.add(logits.flatten(0, 1), predicted)
+        if self.evaluation is not None:
+            self.evaluation.hits.add(logits.flatten(0, 1), predicted)
         if z_loss is not None:
             penalty = z_loss.of(widened(logits.flatten(0, 1)), predicted)
             z_loss.note(penalty)
@@ -295,14 +299,13 @@ class Objective:
 
     def _loss_from_loss_head(
         self,
+        inputs: Tensors,
         rows: Tensors,
-        hidden: torch.Tensor | None,
+        part: slice,
         loss_head: LossHead,
         z_loss: ZLoss | None,
     ) -> torch.Tensor:
         """Compute the summed loss of *rows* in the output layer, chunk by chunk, with the *z_loss* added, if any."""
-        part = self._part_of_row(rows["labels"].shape[1])
-        inputs = self._inputs(rows, hidden)
         positions, targets = labelled_positions(
             rows["labels"], part, all_up_to=self.trainable.all_up_to
         )
@@ -310,8 +313,9 @@ class Objective:
             positions = self._on_device(positions)
         # The root module computes the loss: only its forward pass gathers the root's parameters and
         # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
+        hits = None if self.evaluation is None else self.evaluation.hits
         loss_pass = loss_head.computing_loss(
-            positions, self._on_device(targets), hits=self._hits, z_loss=z_loss
+            positions, self._on_device(targets), hits=hits, z_loss=z_loss
         )
         with self.trainable.compute(), loss_pass:
             output = self._run_model(inputs, rows, part)
@@ -333,12 +337,6 @@ class Objective:
             self._is_known_sum = check_is_sum(self.loss_fn, logits.flatten(0, 1), shifted)
         return loss
 
-    def _with_gradient_of_z_loss(self, total: torch.Tensor, z_loss: ZLoss) -> torch.Tensor:
-        """Take the value of the z-loss out of *total*, whose gradient does not change, and keep it for the metrics."""
-        penalty = z_loss.take()
-        self._z_loss_sum = self._z_loss_sum + penalty
-        return total - penalty
-
     def _row_loss_of_depths(self, rows: Tensors, mtp: MultiTokenPrediction) -> torch.Tensor:
         """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
         trainable = self.trainable
@@ -353,12 +351,13 @@ class Objective:
         if trainable.loss_head is None:
             with mtp.computing(), trainable.compute():
                 output = self._run_model(inputs, rows, part)
-            parts = torch.split(logits_of(output), num_rows)
-            found: list[torch.Tensor] = []
-            for logits, targets in zip(parts, by_depth, strict=True):
-                loss = self._loss_of_logits(logits, self._on_device(targets), part)
-                found.append(loss)
-            losses = torch.stack(found)
+            depths = zip(torch.split(logits_of(output), num_rows), by_depth, strict=True)
+            losses = torch.stack(
+                [
+                    self._loss_of_logits(logits, self._on_device(targets), part)
+                    for logits, targets in depths
+                ]
+            )
         else:
             positions, targets = labelled_positions(labels, part)
             assert positions is not None
@@ -399,10 +398,6 @@ class Objective:
             # Such a micro-batch only keeps this rank in step with the others.
             is_token = torch.zeros_like(rows["labels"])
         self.router_loss.note(output, None if is_token is None else is_token[:, part])
-
-    @property
-    def _hits(self) -> TokenHits | None:
-        return None if self.evaluation is None else self.evaluation.hits
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.layout.device)

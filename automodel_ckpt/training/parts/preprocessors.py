@@ -55,7 +55,7 @@ def find_preprocessor(
         revision = preprocessor_options(config, name, where).revision
         if where != _BASE:
             check_revision(name, revision, f"{key}.revision", where)
-        from automodel_ckpt.training.parts.init_from import verify_side_files
+        from automodel_ckpt.training.model.pretrained_files import verify_side_files
 
         verify_side_files(name, config.checkpoint.verify, revision)
     return name, where

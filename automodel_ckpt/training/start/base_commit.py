@@ -6,12 +6,13 @@ and all ranks of a run read the same ones.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,27 +44,43 @@ from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_r
 log = logging.getLogger("automodel_ckpt")
 
 
-C = TypeVar("C")
-
-Place = tuple[str | int, ...]
-"""The keys and list indices that lead to a value of a recipe."""
 _OWN_DATA = "automodel_ckpt.data."
 _FROM_PRETRAINED = ("transformers.", ".from_pretrained")
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository that a recipe names at the key *where*, and the *place* of its revision in the recipe.
+    """A repository that a recipe names at the key *where*. The *owner* of the key *revision_key* has its revision.
 
     *is_optional*: a run that continues from a checkpoint does not read it.
     """
 
     name: str
-    revision: str | None
     where: str
-    place: Place
+    owner: Any
+    revision_key: str = "revision"
     kind: Kind = "model"
     is_optional: bool = False
+
+    @property
+    def revision(self) -> str | None:
+        """The branch, tag or commit that the recipe asks for."""
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.revision_key)
+        return getattr(self.owner, self.revision_key)  # type: ignore[no-any-return]
+
+    def pin(self, commit: str) -> None:
+        """Let the recipe ask for *commit*."""
+        if isinstance(self.owner, dict):
+            self.owner[self.revision_key] = commit
+        else:
+            setattr(self.owner, self.revision_key, commit)
+
+    @property
+    def asked(self) -> str:
+        """The name and the revision that the recipe asks for, as :data:`FURTHER` has them."""
+        owner = _DATA if self.kind == "dataset" else ""
+        return f"{owner}{self.name}@{self.revision or MAIN}"
 
 
 def hub_names(config: Any) -> Iterator[HubName]:
@@ -75,44 +92,33 @@ def hub_names(config: Any) -> Iterator[HubName]:
         for key in ("from_pretrained", "from_config"):
             # The config can be written in the recipe, too.
             if isinstance(getattr(model, key), str):
-                yield _named(model, key, ("model",))
+                yield HubName(getattr(model, key), f"model.{key}", model)
     for key in ("tokenizer", "processor"):
         section: Any = getattr(config, key, None)
         name = getattr(section, "from_pretrained", None)
         # The model's own one follows model.revision.
         if name is not None and (section.revision is not None or name not in of_model):
-            yield _named(section, "from_pretrained", (key,))
-    teacher = getattr(getattr(config, "distill", None), "teacher", None)
+            yield HubName(name, f"{key}.from_pretrained", section)
+    teacher: Any = getattr(getattr(config, "distill", None), "teacher", None)
     if getattr(teacher, "from_pretrained", None) is not None:
-        yield _named(teacher, "from_pretrained", ("distill", "teacher"))
+        yield HubName(teacher.from_pretrained, "distill.teacher.from_pretrained", teacher)
     for key in ("dpo", "kto"):
         section = getattr(config, key, None)
         if getattr(section, "reference", None) is not None:
-            yield _named(section, "reference", (key,), "reference_revision")
+            yield HubName(section.reference, f"{key}.reference", section, "reference_revision")
     sources = config.init_from or []
-    places: Iterable[tuple[Place, InitFromConfig]]
-    if isinstance(sources, InitFromConfig):
-        places = [(("init_from",), sources)]
-    else:
-        places = ((("init_from", number), source) for number, source in enumerate(sources))
-    for place, source in places:
+    is_single = isinstance(sources, InitFromConfig)
+    for number, source in enumerate([sources] if is_single else sources):
         if not is_url(source.path):
-            yield replace(_named(source, "path", place), is_optional=True)
-    yield from _plug_ins(config, ())
+            where = "init_from.path" if is_single else f"init_from.{number}.path"
+            yield HubName(source.path, where, source, is_optional=True)
+    yield from _plug_ins(config, "")
 
 
-def with_revisions(config: C, revisions: Mapping[Place, str]) -> C:
-    """Return *config* with other revisions at the places of :class:`HubName`."""
-    for place, revision in revisions.items():
-        config = _with(config, place, revision)
-    return config
-
-
-def _plug_ins(value: Any, place: Place) -> Iterator[HubName]:
+def _plug_ins(value: Any, where: str) -> Iterator[HubName]:
     """Yield the names in the arguments of ``_target_`` sections, at any depth."""
     if isinstance(value, Target):
-        yield from _of_target(value, place)
-        place = (*place, "kwargs")
+        yield from _of_target(value, where)
         value = value.kwargs
     items: Any = ()
     if isinstance(value, dict):
@@ -120,12 +126,12 @@ def _plug_ins(value: Any, place: Place) -> Iterator[HubName]:
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     elif dataclasses.is_dataclass(value):
-        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        items = vars(value).items()
     for key, item in items:
-        yield from _plug_ins(item, (*place, key))
+        yield from _plug_ins(item, f"{where}{key}.")
 
 
-def _of_target(target: Target, place: Place) -> Iterator[HubName]:
+def _of_target(target: Target, where: str) -> Iterator[HubName]:
     function, given = target._target_, target.kwargs
     start, end = _FROM_PRETRAINED
     kind: Kind = "dataset"
@@ -144,34 +150,13 @@ def _of_target(target: Target, place: Place) -> Iterator[HubName]:
         # A missing train.jsonl is a mistake in a path.
         is_name = not Source.of(str(name)).is_file
     if is_name and is_repository(str(name)):
-        where = ".".join(str(part) for part in (*place, key) if part != "kwargs")
-        yield HubName(str(name), revision, where, (*place, "kwargs", "revision"), kind)
-
-
-def _named(section: Any, key: str, place: Place, revision: str = "revision") -> HubName:
-    where = ".".join(map(str, (*place, key)))
-    return HubName(getattr(section, key), getattr(section, revision), where, (*place, revision))
+        yield HubName(str(name), f"{where}{key}", given, kind=kind)
 
 
 def is_repository(name: str) -> bool:
     """Whether *name* can be that of a repository, and is not a path in a local directory."""
     is_in_local_directory = "/" in name and Path(name).expanduser().parent.is_dir()
     return is_hub_name(name) and not is_in_local_directory
-
-
-def _with(value: Any, place: Place, revision: str) -> Any:
-    if not place:
-        return revision
-    key, *rest = place
-    if isinstance(value, dict):
-        return {**value, key: _with(value.get(key), tuple(rest), revision)}
-    if isinstance(value, list | tuple):
-        assert isinstance(key, int)
-        items = list(value)
-        items[key] = _with(items[key], tuple(rest), revision)
-        return type(value)(items)
-    changed: Any = {str(key): _with(getattr(value, str(key)), tuple(rest), revision)}
-    return replace(value, **changed)
 
 
 COMMIT, REVISION = "base_commit", "base_revision"
@@ -200,7 +185,8 @@ def pin_base(
     Collective: rank 0 makes the requests. Raises :class:`RecipeError` on all ranks if something cannot be read, and
     states what to do.
     """
-    commits: dict[Place, str] = {}
+    config = copy.deepcopy(config)
+    commits: dict[str, str] = {}
     notes: dict[str, str] = {}
     is_offline = False
     with raise_on_all_ranks(group):
@@ -216,7 +202,9 @@ def pin_base(
         go_offline("the Hub cannot be reached")
     if checkpointer is not None:
         checkpointer.notes.update(notes)
-    return with_revisions(config, commits)
+    for name in [name for name in hub_names(config) if name.where in commits]:
+        name.pin(commits[name.where])
+    return config
 
 
 def commits_of_run(config: RecipeConfig) -> Recorded | None:
@@ -253,9 +241,9 @@ def recorded_commits(summary: Summary | None) -> Recorded | None:
 
 def _commits(
     config: RecipeConfig, recorded: Recorded | None
-) -> tuple[dict[Place, str], dict[str, str]]:
-    """Determine the commits of all names, by the places of their revisions, and the notes about them."""
-    commits: dict[Place, str] = {}
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Determine the commits of all names, by their keys in the recipe, and the notes about them."""
+    commits: dict[str, str] = {}
     notes: dict[str, str] = {}
     further: dict[str, str] = {}
     for name in hub_names(config):
@@ -264,11 +252,11 @@ def _commits(
         if name.kind == "model":
             # A path that does not exist is an error.
             require_local(name.name, name.where)
-        asked = _asked(name)
+        asked = name.asked
         commit = further.get(asked) or _commit_of(name, recorded)
         if commit is None:
             continue
-        commits[name.place] = commit
+        commits[name.where] = commit
         is_base = name.where in _MODEL_KEYS
         if is_base:
             notes |= {COMMIT: f"{name.name}@{commit}", REVISION: name.revision or MAIN}
@@ -282,15 +270,9 @@ def _commits(
     return commits, notes
 
 
-def _asked(name: HubName) -> str:
-    """The name and the revision that the recipe asks for, as :data:`FURTHER` has them."""
-    owner = _DATA if name.kind == "dataset" else ""
-    return f"{owner}{name.name}@{name.revision or MAIN}"
-
-
 def _commit_of(name: HubName, recorded: Recorded | None) -> str | None:
     """Return the commit of a repository; None if it is unknown."""
-    commit = None if recorded is None else recorded.get(_asked(name))
+    commit = None if recorded is None else recorded.get(name.asked)
     if commit is not None and name.is_optional:
         # This start does not read it, and must not fail if it is gone.
         return commit
@@ -299,25 +281,18 @@ def _commit_of(name: HubName, recorded: Recorded | None) -> str | None:
             return resolve_commit(name.name, commit or name.revision, where=name.where)
         found = check_access(name.name, commit or name.revision, kind="dataset", where=name.where)
     except RecipeError as error:
-        if commit is None or not _is_unknown_revision(error):
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        is_gone = any(isinstance(each, RevisionNotFoundError) for each in chain_of(error))
+        if commit is None or not is_gone:
             raise
-        raise _no_longer_there(name, commit) from error
+        section, _, _ = name.where.rpartition(".")
+        raise RecipeError(
+            "the Hub no longer has the commit that the checkpoint records",
+            where=name.where,
+            value=f"{name.name}@{commit}",
+            hint=f"to continue with other files, set {section}.{name.revision_key} to a commit that is there",
+        ) from error
     # Checkpoints of earlier versions record no data sets. A commit would look like other data to their loaders.
     is_new = recorded is None or commit is not None
     return commit or found if is_new else None
-
-
-def _is_unknown_revision(error: BaseException) -> bool:
-    from huggingface_hub.errors import RevisionNotFoundError
-
-    return any(isinstance(each, RevisionNotFoundError) for each in chain_of(error))
-
-
-def _no_longer_there(name: HubName, commit: str) -> RecipeError:
-    revision = ".".join(str(part) for part in name.place if part != "kwargs")
-    return RecipeError(
-        "the Hub no longer has the commit that the checkpoint records",
-        where=name.where,
-        value=f"{name.name}@{commit}",
-        hint=f"to continue with other files, set {revision} to a commit that is there",
-    )

@@ -137,17 +137,12 @@ class RecipeOptions:
         self._schedule = schedule
         self._from_recipe = section.on_resume == "recipe"
         self._overridden = overridden
-        self._rates: list[Any] = []
-        if schedule is not None:
-            self._rates = list(schedule.base_lrs)
-        self._options = self._present_options()
+        self._rates = [] if schedule is None else list(schedule.base_lrs)
         self._8bit = optimizers_8bit(optimizer)
         self._state_options = [each.state_options for each in self._8bit]
-        self._new_schedule = copy.deepcopy(schedule.state_dict()) if schedule is not None else {}
+        self._new_schedule = {} if schedule is None else copy.deepcopy(schedule.state_dict())
         self._checkpoint = Path()
-        self._groups: list[dict[str, Any]] = []
-        for group in optimizer.param_groups:
-            self._groups.append({key: value for key, value in group.items() if key != "params"})
+        self._groups = self._present_groups()
 
     def compare(self, scheduler: StepScheduler, saved: Collection[str], checkpoint: Path) -> None:
         """Give the optimizer its options and its rate after *checkpoint* was loaded, and log what changes.
@@ -190,16 +185,13 @@ class RecipeOptions:
         if self._in_section(name) == new:
             self._of_section.setdefault(name, []).append(saved)
 
-    def _present_options(self) -> list[dict[str, list[float]]]:
-        """The numbers and switches among the options of each group; the learning rate only if no schedule moves it."""
-        ignored = (*self._scheduled_options(), *_IMPLEMENTATION)
-        options = []
-        for group in self._optimizer.param_groups:
-            numbers = {name: _numbers(value) for name, value in group.items()}
-            options.append(
-                {name: value for name, value in numbers.items() if value and name not in ignored}
-            )
-        return options
+    def _present_groups(self) -> list[dict[str, Any]]:
+        """The options of each group."""
+        groups = self._optimizer.param_groups
+        return [{name: group[name] for name in group if name != "params"} for group in groups]
+
+    def _where(self, number: int) -> str:
+        return f" of parameter group {number}" if len(self._groups) > 1 else ""
 
     def _scheduled_options(self) -> tuple[str, ...]:
         """Options that a schedule sets in each step; without a schedule there are none."""
@@ -229,28 +221,29 @@ class RecipeOptions:
                 log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
 
     def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
-        # A rate of a schedule that is left out is replaced by the recipe's.
-        ignored = ("lr", "initial_lr") if has_lost_schedule else ()
-        pairs = zip(self._options, self._present_options(), strict=False)
-        for number, (new, saved) in enumerate(pairs):
-            where = f" of parameter group {number}" if len(self._options) > 1 else ""
-            for name in new:
-                if name in ignored or name not in saved:
+        ignored = {*self._scheduled_options(), *_IMPLEMENTATION}
+        if has_lost_schedule:
+            # The rate of a schedule that is left out is replaced by the recipe's.
+            ignored |= {"lr", "initial_lr"}
+        pairs = zip(self._groups, self._present_groups(), strict=False)
+        for number, (of_recipe, loaded) in enumerate(pairs):
+            for name, value in of_recipe.items():
+                new, saved = _numbers(value), _numbers(loaded.get(name, ()))
+                if not new or not saved or name in ignored:
                     continue
-                self._note(name, saved[name], new[name])
-                if new[name] == saved[name]:
+                self._note(name, saved, new)
+                if new == saved:
                     continue
-                if not self._is_by_no_decay(name, new[name]):
-                    self._check_override(name, saved[name], new[name])
-                saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
-                log.warning(_KEPT, name, where, saved_text, new_text)
+                if not self._is_by_no_decay(name, new):
+                    self._check_override(name, saved, new)
+                log.warning(_KEPT, name, self._where(number), _as_text(saved), _as_text(new))
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
         if name != "weight_decay" or new != [0.0]:
             return False
         # With an override of 0, no group would have weight decay.
-        return any(options.get(name) not in (None, [0.0]) for options in self._options)
+        return any(group.get(name) for group in self._groups)
 
     def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""
@@ -270,10 +263,9 @@ class RecipeOptions:
         scheduled = self._scheduled_options()
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         for number, (group, options) in enumerate(pairs):
-            where = f" of parameter group {number}" if len(self._groups) > 1 else ""
             for name, value in options.items():
                 if name not in scheduled and group.get(name, value) != value:
-                    log.warning(_TAKEN, name, where, value, group[name])
+                    log.warning(_TAKEN, name, self._where(number), value, group[name])
                 group[name] = value
         if self._schedule is not None and self._rates != self._schedule.base_lrs:
             log.warning(
@@ -287,11 +279,12 @@ class RecipeOptions:
         """Use the recipe's constant rate; the checkpoint has the last rate of its schedule, which may be 0.0."""
         saved = current_rate(self._optimizer)
         self._restore()
-        message = (
-            "the checkpoint's schedule is left out: "
-            "the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+        log.warning(
+            "the checkpoint's schedule is left out: the learning rate of step %d is the recipe's, %.6g; it was %.6g",
+            scheduler.step + 1,
+            current_rate(self._optimizer),
+            saved,
         )
-        log.warning(message, scheduler.step + 1, current_rate(self._optimizer), saved)
 
     def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
         """Continue the recipe's schedule at the present step; the checkpoint has no state of a schedule."""

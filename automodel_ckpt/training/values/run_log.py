@@ -83,7 +83,7 @@ class RunLog:
             every_steps=settings.log_every_steps,
             enabled=layout.is_rank0,
             num_ranks=layout.world_size,
-            device_word=self.device_word,
+            device_word="gpu" if layout.device.type == "cuda" else "rank",
             has_timestamps=True,
         )
         self._text_log = TextLog()
@@ -95,16 +95,6 @@ class RunLog:
         self._peak_memory = PeakMemory(layout.device)
         self.device_rate = None
         self._handler = set_up_logging(self.progress, settings.level, layout.rank, self._text_log)
-
-    @property
-    def device_word(self) -> str:
-        """What the log calls one of the devices."""
-        return "gpu" if self._layout.device.type == "cuda" else "rank"
-
-    @property
-    def peak_memory(self) -> int:
-        """The peak memory of this rank in bytes."""
-        return self._peak_memory.nbytes
 
     @property
     def logs_mfu(self) -> bool:
@@ -136,49 +126,41 @@ class RunLog:
         Collective. Raises :class:`SaveFailed` on all ranks if a file cannot be rewritten.
         """
         with self._changing_on_rank0("continuing the logs of the run") as logs:
-            if logs is not None:
-                self._resume(*logs, scheduler, resumed_from)
-
-    def _resume(
-        self,
-        training: JsonlLog,
-        validation: JsonlLog,
-        scheduler: StepScheduler,
-        resumed_from: str | None,
-    ) -> None:
-        run = training.path.parent
-        if scheduler.validation_is_due:
-            # The validation of this step is made up for, and logged then.
-            validation.truncate_after(scheduler.step - 1)
-        is_finished = scheduler.is_finished()
-        if not is_finished:
-            # The start of a finished run changes no file.
-            self._text_log.open(run / TEXT_LOG, self._check_lease)
-            self.timeline.open(
-                run,
-                self._check_lease,
-                step=scheduler.step,
-                resumed_from=resumed_from,
-                world_size=self._layout.world_size,
-                beat_seconds=BEAT_SECONDS,
+            if logs is None:
+                return
+            training, validation = logs
+            run = training.path.parent
+            if scheduler.validation_is_due:
+                # The validation of this step is made up for, and logged then.
+                validation.truncate_after(scheduler.step - 1)
+            is_finished = scheduler.is_finished()
+            if not is_finished:
+                # The start of a finished run changes no file.
+                self._text_log.open(run / TEXT_LOG, self._check_lease)
+                self.timeline.open(
+                    run,
+                    self._check_lease,
+                    step=scheduler.step,
+                    resumed_from=resumed_from,
+                    world_size=self._layout.world_size,
+                    beat_seconds=BEAT_SECONDS,
+                )
+            # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
+            last_kept = math.inf if is_finished else scheduler.step
+            # A rollback that the loaded checkpoint does not know is repeated: the run was killed before its next save.
+            known = (
+                math.inf if is_finished or not scheduler.spikes else scheduler.spikes.num_rollbacks
             )
-        # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
-        last_kept = math.inf if is_finished else scheduler.step
-        # A rollback that the loaded checkpoint does not know is repeated: the run was killed before its next save.
-        known = math.inf if is_finished or not scheduler.spikes else scheduler.spikes.num_rollbacks
-        removed = training.truncate_after(last_kept, max_rollbacks=known)
-        validation.truncate_after(last_kept)
-        if removed is not None:
-            lost = counted(removed - scheduler.step, "logged step")
-            log.info("%s after step %d will be repeated", lost, scheduler.step)
-        if resumed_from is not None and not is_finished:
-            event = {"event": "resume", "step": scheduler.step, "timestamp": time.time()}
-            self._append(
-                training,
-                {**event, "from": resumed_from, "world_size": self._layout.world_size},
-            )
-        # Also for a finished run: a kill at its end may have prevented the trackers from getting its last lines.
-        self.start_trackers(run, scheduler.step)
+            removed = training.truncate_after(last_kept, max_rollbacks=known)
+            validation.truncate_after(last_kept)
+            if removed is not None:
+                lost = counted(removed - scheduler.step, "logged step")
+                log.info("%s after step %d will be repeated", lost, scheduler.step)
+            if resumed_from is not None and not is_finished:
+                record = {"from": resumed_from, "world_size": self._layout.world_size}
+                self.log_event("resume", scheduler.step, record)
+            # Also for a finished run: a kill at its end may have prevented the trackers from getting its last lines.
+            self.start_trackers(run, scheduler.step)
 
     @contextlib.contextmanager
     def _changing_on_rank0(self, doing: str) -> Iterator[tuple[JsonlLog, JsonlLog] | None]:
@@ -205,15 +187,12 @@ class RunLog:
             for jsonl in logs:
                 jsonl.truncate_after(scheduler.step)
             self.start_trackers(training.path.parent, scheduler.step)
-            event = {
-                "event": "rollback",
-                "step": scheduler.step,
-                "timestamp": time.time(),
+            record = {
                 "spike_step": spike.step,
                 "reason": spike.reason,
                 "skipped_batches": num_skipped,
             }
-            self._append(training, event)
+            self.log_event("rollback", scheduler.step, record)
 
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""
@@ -276,13 +255,8 @@ class RunLog:
 
     def log_validation(self, scheduler: StepScheduler, validation: Validation) -> None:
         """Write a line of ``validation.jsonl``."""
-        record = {
-            "step": scheduler.step,
-            "epoch": scheduler.epoch,
-            "timestamp": time.time(),
-            **validation.metrics,
-            "label_tokens": validation.num_label_tokens,
-        }
+        record = {"step": scheduler.step, "epoch": scheduler.epoch, "timestamp": time.time()}
+        record |= {**validation.metrics, "label_tokens": validation.num_label_tokens}
         if self.terms != LABEL_TOKENS:
             record[self.terms] = validation.count
         self._append(self.validation, record)
@@ -293,31 +267,23 @@ class RunLog:
         """Show completions of the section ``generation``, and write them as one line of ``training.jsonl``."""
         for each in completions:
             log.info("step %d: %r -> %r", scheduler.step, each.prompt, each.text)
-        record = {
-            "event": "completions",
-            "step": scheduler.step,
-            "timestamp": time.time(),
-            "completions": [each.record() for each in completions],
-        }
-        self._append(self.training, record)
+        records = [each.record() for each in completions]
+        self.log_event("completions", scheduler.step, {"completions": records})
 
     def log_benchmarks(self, scheduler: StepScheduler, metrics: Sequence[TaskMetric]) -> None:
         """Write the metrics of the section ``evaluation`` as a line of ``validation.jsonl``."""
-        record: dict[str, Any] = {
-            "event": "evaluation",
-            "step": scheduler.step,
-            "epoch": scheduler.epoch,
-            "timestamp": time.time(),
-        }
+        record: dict[str, Any] = {"event": "evaluation", "step": scheduler.step}
+        record |= {"epoch": scheduler.epoch, "timestamp": time.time()}
         for each in metrics:
             record[each.name] = each.value
             if each.stderr is not None:
                 record[f"{each.name}_stderr"] = each.stderr
         self._append(self.validation, record)
 
-    def log_event(self, record: Mapping[str, Any]) -> None:
-        """Write a line of ``training.jsonl`` that is not a step; *record* has its ``event`` and ``step``."""
-        self._append(self.training, {**record, "timestamp": time.time()})
+    def log_event(self, event: str, step: int, record: Mapping[str, Any]) -> None:
+        """Write a line of ``training.jsonl`` that is not a step."""
+        begin = {"event": event, "step": step, "timestamp": time.time()}
+        self._append(self.training, {**begin, **record})
 
     def log_save(self, report: SaveReport) -> None:
         """Write a line of ``training.jsonl`` about a published checkpoint. Called from any thread."""

@@ -233,9 +233,9 @@ class StragglerWatch:
         layout: RankLayout,
         timeline: Timeline,
         hosts: Sequence[str],
-        log_record: Callable[[Mapping[str, Any]], None],
+        log_record: Callable[[str, int, Mapping[str, Any]], None],
     ) -> None:
-        """*hosts* are the names of the nodes of all ranks. *log_record* writes a line of ``training.jsonl``."""
+        """*hosts* are the names of the nodes of all ranks. *log_record* writes an event of ``training.jsonl``."""
         self._settings = settings
         self._layout = layout
         self._timeline = timeline
@@ -323,15 +323,8 @@ class StragglerWatch:
         num_windows = self._num_windows[key]
         steps = num_steps * (1 if num_before else 2)
         record = asdict(straggler) | {"share": straggler.share}
-        self._log_record(
-            {
-                "event": STRAGGLER,
-                "step": step,
-                **record,
-                "node": self._hosts[straggler.rank],
-                "steps": steps,
-            }
-        )
+        record |= {"node": self._hosts[straggler.rank], "steps": steps}
+        self._log_record(STRAGGLER, step, record)
         if num_windows & (num_windows - 1) == 0:
             log.warning("%s", straggler_text(straggler, self._hosts, num_steps * num_windows))
 

@@ -14,7 +14,6 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.models.audio import (
     FAMILIES,
@@ -186,6 +185,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.further
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft's call, transformers' warning
@@ -243,18 +243,3 @@ def test_blank_audio_does_not_enter_the_loss_of_routers(tmp_path: Path) -> None:
         logged.append([float.fromhex(step[name]) for name in ("aux_loss", "grad_norm")])
         logged[-1].append(step["tokens"])
     assert logged[0] == pytest.approx(logged[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["--packed_sequence.size=100"], "samples with audio cannot be packed"),
-        (["--dataset.media=[image]"], "processor takes no images"),
-    ],
-)
-def test_what_a_recipe_with_audio_cannot_do_is_rejected(
-    overrides: list[str], message: str, tmp_path: Path
-) -> None:
-    recipe = prepare(tmp_path, "qwen2_audio")
-    with pytest.raises(RecipeError, match=message):
-        train(recipe, "run", "--checkpoint.enabled=false", *overrides)

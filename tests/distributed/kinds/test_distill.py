@@ -110,6 +110,7 @@ WAYS = {
 """A recorded case, and how two ranks share the models. The last one has the teacher's logits in a cache."""
 
 
+@pytest.mark.further
 def test_two_ranks_that_share_the_models_have_the_same_losses(models: Path, tmp_path: Path) -> None:
     paths = {}
     for way, (case, more) in WAYS.items():
@@ -188,6 +189,7 @@ step_scheduler: {{global_batch_size: 4, local_batch_size: 2, num_epochs: 2, max_
 LORA = "peft: {method: lora, r: 4, target_modules: [q_proj, v_proj]}"
 
 
+@pytest.mark.further
 def test_packs_of_a_mixture_in_a_cache_have_the_losses_of_the_teacher(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,26 +320,3 @@ def test_other_vocabularies_are_errors_before_weights_are_read_unless_they_are_p
     (tmp_path / "weights").rename(weights)
     run(path, *with_tokenizer, "--step_scheduler.max_steps=1")
     assert logged(path)[0]["kd_loss"] > 0
-
-
-def test_what_a_distillation_does_not_support_is_an_error(models: Path, tmp_path: Path) -> None:
-    path = write(tmp_path, models, "forward")
-    assert rejected(path, "--distill=null") == ("distill", "a distillation needs a teacher")
-    assert rejected(path, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}")[0] == "loss_fn"
-    assert rejected(path, "--model.mtp={}")[0] == "model.mtp"
-    stream = f"--dataset={{_target_: {HERE}.stream}}"
-    assert rejected(path, stream, "--distill.top_k=4")[0] == "distill.top_k"
-    for key in ("pp_size", "cp_size"):
-        recipe = build(path, f"--distributed.{key}=2")
-        assert [problem.where for problem in recipe.config_problems()] == [f"distributed.{key}"]
-    with pytest.raises(RecipeError, match="only the recipe distill or vlm_distill reads"):
-        build(path, "--recipe=llm_finetune")
-    for word, key in (("kd_ratio=1.5", "kd_ratio"), ("temperature=0", "temperature")):
-        with pytest.raises(RecipeError) as raised:
-            build(path, f"--distill.{word}")
-        assert key in str(raised.value)
-
-
-def stream(tokenizer: Any = None) -> Any:
-    """The samples, without numbers."""
-    return (sample for sample in Samples().samples)

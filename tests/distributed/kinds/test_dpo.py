@@ -151,6 +151,7 @@ SHARED: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.further
 def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path: Path) -> None:
     recipe = write_run(tmp_path, "dpo")
 
@@ -227,32 +228,6 @@ def test_validations_measure_accuracies_and_rewards_of_each_set(tmp_path: Path) 
         record["val_reward_chosen"] - record["val_reward_rejected"], rel=1e-6
     )
     assert record["pairs"] == 40
-
-
-@pytest.mark.parametrize(
-    ("options", "what", "where"),
-    [
-        (
-            ("--dataset.streaming=true", "--dpo.precompute=true"),
-            "of a stream cannot be computed",
-            "dpo.precompute",
-        ),
-        (
-            ("--dataset._target_=automodel_ckpt.data.text.text", "--dataset.field=prompt"),
-            "trains on pairs of a preferred and a rejected answer, and dataset has texts",
-            "--dataset._target_",
-        ),
-        (("--packed_sequence={size: 32}",), "does not support packed_sequence", "packed_sequence"),
-    ],
-)
-def test_what_the_recipe_cannot_train_on_is_an_error_before_training(
-    tmp_path: Path, options: tuple[str, ...], what: str, where: str
-) -> None:
-    recipe = write_run(tmp_path, "dpo")
-    with pytest.raises(RecipeError, match=what) as caught:
-        train(recipe, *options)
-    [problem] = caught.value.problems
-    assert problem.where == where and problem.value and problem.hint
 
 
 def test_precomputed_scores_give_the_losses_of_a_reference_in_memory(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ INTERRUPTED = (
 )
 
 
+@pytest.mark.further
 def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) -> None:
     recipe = pair_recipes.write_embedding(tmp_path, "bert", 1)
     # Accumulated, so that each step draws the numbers of its dropout twice.

@@ -73,6 +73,7 @@ SHORT = ("--step_scheduler.max_steps=5", "--dataset.max_samples=17")
 LORA = "--peft={r: 4, target_modules: all-linear, dropout: 0.0}"
 
 
+@pytest.mark.further
 def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     rows = recipe.parent / "rows.jsonl"
     options = [option % rows if "%s" in option else option for option in VALIDATED]
@@ -108,6 +109,7 @@ def numbers(step: dict[str, Any]) -> list[float]:
     return [math.nan if step[name] is None else step[name] for name in NAMES]
 
 
+@pytest.mark.further
 def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
     options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
     resumed, expected = check_resumes(recipe, *options)

@@ -116,6 +116,7 @@ def base_with_copies(directory: Path, weights: dict[str, torch.Tensor], export: 
     return directory
 
 
+@pytest.mark.further
 def test_a_killed_run_resumes_exactly_and_validation_computes_no_further_tokens(
     tmp_path: Path,
 ) -> None:
@@ -203,13 +204,6 @@ def test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted(tmp_pa
     assert set(weights_in(export)) < set(trained)
 
 
-@pytest.mark.parametrize("key", ["pp_size", "tp_size"])
-def test_ranks_that_cannot_compute_further_tokens_are_an_error(key: str, tmp_path: Path) -> None:
-    options = (*ONE_STEP, model_section("deepseek_v3"), MTP, f"--distributed.{key}=2")
-    with pytest.raises(Exception, match=f"model.mtp and {key} cannot be combined"):
-        train(write_recipe(tmp_path), *options)
-
-
 def quantized_base(directory: Path, export: Path) -> Path:
     """The model of *export* with layers in FP8, as DeepSeek-V3's files have them."""
     stored: dict[str, torch.Tensor] = {}
@@ -224,6 +218,7 @@ def quantized_base(directory: Path, export: Path) -> Path:
     return directory
 
 
+@pytest.mark.further
 def test_adapters_leave_the_layers_frozen_and_quantized_bases_are_dequantized(
     first: Path, tmp_path: Path
 ) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.runs.compared_recipes import Compared
-from tests.support.runs.training import RECIPE, build, write_recipe
+from tests.support.runs.training import build, write_recipe
 
 STILL = "--model.from_config.attention_dropout=0"
 DROPOUT = "--model.from_config.attention_dropout=0.5"
@@ -82,22 +81,3 @@ def test_the_base_of_adapters_is_the_reference(tmp_path: Path, num_ranks: int) -
     assert found["reference_after"] == found["reference"]
     assert found["trained"][1] != pytest.approx(found["reference"][1], rel=1e-2)
     assert found["gradients"] > 0
-
-
-@pytest.mark.parametrize(
-    ("option", "where"),
-    [
-        ("--packed_sequence={size: 32}", "packed_sequence"),
-        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss}", "loss_fn"),
-        ("--distributed.cp_size=2", "distributed.cp_size"),
-        ("--peft={base_dir: base, bias: all}", "peft.bias"),
-    ],
-)
-def test_what_the_loss_of_answers_does_not_support_is_an_error(
-    tmp_path: Path, option: str, where: str
-) -> None:
-    recipe = build(write_recipe(tmp_path, RECIPE), option, recipe_class=Compared)
-    with pytest.raises(RecipeError) as caught:
-        Compared.build(recipe)  # type: ignore[arg-type]
-    [problem] = caught.value.problems
-    assert (problem.where, bool(problem.value), bool(problem.hint)) == (where, True, True)

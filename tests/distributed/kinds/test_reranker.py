@@ -48,6 +48,7 @@ def test_ranks_train_like_one_process(
     check_like_one_process(recipe, training, logged, chosen, whole)
 
 
+@pytest.mark.further
 def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
     recipe = pair_recipes.write_reranker(tmp_path)
     arguments = (

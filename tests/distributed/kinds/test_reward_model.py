@@ -15,7 +15,6 @@ from transformers import (
     pipeline,
 )
 
-from automodel_ckpt.errors import RecipeError
 from tests.fixtures.preference import tiny_policy
 from tests.support.runs.preference import (
     TENSOR_PARALLEL,
@@ -79,6 +78,7 @@ def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
         assert mean == pytest.approx(theirs["mean_reward"], abs=10 * tolerance)
 
 
+@pytest.mark.further
 def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     rows = recipe.parent / "rows.jsonl"
     validated = (
@@ -150,22 +150,3 @@ def scores(model: Any, tokenizer: Any, texts: list[str]) -> list[float]:
     with torch.no_grad():
         logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
     return logits.squeeze(-1).tolist()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("option", "where"),
-    [
-        ("--packed_sequence={size: 32}", "packed_sequence"),
-        ("--generation={prompts: [a]}", "generation"),
-        ("--model={_target_: transformers.AutoModel.from_pretrained}", "model._target_"),
-        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss}", "loss_fn"),
-        ("--distributed.cp_size=2", "distributed.cp_size"),
-    ],
-)
-def test_what_a_score_does_not_support_is_an_error(recipe: Path, option: str, where: str) -> None:
-    validation = "--validation_dataset={_target_: automodel_ckpt.data.preference.pairs, path: x}"
-    made = build(recipe, option, validation)
-    with pytest.raises(RecipeError) as caught:
-        made.build()
-    [problem] = caught.value.problems
-    assert (problem.where, bool(problem.value), bool(problem.hint)) == (where, True, True)

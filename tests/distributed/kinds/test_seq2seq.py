@@ -37,6 +37,7 @@ def test_ranks_train_like_one_process(tmp_path: Path, model: str) -> None:
     check_like_one_process(recipe, training, losses, ways, whole)
 
 
+@pytest.mark.further
 def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
     recipe = write(tmp_path, MODELS["tied"].replace("dropout_rate: 0.0", "dropout_rate: 0.2"))
     options = ("--step_scheduler.max_steps=6", "--step_scheduler.ckpt_every_steps=2")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from transformers import pipeline
 
-from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.models.tiny_model import tiny_llama
-from tests.support.runs.training import EXPORT, build, steps_of, train, write_recipe
+from tests.support.runs.training import EXPORT, steps_of, train, write_recipe
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "classification"
 
@@ -107,6 +106,7 @@ def test_a_killed_run_resumes_exactly_and_its_export_names_the_labels(tmp_path: 
         run(recipe, "whole", 1, "--classification.labels=[statistics, json, tarfile]")
 
 
+@pytest.mark.further
 def test_two_ranks_train_as_one_and_one_rank_continues_their_run(tmp_path: Path) -> None:
     recipe = topics(tmp_path)
     run(recipe, "whole")
@@ -123,23 +123,3 @@ def test_two_ranks_train_as_one_and_one_rank_continues_their_run(tmp_path: Path)
         assert other[name] == pytest.approx(one[name], rel=1e-5), name
         assert math.isfinite(one[name])
     assert one["samples"] == 11
-
-
-@pytest.mark.parametrize(
-    ("section", "where"),
-    [
-        ("packed_sequence: {size: 64}", "packed_sequence"),
-        ("generation: {prompts: [hello]}", "generation"),
-        ("loss_fn: {_target_: torch.nn.CrossEntropyLoss}", "loss_fn"),
-        ("distributed: {pp_size: 2}", "distributed.pp_size"),
-        ("distributed: {cp_size: 2}", "distributed.cp_size"),
-    ],
-)
-def test_a_section_without_a_meaning_for_labels_is_rejected(
-    tmp_path: Path, section: str, where: str
-) -> None:
-    recipe = write_recipe(tmp_path, tiny_llama() + TOPICS + section)
-    with pytest.raises(RecipeError) as caught:
-        build(recipe).build()
-    [problem] = caught.value.problems
-    assert problem.where == where and problem.value and problem.hint

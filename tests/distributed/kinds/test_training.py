@@ -225,18 +225,6 @@ def failure_or_own(directory: Path, num_ranks: int) -> str:
     return str(ended[-1].error)
 
 
-def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_path: Path) -> None:
-    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",)
-    recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
-    ended = ranks.outcomes(
-        partial(installed, recipe, *arguments, recipe_class=SignalledInValidation), 2, init=False
-    )
-    assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
-    assert saved(tmp_path / "run") == ["epoch_0_step_5"]
-    assert losses(tmp_path / "run/epoch_0_step_5")["val_loss"] is None
-    assert not (tmp_path / "run/LOWEST_VAL").exists()
-
-
 def stopped(directory: Path, *overrides: str, recipe_class: type[LLMFinetune]) -> str:
     """The message of a run in ``directory/run`` on one rank that ends for a signal."""
     arguments = (
@@ -350,6 +338,7 @@ def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
     assert saved(tmp_path / "torch/epoch_0_step_5") == saved(tmp_path / "default/epoch_0_step_5")
 
 
+@pytest.mark.further
 def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
     overrides = ("--optimizer={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}",)
     whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole")
@@ -380,14 +369,7 @@ def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
     assert (checkpoint / "value_head").is_dir()
 
 
-def test_recomputed_activations_give_the_same_training(tmp_path: Path) -> None:
-    run(tmp_path, SIX, name="kept")
-    kept = [record["loss"] for record in steps_of(tmp_path / "kept")]
-    for mode in ("true", "selective"):
-        run(tmp_path, SIX, f"--model.activation_checkpointing={mode}", name=mode)
-        assert [record["loss"] for record in steps_of(tmp_path / mode)] == kept
-
-
+@pytest.mark.further
 def test_selected_activations_of_shards_are_recomputed_and_a_killed_run_continues(
     tmp_path: Path,
 ) -> None:
@@ -423,14 +405,3 @@ def test_what_is_wrong_with_the_recipe_is_refused_before_training(
     assert isinstance(error, RecipeError)
     assert what in str(error)
     assert not os.path.exists(tmp_path / "run")
-
-
-def test_a_model_directory_that_is_not_there_is_named_with_its_neighbour(tmp_path: Path) -> None:
-    (tmp_path / "model-a").mkdir()
-    text = RECIPE.replace(
-        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
-        f"  from_pretrained: {tmp_path}/model-b\n",
-    )
-    error = failure(tmp_path, text=text)
-    assert isinstance(error, RecipeError)
-    assert f"did you mean {tmp_path}/model-a" in str(error)

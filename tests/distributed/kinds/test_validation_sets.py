@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,
@@ -138,29 +137,3 @@ def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None
     (expected,), (found,) = (validations(tmp_path / name) for name in ("still", "two"))
     for field in fields:
         assert found[field] == pytest.approx(expected[field], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("section", "what"),
-    [
-        (
-            "{a.b: {_target_: automodel_ckpt.examples.data.mock.random_tokens}}",
-            "letters, digits, _ and -",
-        ),
-        ("{a: {_target_: torch.save}}", "torch.save"),
-        ("{a: {path: x}}", "validation_datasets.a must be a section with _target_"),
-        (
-            "{a: {_target_: automodel_ckpt.examples.data.mock.random_tokens, sed: 1}}",
-            r"unknown key validation_datasets.a.sed[\s\S]*did you mean validation_datasets.a.seed",
-        ),
-        (
-            "{_target_: automodel_ckpt.examples.data.mock.random_tokens}",
-            "validation_datasets._target_ must be a section with _target_",
-        ),
-        ("[1]", "validation_datasets must be"),
-    ],
-)
-def test_mistakes_in_a_set_are_errors_with_its_key(tmp_path: Path, section: str, what: str) -> None:
-    recipe = write_recipe(tmp_path, f"{RECIPE}validation_datasets: {section}\n")
-    with pytest.raises(RecipeError, match=what):
-        build(recipe)

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.models.vision import FAMILIES, make_base, write_conversations
@@ -189,36 +187,6 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
             assert (export / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # peft's call, transformers' warning
-@pytest.mark.filterwarnings(
-    "ignore:Model has `tie_word_embeddings:UserWarning"
-)  # peft 0.19, for other layers
-def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_path: Path) -> None:
-    recipe = prepare(tmp_path, "llava")
-    options = (
-        "--model.freeze=[]",
-        "--peft={r: 4, target_modules: '*.language_model.*'}",
-        "--step_scheduler.max_steps=2",
-    )
-    [rows, *_] = micro_batches(recipe, 2)
-    trained = run(recipe, "run", rows, *options, num_ranks=1)
-    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
-    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "LATEST" / "model")
-    assert torch.equal(logits(adapted, rows), trained)
-    assert (
-        main(["export", "--merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")])
-        == 0
-    )
-    model, info = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "merged", output_loading_info=True
-    )
-    assert not any(info.values()), info
-    torch.testing.assert_close(logits(model, rows), trained, rtol=1e-4, atol=1e-4)
-    assert tensors(tmp_path / "merged").keys() == tensors(tmp_path / "base").keys()
-
-
 @pytest.mark.parametrize("family", [*FAMILIES] if ALL else ["llava"])
 def test_a_killed_run_goes_on_exactly(family: str, tmp_path: Path) -> None:
     check_killed_run(prepare(tmp_path, family))
@@ -228,6 +196,7 @@ PACKED = ("--packed_sequence.size=180", "--step_scheduler.local_batch_size=1")
 """Two to nine conversations in a pack."""
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [(family, "fsdp2") for family in FAMILIES] + [("qwen2_5_vl", "ddp")]

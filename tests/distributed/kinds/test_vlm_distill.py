@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
-from automodel_ckpt.errors import RecipeError
 from tests.distributed.kinds.test_vlm import micro_batches
 from tests.support import ranks
 from tests.support.models.vision import FAMILIES, make_base, write_conversations
-from tests.support.runs.training import build, steps_of
+from tests.support.runs.training import steps_of
 from tests.support.runs.training import train as run_recipe
 
 NUM_SAMPLES, NUM_STEPS, BATCH, LR = 20, 4, 4, 1e-3
@@ -147,6 +146,7 @@ PACKED = (
 )
 
 
+@pytest.mark.further
 def test_packs_and_several_ranks_have_the_losses_of_single_samples(tmp_path: Path) -> None:
     path = prepare(tmp_path)
     # The whole data set is one global batch, packed or not.
@@ -167,6 +167,7 @@ def test_packs_and_several_ranks_have_the_losses_of_single_samples(tmp_path: Pat
 LORA = ("--model.freeze=[]", "--peft={r: 4, target_modules: '*.language_model.*'}")
 
 
+@pytest.mark.further
 def test_a_killed_run_with_adapters_and_packs_continues_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,53 +184,3 @@ def test_a_killed_run_with_adapters_and_packs_continues_exactly(
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     last = json.loads((tmp_path / "whole/validation.jsonl").read_text().splitlines()[-1])
     assert last["val_kd_loss"] > 0
-
-
-def rejected(path: Path, *overrides: str) -> str:
-    """The message about the one problem of a recipe."""
-    run = f"--checkpoint.checkpoint_dir={path.parent / 'run'}"
-    recipe = build(path, run, *overrides)
-    try:
-        with pytest.raises(RecipeError) as raised:
-            recipe.setup()
-    finally:
-        recipe.close()
-    (problem,) = raised.value.problems
-    assert problem.hint
-    return f"{problem.where}: {problem.what}: {problem.value}"
-
-
-def test_a_teacher_that_expects_other_images_is_an_error_before_weights_are_read(
-    tmp_path: Path,
-) -> None:
-    path = prepare(tmp_path)
-    teacher = tmp_path / "teacher"
-    (teacher / "model.safetensors").unlink()
-    config = json.loads((teacher / "config.json").read_text())
-    changed = json.loads(json.dumps(config))
-    changed["image_token_index"] += 1
-    changed["vision_config"]["patch_size"] = 8
-    (teacher / "config.json").write_text(json.dumps(changed))
-    message = rejected(path)
-    assert message.startswith("distill.teacher.from_pretrained: the teacher expects other images")
-    assert "config.image_token_id is 6, the student has 5" in message
-    assert "vision_config.patch_size is 8, the student has 4" in message
-    (teacher / "config.json").write_text(json.dumps(config))
-    for file in teacher.glob("*processor_config.json"):
-        settings = json.loads(file.read_text())
-        of_images = settings.get("image_processor", settings)
-        if "image_mean" in of_images:
-            of_images["image_mean"] = [0.5, 0.5, 0.5]
-        file.write_text(json.dumps(settings))
-    assert "image_processor.image_mean is [0.5, 0.5, 0.5], the student has" in rejected(path)
-
-
-def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    example = Path(__file__).parents[3] / "examples/distill/tiny_vlm_distill.yaml"
-    short = ("--step_scheduler.max_steps=24", "--step_scheduler.val_every_steps=12")
-    small = ("--validation_dataset.max_samples=16", "--dataset.max_samples=800")
-    run_recipe(example, *short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
-    lines = (tmp_path / "run/validation.jsonl").read_text().splitlines()
-    first, *_, last = (json.loads(line)["val_kd_loss"] for line in lines)
-    assert last < first - 0.1 < logged(tmp_path / "run")[0]["kd_loss"] - 2

@@ -71,21 +71,6 @@ def test_an_adapter_is_merged_into_the_revision_that_the_recipe_names(
     assert 0 < largest_change(tmp_path / "merged", bases["v2"]) < 2
 
 
-@pytest.mark.parametrize("revision", [3, "", "../../elsewhere", "a/../../b", "/etc/passwd", "a\nb"])
-def test_a_revision_that_is_no_name_is_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], revision: object
-) -> None:
-    source = shutil.copytree(ADAPTER / "checkpoint-5", tmp_path / "checkpoint-5")
-    path = source / "adapter_config.json"
-    options = json.loads(path.read_text()) | {"revision": revision}
-    path.write_text(json.dumps(options))
-    words = ["import", str(source), str(tmp_path / "run"), "--base", str(ADAPTER / "base")]
-    assert main(words) == 3
-    error = capsys.readouterr().err
-    assert "not a branch, tag or commit" in error and str(path) in error
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_resumed_run_continues_with_the_commit_of_the_base_that_it_started_with(
     tmp_path: Path, bases: dict[str, Path]
 ) -> None:

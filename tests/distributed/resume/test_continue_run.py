@@ -13,9 +13,7 @@ from safetensors.torch import load_file, save_file
 from automodel_ckpt import load_recipe
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.checkpoints import stored_bytes
-from tests.support.ranks import outcomes
 from tests.support.runs.continued import CONTINUED, continued_losses, losses_of
 from tests.support.runs.training import train, write_recipe
 
@@ -159,32 +157,6 @@ def test_contradictions_are_errors_that_name_the_file(tmp_path: Path, capsys: Ca
     assert "optimizer.pt" in text and "[12, 8], the parameter [13, 8]" in text
     (source / "config.json").unlink()
     assert "config.json" in error_of(capsys, source)
-
-
-def test_a_recipe_with_more_state_than_the_import_is_an_error(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    from tests.support.runs.training_parts import WithMore
-
-    run = tmp_path / "run"
-    imported(run, capsys)
-    recipe = write_recipe(
-        tmp_path, CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
-    )
-    ended = outcomes(lambda: train(recipe, recipe_class=WithMore), 1, init=False)
-    assert isinstance(ended[0].error, CheckpointUnusable), ended
-    assert "here, but not saved" in str(ended[0].error)
-
-
-def test_the_trainers_checkpoint_is_named_with_step_epoch_and_loss(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    assert main(["show", str(SOURCE)]) == 0
-    text = capsys.readouterr().out
-    assert "transformers Trainer; step 5, epoch 1" in text and "train_loss  3.5284" in text
-    assert main(["ls", str(SOURCE)]) == 0
-    text = capsys.readouterr().out
-    assert "checkpoint-5     5      1      3.5284" in text and "transformers Trainer" in text
 
 
 def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(

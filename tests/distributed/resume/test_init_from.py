@@ -202,28 +202,6 @@ def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
     assert "declared" not in declared["model.norm.weight"]
 
 
-def test_a_pretrained_directory_with_other_weights_is_refused_by_name(
-    base: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "pretrained"
-    shutil.copytree(base / "base/epoch_0_step_2/model/consolidated", directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 52})
-    )
-    (directory / "export_manifest.json").unlink()  # the file was changed on purpose
-    recipe = write_recipe(tmp_path, pretrained(directory))
-    allowed = "--model.allow_missing=['model.layers.2.*', '*.mlp.*']"
-
-    def both() -> list[Weights | str]:
-        return [started(recipe, "--checkpoint.enabled=false", *more) for more in ((), (allowed,))]
-
-    refused, taken = ranks.run(both, 1, init=False)[0]
-    assert "+ model.layers.2.self_attn.q_proj.weight: not there" in str(refused)
-    assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in str(refused)
-    assert isinstance(taken, dict), taken
-
-
 def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) -> None:
     adapted = ("--peft.target_modules=[q_proj]", f"--peft.base_dir={tmp_path / 'frozen'}")
     run(tmp_path, *adapted, "--step_scheduler.max_steps=2", name="adapters")

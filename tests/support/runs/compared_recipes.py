@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.preference import PreferenceFinetune, PreferenceObjective
 from automodel_ckpt.training.parts.objective import Objective
@@ -25,6 +26,4 @@ class Compared(PreferenceFinetune):
     """Fine-tuning next to a reference, whose objective is that of every language model."""
 
     objective_class: type[Objective] = PreferenceObjective
-
-    def reference_name(self) -> str | None:
-        return None
+    section_key, section_class = "dpo", DPOConfig

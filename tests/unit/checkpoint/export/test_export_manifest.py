@@ -21,7 +21,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.merging.merged_model import base_tensors
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.parts.init_from import verify_base, verify_side_files
+from automodel_ckpt.training.model.pretrained_files import verify_base, verify_side_files
 from tests.support.models.shards import bits, cut, raw_bytes, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]

@@ -176,30 +176,3 @@ def test_a_resume_with_another_class_of_optimizer_takes_its_options_or_starts_wi
     assert "optimizer starts without state" in caplog.text
     for name, weight in resumed(recipe, *here).model.state_dict().items():
         assert torch.equal(weight, anew.model.state_dict()[name])
-
-
-def test_a_run_without_a_full_batch_left_gets_its_export_and_is_complete_the_next_time_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe, run = training.write_recipe(tmp_path), tmp_path / "run"
-    here = (
-        "--checkpoint.checkpoint_dir",
-        str(run),
-        "--step_scheduler.num_epochs",
-        "1",
-        "--dataloader.drop_last",
-    )
-    training.train(
-        recipe, *here, "--step_scheduler.max_steps", "3", "--checkpoint.save_consolidated", "false"
-    )
-    log = run / "training.jsonl"
-    log.write_bytes(b"".join([log.read_bytes(), b"damaged\n"]))
-    caplog.set_level("INFO", "automodel_ckpt")
-    larger = ("--step_scheduler.global_batch_size", "24", "--lr_scheduler", "null")
-    larger += ("--checkpoint.allow_missing_state", "[lr_scheduler]")
-    for _ in range(2):
-        caplog.clear()
-        training.train(recipe, *here, *larger, training.EXPORT)
-        assert "already complete at step 3: no full batch is left of num_epochs 1" in caplog.text
-        assert (run / "epoch_0_step_3/model/consolidated/config.json").is_file()
-    assert b"damaged" not in log.read_bytes()

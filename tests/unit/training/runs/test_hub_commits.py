@@ -23,12 +23,7 @@ from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.training.model.sections import preprocessor_options
 from automodel_ckpt.training.parts import init_from
 from automodel_ckpt.training.parts.preprocessors import find_preprocessor
-from automodel_ckpt.training.start.base_commit import (
-    commits_of_run,
-    hub_names,
-    pin_base,
-    with_revisions,
-)
+from automodel_ckpt.training.start.base_commit import commits_of_run, hub_names, pin_base
 from tests.support.models import tiny
 from tests.support.servers.hub_server import HubServer, hub_server, using
 
@@ -130,7 +125,7 @@ def test_all_names_of_a_recipe_get_the_commits_of_the_first_start(
         assert revisions(pin_base(config, checkpointer)) == expected
         assert f"{words} (recorded in the checkpoint)" in caplog.messages
         # Another revision, or another name, is not the one that was recorded.
-        other = with_revisions(config, {("model", "revision"): "main"})
+        other = replace(config, model=replace(config.model, revision="main"))
         assert revisions(pin_base(other, checkpointer))["model.from_pretrained"] == head(
             hub, "base"
         )
@@ -168,20 +163,6 @@ def test_a_commit_that_is_gone_is_an_error_for_what_the_start_reads(
         with pytest.raises(RecipeError, match="no longer has the commit") as caught:
             pin_base(config, checkpointer)
     assert "set tokenizer.revision to a commit" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("tokenizer: {revision: v1}", "the model's own one has the revision of the model"),
-        ("processor: {revision: v1}", "the model's own one has the revision of the model"),
-        ("recipe: dpo\ndpo: {reference_revision: v1}", "the revision of the model"),
-        ("recipe: kto\nkto: {reference_revision: v1}", "the revision of the model"),
-    ],
-)
-def test_a_revision_without_a_name_is_an_error(text: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=problem):
-        read(f"model: {{from_pretrained: org/base}}\n{text}\n", tmp_path)
 
 
 def test_names_are_read_at_their_revisions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -102,23 +102,6 @@ def steps_of(
     return rates
 
 
-def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_saved_ones() -> None:
-    saved, saved_schedule = falling(0.1, num_steps=20)
-    steps_of(saved, saved_schedule, 5)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.3, weight_decay=0.5, nesterov=True, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
-    options = RecipeOptions(
-        optimizer, schedule, OptimizerConfig(on_resume="recipe"), ["optimizer.weight_decay"]
-    )
-    optimizer.load_state_dict(saved.state_dict())
-    schedule.load_state_dict(saved_schedule.state_dict())
-    options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
-    (group,) = optimizer.param_groups
-    assert group["lr"] == pytest.approx(0.3 * 0.75) and schedule.base_lrs == [0.3]
-    assert (group["weight_decay"], group["nesterov"], group["momentum"]) == (0.5, True, 0.9)
-
-
 def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

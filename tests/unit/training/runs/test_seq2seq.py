@@ -214,25 +214,3 @@ def test_models_whose_passes_are_not_alike_are_rejected(
         recipe.setup()
     recipe.close()
     assert setting in error.value.problems[0].hint
-
-
-def test_unsupported_keys_are_rejected(tmp_path: Path) -> None:
-    values = {
-        "model": "{_target_: tests.support.runs.parallel.model_of}",
-        "model.mtp": "{num_depths: 1}",
-        "packed_sequence": "{size: 16}",
-        "model.neftune_alpha": "5",
-        "evaluation": "{harness: {tasks: [some]}}",
-        "distributed.tp_size": "2",
-        "distributed.pp_size": "2",
-        "distributed.cp_size": "2",
-        "compile.enabled": "true",
-    }
-    recipe_file = write(tmp_path, MODELS["tied"])
-    found = set()
-    for key, value in values.items():
-        recipe = build(recipe_file, f"--{key}={value}", recipe_class=Seq2Seq)
-        [problem] = recipe.config_problems()
-        assert problem.where.startswith(key)
-        found.add(problem.where)
-    assert found == {row.key for row in Seq2Seq.unsupported} | {"compile.enabled"}

@@ -82,7 +82,11 @@ def watch(
     )
     settings = HangsConfig(straggler_steps=steps, straggler_share=share)
     hosts = [f"n{number // 2}" for number in range(num_ranks)]
-    found = StragglerWatch(settings, layout, timeline or Timeline(), hosts, reports.append)
+
+    def note(event: str, step: int, record: Mapping[str, Any]) -> None:
+        reports.append({"event": event, "step": step, **record})
+
+    found = StragglerWatch(settings, layout, timeline or Timeline(), hosts, note)
     found._interrupted = found._timeline.seconds_outside((STEPS,))
     return found
 
