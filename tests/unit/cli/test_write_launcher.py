@@ -175,14 +175,6 @@ def test_variables_are_required_by_name_and_their_values_are_in_no_launcher(
     assert "pip install '.[s3]' wandb" in task["setup"]
 
 
-def test_a_skypilot_task_installs_what_the_recipe_needs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["--checkpoint.remote.url=abfss://b/run", "--logging.trackers={tensorboard: {}}"]
-    task = yaml.safe_load(written(capsys, "skypilot", *words))
-    assert "pip install '.[azure,tensorboard]'\n" in task["setup"]
-
-
 # Kubernetes
 
 
@@ -273,26 +265,6 @@ def test_a_task_for_skypilot_needs_a_store_and_recovers_after_a_save(
         "<--nproc-per-node=2><--nnodes=2><--node-rank=1><--master-addr=10.0.0.1><--master-port=29500>"
         "<My recipe.yaml><--checkpoint.remote.url=s3://b/my run>"
     )
-
-
-def test_a_run_whose_directory_is_a_url_needs_no_other_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    directory = "--checkpoint.checkpoint_dir=s3://bucket/run"
-    text = written(capsys, "skypilot", directory)
-    assert "shared storage" not in text
-    task = yaml.safe_load(text)
-    assert "CHECKPOINT_URL" not in task["envs"]
-    assert "remote.url" not in task["run"] and directory in task["run"]
-    script = written(capsys, "slurm", directory)
-    assert "run directory ~/.cache/automodel_ckpt/runs" in " ".join(script.replace("#", "").split())
-    manifest = written(capsys, "k8s", directory)
-    assert "run directory /work/.cache/automodel_ckpt/runs" in " ".join(
-        manifest.replace("#", "").split()
-    )
-    container = container_of(documents(manifest))
-    names = [variable["name"] for variable in container["env"]]
-    assert "AWS_SECRET_ACCESS_KEY" in names
 
 
 # The time of a save
