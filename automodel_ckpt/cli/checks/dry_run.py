@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.store_url import is_store_url, is_url, needs_credentials
+from automodel_ckpt.base.store_url import is_store_url, is_url
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
@@ -34,7 +34,6 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
     from automodel_ckpt.training.forecast.memory import Memory
     from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
     from automodel_ckpt.training.forecast.plan import Plan
@@ -271,9 +270,11 @@ def _resume_rows(
     memory = None
     if section.memory is not None:
         memory = memory_of(root, Path(section.memory.directory))
-    restored, is_remote = _restored(section, root, memory)
-    yield from restored
-    if is_remote:
+    urls = [section.remote.url] if section.remote is not None else []
+    for url in urls:
+        yield "store", f"{url}; local directory {root}"
+    if is_url(section.restore_from or ""):
+        yield "resume", "unknown from the store, which a dry run does not read"
         return
     request = resume.candidates(root, own_name(section.restore_from, section.remote), memory)
     if request.note:
@@ -300,8 +301,7 @@ def _resume_rows(
         yield from _recipe_change_rows(loaded, path, manifest, sizes)
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return
-    if not any(title == "resume" for title, _ in restored):
-        yield "resume", "no: this is a new run"
+    yield "resume", "unknown from the store" if urls else "no: this is a new run"
 
 
 def _check_training_state(
@@ -315,36 +315,6 @@ def _check_training_state(
     missing = set(discover(recipe)).difference(manifest.state, allowed)
     if missing:
         raise weights_only(path, sorted(missing))
-
-
-def _restored(
-    section: CheckpointConfig, root: Path, memory: Path | None
-) -> tuple[list[tuple[str, str]], bool]:
-    """Describe the stores of the run, and whether only a store has the checkpoint that the run would resume from."""
-    from automodel_ckpt.checkpoint.remote.fetch import Fetcher
-    from automodel_ckpt.checkpoint.store.store import StoreError
-
-    rows = []
-    urls = [section.restore_from or ""]
-    if section.remote is not None:
-        urls.append(section.remote.url)
-        rows.append(("store", f"{section.remote.url}; local directory {root}"))
-    if not any(map(is_url, urls)):
-        return rows, False
-    if any(needs_credentials(url) for url in urls if is_url(url)):
-        rows.append(("resume", "unknown from the store, which a dry run does not read"))
-        return rows, is_url(section.restore_from or "")
-    try:
-        found = Fetcher(root, section.remote).find(section.restore_from, memory)
-    except StoreError as error:
-        problem = error.problems[0]
-        rows.append(("warning", f"the store cannot be read: {problem.value}"))
-        return rows, False
-    if found is None:
-        return rows, False
-    run, name, _ = found
-    rows.append(("resume", f"from {run.store}/{name} (verified at the start)"))
-    return rows, True
 
 
 def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:

@@ -219,7 +219,7 @@ def test_the_seed_determines_what_is_sampled(capsys: Capture, plain_model: Path)
         (["-p", "x", "--max-new-tokens", "0"], ["0 is less than 1"]),
         (["-p", "x", "--device", "tpu9"], ["there is no such device"]),
         (["-p", "x", "--image", "none.png"], ["the image cannot be read"]),
-        (["-p", "x", "--image", __file__], ["the image cannot be decoded", "such as a PNG"]),
+        (["-p", "x", "--image", __file__], ["the image cannot be read", "such as a PNG"]),
         (["-p", "x", "--system", "s", "--raw"], ["--system needs a chat template"]),
         (["-p", "-", "-p", "-"], ["standard input can be only one prompt"]),
         (["-p", "x", "--base", "b"], ["it is no adapter"]),
