@@ -218,7 +218,7 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
     check_flags(line.flags)
     num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
     check_ranks(loaded, num_ranks)
-    write_launcher(loaded, line, options, mesh_sizes(loaded, num_ranks))
+    write_launcher(loaded, line, options)
     return EXIT_DONE
 
 
