@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from automodel_ckpt.config.help.changes import (
 )
 from automodel_ckpt.config.keys.checkpoint import MemoryConfig
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.schema_keys import unused_without_checkpoints
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.references import is_reference
@@ -401,3 +403,36 @@ def _recipe_change_rows(
         yield ("" if number else "changed"), line
     if len(lines) > _MAX_LINES:
         yield "", f"and {len(lines) - _MAX_LINES} more: `ckpt diff` lists all differences"
+
+
+# ---------------------------------------------------------------- --device-memory SIZE
+
+_MIN_BYTES = 1_000_000
+_UNITS = "KMGT"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def device_memory(line: CommandLine) -> int | None:
+    """Return the bytes that ``--device-memory`` gives; None without it. Raises :class:`RecipeError` for other text."""
+    if "device_memory" not in line.modes:
+        return None
+    (text,) = line.modes["device_memory"]
+    nbytes = parse_size(text)
+    # A number without a unit is bytes, and almost always a mistake.
+    if not nbytes or nbytes < _MIN_BYTES:
+        raise RecipeError(
+            "invalid size of a device's memory",
+            where="--device-memory",
+            value=text,
+            hint="give a number with a unit, such as 80GiB or 24GB",
+        )
+    return nbytes
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a size such as ``80GiB``, ``24 GB`` or ``1.5T``; None for other text."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return None
+    power = _UNITS.index(found[2].upper()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
