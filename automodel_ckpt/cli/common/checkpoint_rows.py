@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
