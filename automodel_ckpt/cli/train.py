@@ -29,8 +29,10 @@ from automodel_ckpt.cli.common.terminal import (
     require_utf8,
 )
 from automodel_ckpt.cli.launch.process import raise_file_limit
+from automodel_ckpt.config.callables.builders import Plugin, plugins
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
+from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 
@@ -198,8 +200,7 @@ def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
     Raises :class:`RecipeError` for what the run would reject before training.
     """
     from automodel_ckpt.base.hub_access import without_token
-    from automodel_ckpt.cli.checks.device_memory import device_memory
-    from automodel_ckpt.cli.checks.dry_run import report
+    from automodel_ckpt.cli.checks.dry_run import device_memory, report
 
     device_bytes = device_memory(line)
     with hiding_values(), without_token():
@@ -218,7 +219,7 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
     check_flags(line.flags)
     num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
     check_ranks(loaded, num_ranks)
-    write_launcher(loaded, line, options, mesh_sizes(loaded, num_ranks))
+    write_launcher(loaded, line, options)
     return EXIT_DONE
 
 
@@ -245,7 +246,6 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
     """Return a check of trusted names and data files that needs no torch."""
 
     def check(root: Node) -> list[Problem]:
-        from automodel_ckpt.cli.checks.data_files import missing_data_files
         from automodel_ckpt.config.callables.prepare import untrusted_names
         from automodel_ckpt.config.callables.sent_values import sent_problems
         from automodel_ckpt.config.callables.trust import Trust
@@ -255,11 +255,52 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
         return [
             *untrusted_names(root, trust),
             *sent_problems(root, trust),
-            *missing_data_files(root),
+            *_missing_data_files(root),
             *missing_libraries(root),
         ]
 
     return check
+
+
+def _missing_data_files(root: Node) -> Iterator[Problem]:
+    """Yield the problems of the local files in the ``path`` of this package's data builders.
+
+    Names on the Hub and directories are not checked: the builders do that.
+    """
+    for plugin in plugins(root):
+        # Megatron's files are named by a prefix, and divided into parts: their builder checks them.
+        names = plugin.parameters.keys()
+        has_rows = {"path", "split"} <= names and "part" not in names
+        if has_rows and plugin.node.at("path") is not None:
+            yield from _file_problems(plugin)
+
+
+def _file_problems(plugin: Plugin) -> Iterator[Problem]:
+    from automodel_ckpt.data.rows.source import Source
+
+    path = plugin.argument("path")
+    if path is None:
+        return
+    try:
+        source = Source.of(path, plugin.argument("name"), plugin.argument("split", "train"))
+        if source.is_file:
+            _ = source.files  # resolves patterns, and raises if a file does not exist
+    except RecipeError as error:
+        for problem in error.problems:
+            yield _located(problem, plugin)
+
+
+def _located(problem: Problem, plugin: Plugin) -> Problem:
+    """Replace ``dataset.NAME`` in a problem by the key of the section, and its location by the line in the recipe."""
+    if problem.where.startswith("dataset."):
+        name = problem.where.rpartition(".")[2]
+        value = problem.value
+    else:
+        name = "path"
+        value = f"{problem.where}: {problem.value}" if problem.value else problem.where
+    node = plugin.node.at(name) or plugin.node
+    hint = problem.hint.replace("dataset.path", join(plugin.key, "path"))
+    return Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, value, hint)
 
 
 def _observed(

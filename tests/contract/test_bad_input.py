@@ -78,21 +78,14 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["unknown key checkpoint.max_steps", "did you mean step_scheduler.max_steps?"],
     ),
-    (
-        "",
-        ["--checkpoint.verfy=size"],
-        ["unknown key checkpoint.verfy", "--checkpoint.verfy", "checkpoint.verify?"],
-    ),
     ("", ["--seeed", "1"], ["unknown key seeed", "where:  --seeed", "did you mean seed?"]),
     ("seed: many\n", [], ["seed must be a whole number", "recipe.yaml:6", "value:  many"]),
     ("seed: 1.5\n", [], ["seed must be a whole number"]),
     ("seed: null\n", [], ["seed must be a whole number"]),
-    ("seed: -1\n", [], ["seed must be from 0 to 2^63 - 1"]),
     ("seed: [1]\n", [], ["seed must be a whole number", "value:  [1]"]),
     ("deterministic: maybe\n", [], ["deterministic must be true or false"]),
     ("optimizer: 5\n", [], ["optimizer must be a section or a section with _target_"]),
     ("init_from: run\n", [], ["init_from must be a section", "such as init_from.path"]),
-    ("optimizer:\n  lr: nan\n", [], ["optimizer.lr must be 0 or more, and finite"]),
     ("optimizer:\n  lr: -1\n", [], ["optimizer.lr must be 0 or more", "value:  -1"]),
     (
         "optimizer:\n  betas: [1, 0.9]\n",
@@ -109,11 +102,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ],
     ),
     (
-        "recipe: distill\ndistill:\n  kd_ratio: 0.3\n",
-        [],
-        ["distill.teacher.from_pretrained is missing", "recipe.yaml:"],
-    ),
-    (
         "step_scheduler:\n  on_spike: {loss_factor: 1}\n",
         [],
         ["step_scheduler.on_spike.loss_factor must be more than 1"],
@@ -128,7 +116,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ],
         ["unknown key dataset.prompt", "did you mean dataset.prompt_field?"],
     ),
-    ("", ["--model.dtype=fp16"], ["float64, auto or null", "did you mean float16?"]),
     (
         "step_scheduler:\n  ckpt_every_steps: 0\n",
         [],
@@ -158,11 +145,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ],
     ),
     (
-        "step_scheduler:\n  global_batch_size: 9\n",
-        ["--nproc-per-node=4", "--distributed.tp_size=2"],
-        ["global_batch_size must be a multiple of local_batch_size x ranks", "ranks: 2"],
-    ),
-    (
         "checkpoint:\n  verify_replicas: true\n",
         ["--nproc-per-node=4", "--distributed.strategy=fsdp2"],
         ["no replicas to compare", "recipe.yaml:7", "dp_shard 4"],
@@ -182,11 +164,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["model_save_format torch_save requires model_layout shards"],
     ),
     (
-        "checkpoint: {model_layout: hf}\n",
-        ["--checkpoint.export_best"],
-        ["save_consolidated and export_best have no effect with model_layout hf"],
-    ),
-    (
         "checkpoint:\n  model_save_format: safetensor\n",
         [],
         ["safetensors or torch_save", "did you mean safetensors?"],
@@ -202,7 +179,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["float16 needs a loss scaler", "recipe.yaml:7", "bfloat16"],
     ),
-    ("distributed:\n  sequence_parallel: true\n", [], ["set tp_size above 1"]),
     ("", ["--distributed.tp_plan={_target_: transformers.AutoModel}"], ["set tp_size above 1"]),
     (
         "distributed:\n  cp_size: 2\n  tp_size: 2\n  sequence_parallel: true\n",
@@ -219,7 +195,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["cpu_offload needs a backend that also reduces CPU tensors", "cpu:gloo"],
     ),
-    ("", ["--distributed.cp_size=2", "--nproc-per-node=3"], ["a multiple of 2 ranks"]),
     (
         "distributed:\n  pp_size: 2\n  tp_size: 2\n  sequence_parallel: true\n",
         [],
@@ -235,11 +210,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         "distributed:\n  ep_size: 2\n  tp_size: 2\n",
         [],
         ["ep_size and tp_size cannot be combined"],
-    ),
-    (
-        "distributed:\n  ep_size: 2\npeft:\n  target_parameters: [gate_up_proj]\n",
-        [],
-        ["peft.target_parameters and ep_size cannot be combined"],
     ),
     (
         "pretrain:\n  z_loss: 1.0\n",
@@ -263,32 +233,20 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ),
     (
         "",
-        ["--distributed.tp_size=2", "--nproc-per-node=3"],
-        ["the product of the parallel sizes", "a multiple of 2 ranks"],
-    ),
-    (
-        "",
         ["--distributed.dp_size=3", "--nproc-per-node=2"],
         ["the product of the parallel sizes", "remove dp_size"],
     ),
     ("", ["--distributed.strategy=single", "--nproc-per-node=2"], ["one data parallel rank"]),
     ("", ["--model.from_pretrained=x"], ["exactly one of from_pretrained and from_config"]),
     ("", ["--dataset=null"], ["dataset must be a section with _target_"]),
-    ("", ["--dataset={path: x}"], ["dataset must be a section with _target_", "value:  {path: x}"]),
     ("", ["--validation_dataset.path=x"], ["hint:   add validation_dataset._target_, the name"]),
     ("recipe: llm_finetun\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("recipe: SFT\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),
-    ("seed: !!int 3\n", [], ["YAML tags are not allowed", "recipe.yaml:6"]),
     ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
     ("<<: [seed]\n", [], ["expected a mapping for merging", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["invalid YAML", "recipe.yaml:7"]),
     ("---\nseed: 1\n", [], ["invalid YAML", "single document"]),
-    (
-        "",
-        ["--model.freeze=[*.y]"],
-        ["where:  --model.freeze\n  hint:   quote words that begin with *"],
-    ),
     ("", ["--model.freeze", "[x, *y]"], ["undefined alias", "quote words that begin"]),
     ("clip_grad_norm: @x\n", [], ["recipe.yaml:6", "quote words that begin"]),
     (
@@ -297,7 +255,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"],
     ),
     (f'seed: "${{oc.env:A,{" " * 9999}"\n', [], ["unsupported interpolation"]),  # it must not hang
-    ("seed: ${now:}\n", [], ["unsupported interpolation", "${oc.env:NAME}"]),
     (
         "",
         ["--nproc-per-nod=2"],
@@ -310,11 +267,6 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["optimizer.lr=3"],
         ["unexpected argument optimizer.lr=3", "did you mean --optimizer.lr=3?"],
     ),
-    (
-        "checkpoint: {checkpoint_dir: $SCRATCH/run}\n",
-        [],
-        ["checkpoint.checkpoint_dir has a variable of the shell", "write ${oc.env:SCRATCH}", ":6"],
-    ),
     ("", ["--checkpoint.restore_from=runs/$USER"], ["write ${oc.env:USER}"]),
     ("", ["--tokenizer.from_pretrained=$MODELS/a"], ["write ${oc.env:MODELS}"]),
     (
@@ -323,12 +275,10 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["validation_datasets.a.path.1 has a variable of the shell", "write ${oc.env:D}"],
     ),
     ("extends: $BASE/base.yaml\n", [], ["the recipe in extends", "write ${oc.env:BASE}"]),
-    ("checkpoint: {checkpoint_dir: '${RUNS}/a'}\n", [], ["variable is ${oc.env:RUNS}"]),
     ("", ["train"], ["unexpected argument train", "run ckpt-train "]),
     ("", ["finetune", "llm"], ["unexpected argument finetune", "run ckpt-train "]),
     ("", ["-c"], ["-c needs a value"]),
     ("", ["--optimizer.lr"], ["--optimizer.lr needs a value"]),
-    ("", ["--seed.x=1", "-z"], ["unknown argument -z"]),
 ]
 
 

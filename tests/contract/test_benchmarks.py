@@ -126,25 +126,6 @@ def test_tasks_run_at_their_steps_on_all_ranks_and_training_is_the_same(
     }
 
 
-def test_they_select_the_best_checkpoint_and_end_the_run(stand_in: None, tmp_path: Path) -> None:
-    stopping = "{metric: eval_pick_acc, patience: 1, min_delta: 1000}"
-    words = (f"--step_scheduler.early_stopping={stopping}", "--step_scheduler.ckpt_on_best")
-    trained(tmp_path, "run", RECIPE + VALIDATION + HARNESS, *words, *BEST)
-    # The second value does not improve by 1000.
-    assert list(benchmarks_of(tmp_path / "run")) == [2, 4]
-    assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
-    assert json.loads((tmp_path / "run/epoch_0_step_2/losses.json").read_text())["val_loss"] is None
-    # Steps without benchmarks have null.
-    other = ("--evaluation.harness.every_steps=null", "--evaluation.harness.limit=99")
-    trained(tmp_path, "end", RECIPE + VALIDATION + HARNESS, *other, *BEST)
-    values = benchmarks_of(tmp_path / "end")
-    assert list(values) == [5]
-    assert values[5] > 0
-    losses = json.loads((tmp_path / "end/epoch_0_step_4/losses.json").read_text())
-    assert losses["eval_pick_acc"] is None
-    assert losses["val_loss"] is not None
-
-
 def test_a_stop_ends_them_between_two_forward_passes_and_the_next_start_makes_up(
     stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,37 +169,6 @@ def test_labels_are_read_as_all_rows_allow(
     assert shown_labels(capsys, names, *options) == shown
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "values", "reasons"),
-    [
-        ("[a, b]", SEVERAL, [[0, 1], [1, 0]], ["as indices a, b,", "for each label b", "one_hot"]),
-        ("[a]", SEVERAL, [[0]], ["as indices a,", "for each label none"]),
-        (TOPICS, SEVERAL, [[0, 1, 0], [0, 0.5, 0]], ["rows.jsonl:2", "a 0 or 1 for each label"]),
-        (BOOLEANS, [], [1, 0], ["as an index true, by the names of the labels false", "indices"]),
-        ("[yes, no]", [], ["0", "1"], ["can be read in two ways"]),
-        ("[label, other]", [], [1, 0], ["as an index label, by the names of the labels other"]),
-        (STARS, [], [1, 2, 3, 4], ["1: as an index 2 stars, by the names of the labels 1 star"]),
-        (STARS, [], [1, 5], ["rows.jsonl:2", "from 0 to 4"]),
-        (NUMBERS, [], [1, 0], ["rows.jsonl:2", "dataset.label_values: indices"]),
-        ("[good, bad]", [], [True, False], ["rows.jsonl:1", "value: True"]),
-        (TOPICS, ["--dataset.label_values=one_hot"], [1], ["problem: multi_label"]),
-        ("[]", ["--classification.problem=regression"], [True], ["what a regression predicts"]),
-    ],
-)  # fmt: skip
-def test_labels_with_two_readings_are_an_error(
-    label_recipe: None,
-    capsys: pytest.CaptureFixture[str],
-    names: str,
-    options: list[str],
-    values: list[Any],
-    reasons: list[str],
-) -> None:
-    write_rows(values)
-    [error] = shown_labels(capsys, names, *options)
-    for reason in reasons:
-        assert reason in error
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_classes_of_the_data_are_found_by_their_names(
     label_recipe: None, capsys: pytest.CaptureFixture[str], several: bool

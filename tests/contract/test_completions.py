@@ -5,25 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.monitoring import GenerationConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.measure.generation import Completion
-from automodel_ckpt.training.measure import evaluated_model as recipe_completions
-from automodel_ckpt.training.measure.evaluated_model import Completions
-from automodel_ckpt.training.model.trainable import Trainable
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.support.servers.command_server import CommandServer
 
@@ -139,40 +129,6 @@ def test_ranks_that_share_a_model_generate_together(
         one_step_run = ("--step_scheduler.max_steps", "2")
         alone = trained(commands, recipe, tmp_path / "one", *one_step_run, also=GENERATION)
         assert completions_of(alone)[2] == completions
-
-
-def test_the_model_evaluates_in_its_dtype_and_continues_training_as_before(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(recipe.parent / "chat").train()
-    tokenizer = AutoTokenizer.from_pretrained(recipe.parent / "chat")
-    seen: list[Any] = []
-
-    def generate(model: Any, *_: Any, **options: Any) -> Completion:
-        is_cast = torch.is_autocast_enabled("cpu")
-        seen.append((model.training, is_cast, torch.initial_seed(), options["synced"]))
-        torch.randn(3)
-        return Completion("", 1, 1, "stop", 0.0)
-
-    def inputs_of(_: Any, messages: Any, device: torch.device) -> dict[str, torch.Tensor]:
-        seen.append([message["role"] for message in messages])
-        return {}
-
-    monkeypatch.setattr(recipe_completions, "generate", generate)
-    monkeypatch.setattr(recipe_completions, "inputs_of", inputs_of)
-    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    recipe = SimpleNamespace(
-        trainable=Trainable(model, compute=autocast),
-        preprocessor=tokenizer,
-        layout=SimpleNamespace(device=torch.device("cpu"), world_size=2),
-        rng=StatefulRNG(0, 0, (1,)),
-    )
-    completions = Completions(GenerationConfig(prompts=["Hello"], system="Be kind."), recipe)
-    before = torch.get_rng_state()
-    completions.at(3)
-    assert seen == [["system", "user"], (False, True, 3, True)]
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.errors import EXIT_USAGE
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -150,56 +148,3 @@ def test_rows_with_tools_use_the_named_template_for_tools(
     rows = [{"messages": [ASKED, answer], "tools": [tool]}, {"messages": [ASKED, answer]}]
     assert shown(named, tmp_path, rows, "--dataset.chat_template=original") == 0
     assert capsys.readouterr().out.count("TOOLS ") == 1
-
-
-@pytest.mark.parametrize(
-    ("recipe", "builder", "row"),
-    [
-        ("sequence_classification", "classification.texts", {"text": "TEXT", "label": "a"}),
-        ("embedding", "text_pairs.text_pairs", {"query": "TEXT", "positive": "b"}),
-        ("reranker", "text_pairs.text_pairs", {"query": "q", "positive": "TEXT", "negative": "n"}),
-    ],
-)
-def test_truncation_right_keeps_the_beginning_whatever_side_the_tokenizer_truncates(
-    model: Path, tmp_path: Path, capsys: Capture, recipe: str, builder: str, row: dict[str, str]
-) -> None:
-    left = tmp_path / "left"
-    left.mkdir()
-    for file in model.iterdir():
-        (left / file.name).write_bytes(file.read_bytes())
-    config = json.loads((left / "tokenizer_config.json").read_text())
-    (left / "tokenizer_config.json").write_text(json.dumps(config | {"truncation_side": "left"}))
-    text = "first " + "word " * 50 + "last"
-    rows = [json.dumps({key: value.replace("TEXT", text) for key, value in row.items()})] * 2
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = [
-        f"--recipe={recipe}",
-        f"--model.from_pretrained={left}",
-        f"--dataset={{_target_: automodel_ckpt.data.{builder}, seq_length: 16, truncation: right}}",
-        f"--dataset.path={tmp_path}/rows.jsonl",
-        *(["--classification.labels=[a, b]"] if "class" in recipe else []),
-    ]
-    (tmp_path / "recipe.yaml").write_text(f"checkpoint: {{checkpoint_dir: {tmp_path}/run}}\n")
-    assert main(["--show-samples", "1", str(tmp_path / "recipe.yaml"), *words]) == 0
-    shown = capsys.readouterr().out
-    assert "first" in shown
-    assert "last" not in shown
-
-
-def test_a_stream_of_judged_completions_does_not_ignore_the_names_of_its_labels(
-    model: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    names = ClassLabel(names=["true", "false"])
-    features = Features({"prompt": Value("string"), "completion": Value("string"), "label": names})
-    rows = [{"prompt": "q", "completion": "good", "label": 0}]
-    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "d.parquet")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.format(model=model, data=tmp_path, run=tmp_path / "run"))
-    section = "_target_: automodel_ckpt.data.kto.judged_completions, streaming: true"
-    words = [
-        "--recipe=kto",
-        f"--dataset={{{section}, seq_length: 64}}",
-        f"--dataset.path={tmp_path}/d.parquet",
-    ]
-    assert main(["--show-samples", "1", str(recipe), *words]) == EXIT_USAGE
-    assert "set dataset.streaming false" in capsys.readouterr().err

@@ -86,18 +86,6 @@ def test_headers_without_metadata_are_read_as_mlx_writes_them(tmp_path: Path) ->
     assert ckpt_main(["verify", "--deep", str(tmp_path / "out")]) == 0
 
 
-def test_shards_in_a_subdirectory_are_an_error_with_a_way_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "sub").mkdir()
-    save_file({"w": torch.ones(2)}, tmp_path / "sub" / "model.safetensors")
-    index = {"weight_map": {"w": "sub/model.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert ckpt_main(["import", str(tmp_path), str(tmp_path / "out")]) == 3
-    error = capsys.readouterr().err
-    assert "in a subdirectory" in error and "move the files beside the index" in error
-
-
 def test_checkpoints_of_another_program_in_the_run_directory_are_named_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,27 +119,6 @@ def small_recipe(directory: Path) -> list[str]:
         "step_scheduler: {max_steps: 1, global_batch_size: 1, local_batch_size: 1}\n"
     )
     return [str(directory / "recipe.yaml"), f"--dataset.path={directory}/rows.jsonl"]
-
-
-@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json"])
-def test_weights_that_only_a_file_of_settings_calls_quantized_are_called_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
-) -> None:
-    words = small_recipe(tmp_path)
-    shutil.copytree(tmp_path / "base", tmp_path / "packed")
-    names = packed(tmp_path / "packed")
-    assert names
-    (tmp_path / "packed" / file).write_text('{"bits": 4}')
-    assert ckpt_main(["import", str(tmp_path / "packed"), str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out
-    assert "quantized (" in printed and "no run can start from quantized weights" in printed
-    for source in (
-        f"--model.from_pretrained={tmp_path}/packed",
-        f"--init_from.path={tmp_path}/out",
-    ):
-        assert train_main([*words, source]) == 2
-        error = " ".join(capsys.readouterr().err.split())
-        assert "these weights are quantized" in error and "allow_missing" not in error
 
 
 def packed(directory: Path) -> list[str]:

@@ -10,7 +10,6 @@ import pytest
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
-from tests.support.runs import pair_recipes
 
 Capture = pytest.CaptureFixture[str]
 RECIPE = """\
@@ -103,45 +102,6 @@ def test_a_stream_is_measured_by_its_first_samples(capsys: Capture, directory: P
     assert "6 samples" in text
 
 
-REPEATED = {
-    "preference.pairs": ("dpo", ("chosen", "rejected")),
-    "kto.split_pairs": ("kto", ("chosen", "rejected")),
-    "kto.judged_completions": ("kto", ("completion",)),
-    "text.prompt_completion": ("llm_finetune", ("completion",)),
-}
-
-
-@pytest.mark.parametrize("builder", REPEATED)
-@pytest.mark.parametrize("as_chat", ["false", "true"])
-def test_answers_that_begin_with_their_prompt_are_counted(
-    capsys: Capture,
-    caplog: pytest.LogCaptureFixture,
-    directory: Path,
-    tmp_path: Path,
-    builder: str,
-    as_chat: str,
-) -> None:
-    recipe, fields = REPEATED[builder]
-    rows = []
-    for number in range(4):
-        prompt = "Question: q Answer:" if number else ""
-        answers = {field: f"{prompt} {field} {number}" for field in fields}
-        rows.append({"prompt": prompt, "label": True, **answers})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = f"{{_target_: automodel_ckpt.data.{builder}, path: {tmp_path}/rows.jsonl, as_chat: {as_chat}}}"
-    words = (f"--recipe={recipe}", f"--dataset={dataset}")
-    sizes = ("--step_scheduler.global_batch_size=2", "--step_scheduler.local_batch_size=2")
-    for _ in range(2):  # also if the samples come from the cache
-        caplog.clear()
-        shown(capsys, directory, *words, *sizes, num="9")
-        assert "3 samples have an answer that begins with the text of its prompt" in caplog.text
-    templates = [f"--dataset.{field}_field={{{{ {field}[prompt|length:] }}}}" for field in fields]
-    caplog.clear()
-    text = shown(capsys, directory, *words, *sizes, *templates, num="9")
-    assert "begins with the text" not in caplog.text
-    assert text.count("Question") == 3 * len(fields)
-
-
 @pytest.mark.parametrize("num", ["x", "-1", "1.5", "99999999"])
 def test_the_number_of_samples_must_be_a_number(capsys: Capture, directory: Path, num: str) -> None:
     assert main([str(directory / "recipe.yaml"), f"--show-samples={num}"]) == EXIT_USAGE
@@ -152,36 +112,6 @@ def test_unreadable_data_is_an_error(capsys: Capture, directory: Path) -> None:
     words = ["--show-samples", "1", str(directory / "recipe.yaml"), "--dataset.path=none.jsonl"]
     assert main(words) == EXIT_USAGE
     assert "none.jsonl" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["embedding", "reranker"])
-def test_texts_of_pairs_have_the_number_of_their_row(
-    capsys: Capture, tmp_path: Path, kind: str
-) -> None:
-    write = getattr(pair_recipes, f"write_{kind}")
-    write(tmp_path, "bert", 2)
-    rows = [
-        {"query": "ba", "positive": "bo", "negatives": ["ba ba"]},
-        {"query": "ku", "positive": "ka", "negatives": ["ku ku", "ka ka"]},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--dataloader.shuffle=false", "--step_scheduler.local_batch_size=1")
-    batch = ("--step_scheduler.global_batch_size=2", "--validation_dataset=null")
-    text = shown(capsys, tmp_path, *words, *batch, num="9")
-    parts = [part.strip() for part in text.split("sample ")[1:]]
-    numbers = [part.partition(":")[0] for part in parts]
-    if kind == "embedding":
-        assert numbers == ["0"] * 3 + ["1"] * 4
-        assert "ku ku" in parts[5]
-    else:
-        assert numbers == ["0"] * 2 + ["1"] * 3
-        assert [part.partition("label ")[2].split()[0] for part in parts] == [
-            "right",
-            "other",
-            "right",
-            "other",
-            "other",
-        ]
 
 
 def test_what_a_user_should_know_about_conversations_is_shown(

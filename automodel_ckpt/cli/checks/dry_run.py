@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.store_url import is_store_url, is_url, needs_credentials
+from automodel_ckpt.base.store_url import is_store_url, is_url
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import overlay_warning
@@ -24,6 +25,7 @@ from automodel_ckpt.config.help.changes import (
 )
 from automodel_ckpt.config.keys.checkpoint import MemoryConfig
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.schema_keys import unused_without_checkpoints
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.references import is_reference
@@ -34,7 +36,6 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
     from automodel_ckpt.training.forecast.memory import Memory
     from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
     from automodel_ckpt.training.forecast.plan import Plan
@@ -269,9 +270,11 @@ def _resume_rows(
     memory = None
     if section.memory is not None:
         memory = memory_of(root, Path(section.memory.directory))
-    restored, is_remote = _restored(section, root, memory)
-    yield from restored
-    if is_remote:
+    urls = [section.remote.url] if section.remote is not None else []
+    for url in urls:
+        yield "store", f"{url}; local directory {root}"
+    if is_url(section.restore_from or ""):
+        yield "resume", "unknown from the store, which a dry run does not read"
         return
     request = resume.candidates(root, own_name(section.restore_from, section.remote), memory)
     if request.note:
@@ -298,8 +301,7 @@ def _resume_rows(
         yield from _recipe_change_rows(loaded, path, manifest, sizes)
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return
-    if not any(title == "resume" for title, _ in restored):
-        yield "resume", "no: this is a new run"
+    yield "resume", "unknown from the store" if urls else "no: this is a new run"
 
 
 def _check_training_state(
@@ -313,36 +315,6 @@ def _check_training_state(
     missing = set(discover(recipe)).difference(manifest.state, allowed)
     if missing:
         raise weights_only(path, sorted(missing))
-
-
-def _restored(
-    section: CheckpointConfig, root: Path, memory: Path | None
-) -> tuple[list[tuple[str, str]], bool]:
-    """Describe the stores of the run, and whether only a store has the checkpoint that the run would resume from."""
-    from automodel_ckpt.checkpoint.remote.fetch import Fetcher
-    from automodel_ckpt.checkpoint.store.store import StoreError
-
-    rows = []
-    urls = [section.restore_from or ""]
-    if section.remote is not None:
-        urls.append(section.remote.url)
-        rows.append(("store", f"{section.remote.url}; local directory {root}"))
-    if not any(map(is_url, urls)):
-        return rows, False
-    if any(needs_credentials(url) for url in urls if is_url(url)):
-        rows.append(("resume", "unknown from the store, which a dry run does not read"))
-        return rows, is_url(section.restore_from or "")
-    try:
-        found = Fetcher(root, section.remote).find(section.restore_from, memory)
-    except StoreError as error:
-        problem = error.problems[0]
-        rows.append(("warning", f"the store cannot be read: {problem.value}"))
-        return rows, False
-    if found is None:
-        return rows, False
-    run, name = found
-    rows.append(("resume", f"from {run.store}/{name} (verified at the start)"))
-    return rows, True
 
 
 def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
@@ -430,3 +402,36 @@ def _recipe_change_rows(
         yield ("" if number else "changed"), line
     if len(lines) > _MAX_LINES:
         yield "", f"and {len(lines) - _MAX_LINES} more: `ckpt diff` lists all differences"
+
+
+# ---------------------------------------------------------------- --device-memory SIZE
+
+_MIN_BYTES = 1_000_000
+_UNITS = "KMGT"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def device_memory(line: CommandLine) -> int | None:
+    """Return the bytes that ``--device-memory`` gives; None without it. Raises :class:`RecipeError` for other text."""
+    if "device_memory" not in line.modes:
+        return None
+    (text,) = line.modes["device_memory"]
+    nbytes = parse_size(text)
+    # A number without a unit is bytes, and almost always a mistake.
+    if not nbytes or nbytes < _MIN_BYTES:
+        raise RecipeError(
+            "invalid size of a device's memory",
+            where="--device-memory",
+            value=text,
+            hint="give a number with a unit, such as 80GiB or 24GB",
+        )
+    return nbytes
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a size such as ``80GiB``, ``24 GB`` or ``1.5T``; None for other text."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return None
+    power = _UNITS.index(found[2].upper()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import extra_of, is_url
-from automodel_ckpt.cli.cluster.options import FLAG, LauncherOptions
+from automodel_ckpt.cli.cluster.options import FLAG
 from automodel_ckpt.cli.cluster.stop_time import StopTime, stop_time
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.tree.references import variables_in
 from automodel_ckpt.config.tree.yaml_tree import is_stream
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 _CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
@@ -97,9 +96,7 @@ class Job:
         return words
 
 
-def describe_job(
-    loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions, sizes: Sizes
-) -> Job:
+def describe_job(loaded: LoadedRecipe, line: CommandLine) -> Job:
     """Return what a launcher of *loaded* contains. Raises :class:`RecipeError` for a recipe from a pipe."""
     if is_stream(loaded.path):
         raise RecipeError(
@@ -139,7 +136,7 @@ def describe_job(
         has_url_directory=has_url_directory,
         remote_url=url,
         stop_signal=next((name for name in ("USR1", *signals) if name in signals), "INT"),
-        stop=stop_time(loaded, flags, sizes, num_nodes),
+        stop=stop_time(loaded),
         variables=variables,
         credentials=tuple(name for name in credentials if name not in variables),
         extras=tuple(sorted(extras | (trackers & _TRACKER_EXTRAS))),

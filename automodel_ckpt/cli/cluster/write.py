@@ -17,7 +17,6 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 WRITERS = {
     SLURM: slurm.script,
@@ -43,14 +42,12 @@ def check_flags(flags: LaunchFlags) -> None:
         raise RecipeError.all_of(problems)
 
 
-def write_launcher(
-    loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions, sizes: Sizes
-) -> None:
+def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> None:
     """Print the launcher, or write it to a new file and print its path.
 
     Raises :class:`RecipeError` if the file exists or cannot be written.
     """
-    job = describe_job(loaded, line, options, sizes)
+    job = describe_job(loaded, line)
     text = WRITERS[options.kind](job, options)
     if options.output is None:
         print(text, end="")

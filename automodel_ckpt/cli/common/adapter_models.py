@@ -29,12 +29,6 @@ _OPTIONS = (
 )
 # peft's tasks of models that transformers builds with another head than that of the base's config.json.
 _OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_START = "start a run with its weights (recipe: {}, a section peft like its config, init_from.path: the adapter), or "
-_CONTINUED_BY = {
-    "SEQ_CLS": _START.format("sequence_classification"),
-    "FEATURE_EXTRACTION": _START.format("embedding"),
-}
-"""How an adapter of a task is trained on without an import."""
 # The layer of the base inside the module that replaces it.
 _WRAPPED = ".base_layer"
 _NOT_FOUND = "the base of the adapter was not found"
@@ -186,8 +180,8 @@ def _raise_missing(
         "this adapter was trained on the base with another head, or without its head",
         where=str(directory),
         value=f"task_type: {task_type}; a {model} has no {names}",
-        hint=f"{_CONTINUED_BY.get(task_type or '', '')}merge it in your own code (load that model and the adapter with "
-        "peft, merge_and_unload, save_pretrained), and import the result",
+        hint="start a run with its weights (recipe: sequence_classification or embedding, a section peft like its "
+        "config, init_from.path: the adapter), or merge it with peft (merge_and_unload), and import the result",
     )
 
 

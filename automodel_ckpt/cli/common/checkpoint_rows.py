@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
@@ -189,7 +189,7 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
             row = replace(row, reason=f"{value}: {place}; {row.reason}")
         # What the files state counts more than the name.
         train, val = metrics.get("train_loss", metrics.get("loss")), metrics.get("val_loss")
-        own = {
+        own: dict[str, Any] = {
             "train_loss": train if row.train_loss is None else row.train_loss,
             "val_loss": val if row.val_loss is None else row.val_loss,
         }

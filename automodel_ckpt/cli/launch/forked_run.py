@@ -26,7 +26,6 @@ from automodel_ckpt.cli.launch.failures import (
 )
 from automodel_ckpt.cli.launch.forked_rank import launched_rank
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
-from automodel_ckpt.cli.launch.memory_rescue import keep_memory
 from automodel_ckpt.cli.launch.node_resources import cores, count_ranks, set_threads, visible_gpus
 from automodel_ckpt.cli.launch.process import print_message, report_stop
 from automodel_ckpt.cli.launch.recipe_import import (
@@ -38,7 +37,7 @@ from automodel_ckpt.cli.launch.recipe_import import (
 )
 from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.worker import Loaded
+from automodel_ckpt.cli.launch.worker import Loaded, keep_memory
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import (
     EXIT_DONE,

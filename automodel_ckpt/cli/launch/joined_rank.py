@@ -14,10 +14,9 @@ from datetime import timedelta
 from typing import Any
 
 from automodel_ckpt.cli.launch.failures import FailureRecord, printed_failure
-from automodel_ckpt.cli.launch.memory_rescue import keep_memory_of_rank
 from automodel_ckpt.cli.launch.process import print_message, this_rank, world_size
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
-from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
+from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, keep_memory_of_rank, run_rank
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, describe
 from automodel_ckpt.logs.start_time import note_process_start
 from automodel_ckpt.parallel.ranks import hang_action

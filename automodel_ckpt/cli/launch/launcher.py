@@ -23,7 +23,6 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
     printed_failure,
 )
-from automodel_ckpt.cli.launch.memory_rescue import keep_memory
 from automodel_ckpt.cli.launch.process import print_message, report_stop
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
@@ -32,7 +31,7 @@ from automodel_ckpt.cli.launch.started_ranks import (
     slurm_environment,
     started_by,
 )
-from automodel_ckpt.cli.launch.worker import Loaded, run_rank
+from automodel_ckpt.cli.launch.worker import Loaded, keep_memory, run_rank
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.logs.start_time import note_process_start
 from automodel_ckpt.parallel.ranks.stop import SIGNALS, StoppedWaiting, stop_request

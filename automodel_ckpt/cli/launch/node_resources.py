@@ -22,39 +22,20 @@ def cores() -> int:
 
 
 def cpu_quota(membership: Path, tree: Path) -> float:
-    """Return how many cores the control groups of a process and their parents allow; infinity without a limit.
+    """Return how many cores the control group of a process and its parents allow; infinity without a limit.
 
-    *membership* contains lines ``number:controllers:/path`` (source: cgroups(7)). A container may see the whole path,
-    or its own group at the root of *tree*.
+    *membership* contains the line ``0::/path`` (source: cgroups(7)). A container may see the whole path, or its own
+    group at the root of *tree*. ``cpu.max`` contains "QUOTA PERIOD" or "max PERIOD".
     """
     quota = math.inf
     with contextlib.suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            group = tree / controllers / path.lstrip("/")
-            for directory in (group, *group.parents):
-                if directory.is_relative_to(tree):
-                    quota = min(quota, _cpu_quota_at(directory))
+        paths = [line.rpartition(":")[2] for line in membership.read_text().splitlines()]
+        groups = {tree, *(tree / path.lstrip("/") for path in paths)}
+        for place in {each for group in groups for each in (group, *group.parents)}:
+            with contextlib.suppress(OSError, ValueError):
+                limit, period = (place / "cpu.max").read_text().split()
+                quota = min(quota, int(limit) / int(period))
     return quota
-
-
-def _cpu_quota_at(group: Path) -> float:
-    """Return the number of cores that one control group allows.
-
-    In version 2, ``cpu.max`` contains "QUOTA PERIOD" or "max PERIOD". Version 1 has one file for each, with -1 for no
-    limit.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
-        if int(quota) > 0:
-            return int(quota) / int(period)
-    return math.inf
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

@@ -11,8 +11,6 @@ from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
 from automodel_ckpt.cli.common.terminal import print_document, print_path, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
-_OTHER_FORMATS = (".tar", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".lz4", ".7z", ".zip")
-"""Ends of file names that state another format than the one that is written."""
 USAGE = f"""
 Write a checkpoint, or all complete checkpoints of a run directory, to one compressed file, for cold storage or uploads.
 `ckpt unarchive` restores them bit for bit. Exports and superseded checkpoints are not included. Needs the extra
@@ -52,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
             )
     target = Path(arguments.output).expanduser()
-    if target.suffix.lower() in _OTHER_FORMATS:
+    if target.suffix != ".zst":
         raise RecipeError(
             "archives are compressed with zstd, and their name ends in .tar.zst",
             where="--output",

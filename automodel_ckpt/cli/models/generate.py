@@ -7,13 +7,12 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.terminal import json_text, print_error, printable_lines
 from automodel_ckpt.cli.entry import ending_on_interrupt
-from automodel_ckpt.errors import EXIT_DONE, RecipeError, os_problem
+from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.cli.models.loading import LoadedModel
@@ -144,13 +143,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_image(name: str) -> None:
     """Raise :class:`RecipeError` if *name* is no image file."""
-    hint = "name an image file, such as a PNG or a JPEG"
-    try:
-        Path(name).open("rb").close()
-    except OSError as error:
-        raise RecipeError.all_of(
-            [os_problem(error, "the image cannot be read", hint=hint)]
-        ) from error
     try:
         from PIL import Image
     except ImportError:
@@ -162,7 +154,10 @@ def _check_image(name: str) -> None:
     # Which one, depends on the format.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise RecipeError(
-            "the image cannot be decoded", where=name, value=str(error)[:200], hint=hint
+            "the image cannot be read",
+            where=name,
+            value=str(error)[:200],
+            hint="name an image file, such as a PNG or a JPEG",
         ) from error
 
 

@@ -162,22 +162,9 @@ def _start_line(planned: NewCheckpoint) -> str:
         if not planned.is_newest:
             command += f" --checkpoint.restore_from {planned.name}"
         return f"to continue the run: {command}"
-    settings = quantization_of(planned.side_files)
-    if not settings:
+    if not quantization_of(planned.side_files):
         return start_from(planned)
-    from automodel_ckpt.checkpoint.state.quantized_tensors import (
-        UnsupportedQuantization,
-        find_quantized,
-    )
-
     # init_from reads only weights that are not quantized.
-    try:
-        find_quantized(planned.weights.tensors, settings)
-    except UnsupportedQuantization:
-        return (
-            "no run can start from quantized weights of this kind: train the model that they were made from "
-            "(peft.quantize_base quantizes it while it is read)"
-        )
     source = shlex.quote(str(planned.source))
     return f"to start from it, dequantized: ckpt-train RECIPE.yaml --model.from_pretrained {source}"
 

@@ -136,8 +136,7 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
         exported = Path(directory) / MODEL
         print_error(f"exporting {found} to a temporary directory; `ckpt export` keeps the files")
         consolidate(found, exported, log=lambda line: None, opener=_open_with_config)
-        with _naming_export(exported, found):
-            yield _files_of(exported, found, base)
+        yield _files_of(exported, found, base)
 
 
 def _open_with_config(path: Path) -> Source:
@@ -154,22 +153,6 @@ def _open_with_config(path: Path) -> Source:
         value="no such file",
         hint=f"`{command}` adds that of the original model in DIR, and its tokenizer; then name RUN",
     )
-
-
-@contextmanager
-def _naming_export(exported: Path, checkpoint: Path) -> Iterator[None]:
-    """Name *checkpoint* in errors about its temporary export, whose directory is removed."""
-    try:
-        yield
-    except (CheckpointUnusable, RecipeError) as error:
-        problems = []
-        for problem in error.problems:
-            hint = problem.hint.replace(str(exported), "DIR")
-            if hint != problem.hint:
-                hint = f"export it with `ckpt export {shlex.quote(str(checkpoint))} -o DIR`, and {hint}"
-            where = problem.where.replace(str(exported), str(checkpoint))
-            problems.append(replace(problem, where=where, hint=hint))
-        raise type(error).all_of(problems) from error
 
 
 def _model_directory(path: Path) -> Path:

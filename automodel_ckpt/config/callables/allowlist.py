@@ -433,11 +433,7 @@ def is_listed(purpose: str, found: Any) -> bool:
 
 def suggestion(purpose: str, name: str) -> str:
     """List what *purpose* allows, with the names closest to *name* first; empty if it allows nothing."""
-    listed = [entry.shown for entry in entries_for(purpose)]
-    word = name.rpartition(".")[2]
-    near = [each for each in listed if each.rpartition(".")[2] == word]
-    near += difflib.get_close_matches(name, listed, n=3, cutoff=0.6)
-    near += [each for each in listed if each.partition(".")[0] == name.partition(".")[0]][:3]
-    near = list(dict.fromkeys(near))
-    shown = list(dict.fromkeys([*near, *listed]))[: max(4, len(near))]
-    return ", ".join(shown) + (", ..." if len(listed) > len(shown) else "")
+    listed = list(dict.fromkeys(entry.shown for entry in entries_for(purpose)))
+    if "." in name:
+        listed.sort(key=lambda each: -difflib.SequenceMatcher(None, name, each).ratio())
+    return ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")

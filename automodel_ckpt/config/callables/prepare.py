@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
     record_remote_code(trust)
     tree = loaded.tree.copy()
     checker = _Checker(tree, type(loaded.config), trust)
-    config = checker.convert(loaded.config, "", ())
+    config = checker.convert(loaded.config, "")
     if problems := distinct([*loaded.problems, *checker.problems]):
         raise RecipeError.all_of(problems)
     return dataclasses.replace(loaded, config=config, tree=tree)
@@ -164,84 +164,82 @@ class _Checker:
     def __init__(self, tree: Node, schema: type[Any], trust: Trust) -> None:
         self.tree = tree
         self.trust = trust
+        self.supplied: tuple[str, ...] = ()
+        """The arguments that the recipe's class adds to the plug-in."""
         self.problems: list[Problem] = []
         self.binder = Binder(schema, self.problems)
 
-    def convert(
-        self, value: Any, key: str, supplied: tuple[str, ...], purpose: str | None = None
-    ) -> Any:
+    def convert(self, value: Any, key: str, purpose: str | None = None) -> Any:
         """Return a value of the configuration in which the arguments of all plug-ins are converted.
 
-        *supplied* are the names of the arguments that the recipe's class adds. *purpose* is that of the parameter of
-        an enclosing plug-in; None outside of plug-ins. A section without plug-ins is returned as it is.
+        *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins. A section without plug-ins
+        is returned as it is.
         """
-        if isinstance(value, Target) and purpose is not None:
-            return self._target(value, key, supplied, purpose)
         if isinstance(value, Target):
-            value = self._target(value, key, supplied, allowlist.purpose_of(key, SECTIONS))
+            if purpose is not None:
+                return self._target(value, key, purpose)
+            value = self._target(value, key, allowlist.purpose_of(key, SECTIONS))
         if dataclasses.is_dataclass(value):
-            return self._section(value, key, supplied, purpose)
+            return self._section(value, key, purpose)
         if isinstance(value, dict):
             return {
-                name: self.convert(item, join(key, str(name)), supplied, purpose)
+                name: self.convert(item, join(key, str(name)), purpose)
                 for name, item in value.items()
             }
         if isinstance(value, list | tuple):
             return type(value)(
-                self.convert(item, join(key, str(index)), supplied, purpose)
+                self.convert(item, join(key, str(index)), purpose)
                 for index, item in enumerate(value)
             )
         return value
 
-    def _section(
-        self, section: Any, key: str, supplied: tuple[str, ...], purpose: str | None
-    ) -> Any:
+    def _section(self, section: Any, key: str, purpose: str | None) -> Any:
         """Convert the plug-ins in the fields of a section. :meth:`_target` has converted its ``kwargs``."""
         changed = {}
         for field in dataclasses.fields(section):
             if field.name == "kwargs" and getattr(section, "takes_any", False):
                 continue
             if purpose is None:
-                supplied = field.metadata.get("supplied", ())
+                self.supplied = field.metadata.get("supplied", ())
             before = getattr(section, field.name)
-            after = self.convert(before, join(key, field.name), supplied, purpose)
+            after = self.convert(before, join(key, field.name), purpose)
             if after is not before:
                 changed[field.name] = after
         return dataclasses.replace(section, **changed)
 
-    def _target(self, target: Target, key: str, supplied: tuple[str, ...], purpose: str) -> Target:
+    def _target(self, target: Target, key: str, purpose: str) -> Target:
         """Return a plug-in with converted arguments."""
+        node = self.tree.at(join(key, "_target_"))
         try:
             function, entry = resolve_entry(target._target_, self.trust, purpose)
         except Rejected as error:
-            self.problems.append(problem_of(key, error, self.tree.at(join(key, "_target_"))))
+            self.problems.append(problem_of(key, error, node))
             return target
         remember(target._target_, function)
-        signature = signature_of(function)
-        is_direct = is_called_directly(key, function, {*target.kwargs, *supplied})
-        if signature.positional_only and not is_direct:
+        signature, given = signature_of(function), {*target.kwargs, *self.supplied}
+        is_direct = is_called_directly(key, function, given)
+        if signature.positional_only and not is_direct and node is not None:
             names = ", ".join(signature.positional_only)
             what = f"{key}: {target._target_} has positional-only parameters ({names})"
             hint = "write a wrapper with keyword arguments in your own package, and trust it"
-            self.problems.append(Problem(what, self._node(join(key, "_target_")).origin, "", hint))
-        kwargs = self._arguments(target, key, target.kwargs, signature, entry, supplied)
-        changes: dict[str, Any] = {"kwargs": kwargs}
+            self.problems.append(Problem(what, node.origin, "", hint))
+        changes: dict[str, Any] = {}
         if groups := getattr(target, "groups", ()):
             # The options of an optimizer's parameter groups have the types of its arguments.
-            changes["groups"] = [
-                self._options(target, join(key, "groups", str(number)), group, signature)
-                for number, group in enumerate(groups)
-            ]
-        if not is_direct:
-            self._note_missing(key, target, signature.missing({*target.kwargs, *supplied}))
+            converted = changes["groups"] = list(groups)
+            for number, group in enumerate(groups):
+                if isinstance(group, OptionsGroup):
+                    place = join(key, "groups", str(number))
+                    arguments = self._arguments(target, place, group.kwargs, signature, nested="")
+                    converted[number] = dataclasses.replace(group, kwargs=arguments)
+        changes["kwargs"] = self._arguments(target, key, target.kwargs, signature, entry)
+        for name in () if is_direct else signature.missing(given):
+            problem = missing_argument(key, target._target_, name, self.tree.at(key))
+            if key in CALLED_WITH:
+                hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
+                problem = dataclasses.replace(problem, hint=hint)
+            self.problems.append(problem)
         return dataclasses.replace(target, **changes)
-
-    def _options(self, target: Target, key: str, group: Any, signature: Signature) -> Any:
-        """Convert one of an optimizer's parameter groups."""
-        if not isinstance(group, OptionsGroup):
-            return group
-        kwargs = self._arguments(target, key, group.kwargs, signature, None, (), nested="")
-        return dataclasses.replace(group, kwargs=kwargs)
 
     def _arguments(
         self,
@@ -249,15 +247,15 @@ class _Checker:
         key: str,
         given: dict[str, Any],
         signature: Signature,
-        entry: Entry | None,
-        supplied: tuple[str, ...],
+        entry: Entry | None = None,
         nested: str = CUSTOM,
     ) -> dict[str, Any]:
         """Convert arguments to the types of the parameters, and check what the allowlist says about them."""
         kwargs = {}
         for name, value in given.items():
             full = join(key, name)
-            node = self._node(full)
+            node = self.tree.at(full)
+            assert node is not None
             if not signature.accepts(name):
                 problem = unknown_argument(key, target._target_, name, node, signature.required)
                 self.problems.append(problem)
@@ -272,21 +270,8 @@ class _Checker:
             if not isinstance(value, Target):
                 value = self.binder.value(signature.types.get(name, Any), node, full)
                 value = None if value is INVALID else value  # with a problem in the list
-            kwargs[name] = self.convert(value, full, supplied, nested)
+            kwargs[name] = self.convert(value, full, nested)
         return kwargs
-
-    def _note_missing(self, key: str, target: Target, names: Sequence[str]) -> None:
-        for name in names:
-            problem = missing_argument(key, target._target_, name, self.tree.at(key))
-            if key in CALLED_WITH:
-                hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
-                problem = dataclasses.replace(problem, hint=hint)
-            self.problems.append(problem)
-
-    def _node(self, key: str) -> Node:
-        node = self.tree.at(key)
-        assert node is not None
-        return node
 
 
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}

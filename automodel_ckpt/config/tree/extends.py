@@ -149,8 +149,8 @@ def merged(base: Node, changes: Node) -> Node:
     if not isinstance(base.value, dict) or not isinstance(changes.value, dict):
         return changes.copy()
     # The arguments of another _target_ are not those of the base.
-    name, earlier = changes.at("_target_"), base.at("_target_")
-    if name is not None and (earlier is None or earlier.value != name.value):
+    target, before = changes.at("_target_"), base.at("_target_")
+    if target is not None and (before is None or before.value != target.value):
         return changes.copy()
     children = dict(base.value)
     for name, child in changes.value.items():

@@ -336,7 +336,7 @@ class _Reader(yaml.SafeLoader):
                 self._note_duplicate(key.value, first[key.value], where)
             first.setdefault(key.value, where)
         # The keys of the mapping itself follow those of merge keys (<<), and take precedence.
-        self.flatten_mapping(tree)  # type: ignore[no-untyped-call]
+        self.flatten_mapping(tree)
         mapping: dict[str, Node] = {}
         for key, value in tree.value:
             mapping[key.value] = self.node(value, self.place(key.start_mark), depth + 1)

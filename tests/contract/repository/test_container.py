@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files import ownership
-from automodel_ckpt.checkpoint.files.ownership import file_system_of, overlay_warning
+from automodel_ckpt.checkpoint.files.ownership import overlay_warning
 from automodel_ckpt.cli.train import main
 from tests.support import ranks
 from tests.support.models import tiny
@@ -113,19 +112,3 @@ def test_checkpoints_on_an_overlay_file_system_are_warned_of(
     said = "".join(capfd.readouterr())
     assert f"WARNING:automodel_ckpt:{tmp_path}/merged with a space/run is on an overlay" in said
     assert re.search(r"warning: +\S.*merged with a space/dry is on an overlay", said)
-
-
-def test_the_innermost_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "1 0 0:1 / / rw - overlay overlay rw\n2 1 8:1 /x /data rw shared:1 - ext4 /dev/a rw\n"
-        "3 2 0:9 / /data/a\\040b rw - overlay overlay rw\n"
-    )
-    monkeypatch.setattr(ownership, "_MOUNTS", mounts)
-    kinds = [
-        file_system_of(Path(path))
-        for path in ("/x", "/data", "/data/run", "/data/a b/run", "/database")
-    ]
-    assert kinds == ["overlay", "ext4", "ext4", "overlay", "overlay"]
-    monkeypatch.setattr(ownership, "_MOUNTS", tmp_path / "none")
-    assert file_system_of(Path("/x")) is None and overlay_warning(Path("/x")) is None

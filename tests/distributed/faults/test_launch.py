@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -343,22 +342,6 @@ def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
     assert (done.code, done.err.count("stopped by SIGTERM")) == (75, 1)
 
 
-def test_a_signal_before_the_ranks_start_is_not_lost(start: Start) -> None:
-    command = start.fresh("train_until_stopped")
-    wait_until(lambda: catches(command.process.pid, signal.SIGUSR1), 60)
-    command.process.send_signal(signal.SIGUSR1)
-    done = command.wait()
-    assert done.code == 75
-    assert "stopped by SIGUSR1" in done.err
-
-
-def catches(process: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for this signal."""
-    status = Path(f"/proc/{process}/status").read_text().splitlines()
-    mask = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
 @pytest.mark.parametrize("flags", [(), ("--max-restarts", "2")])
 def test_a_second_signal_stops_at_once_even_in_a_collective(
     start: Start, flags: tuple[str, ...]
@@ -465,18 +448,6 @@ def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
     assert said[-3:] == ["restart 1 of 3", "stopped by SIGTERM", "  hint:   run it again"]
 
 
-def test_a_port_that_is_taken_is_an_error_with_its_address(start: Start) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = start("ok", "--master-addr", "127.0.0.1", "--master-port", str(port)).wait()
-    assert done.code == 2
-    assert done.err.startswith("error: the ranks could not be started\n")
-    assert f"at 127.0.0.1:{port}\n" in done.err
-    assert "Traceback" not in done.err
-
-
 def test_under_torchrun_the_command_is_a_rank(start: Start) -> None:
     done = start.torchrun("ok").wait()
     assert (done.code, done.err) == (0, "")
@@ -500,14 +471,6 @@ def test_under_torchrun_a_rank_that_saved_for_a_signal_succeeds(start: Start) ->
     done = command.wait()
     assert done.code == 0
     assert done.err.count("stopped by SIGUSR1") == 1
-
-
-def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
-    commands = [command.wait() for command in start.srun("ok")]
-    assert [(command.code, command.out, command.err) for command in commands] == [
-        (0, "rank 0 trained\n", ""),
-        (0, "rank 1 trained\n", ""),
-    ]
 
 
 def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_code(

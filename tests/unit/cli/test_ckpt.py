@@ -171,30 +171,6 @@ def test_with_json_an_error_is_a_document_too(
     )
 
 
-def test_a_misspelt_checkpoint_gets_the_names_of_those_beside_it(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    for step in range(1, 6):
-        (tmp_path / f"epoch_0_step_{step}").mkdir()
-    for name in ("epoch_0_step_9", "LATESTT"):
-        assert main(["show", str(tmp_path / name)]) == 3
-        hint = f"{tmp_path} contains epoch_0_step_5, epoch_0_step_4, epoch_0_step_3, ..."
-        assert hint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["plot"], ["goodput"], ["track", "--to=tensorboard"]])
-def test_the_log_of_a_run_that_does_not_exist_is_not_empty_but_missing(
-    tmp_path: Path, capsys: Capture, words: list[str]
-) -> None:
-    assert main([*words, str(tmp_path / "nowhere")]) == 3
-    assert capsys.readouterr().err.startswith("error: run not found")
-    (tmp_path / "dangling").symlink_to("gone")
-    assert main([*words, str(tmp_path / "dangling")]) == 3
-    message = capsys.readouterr().err
-    assert message.startswith("error: run not found")
-    assert "a link to gone, which does not exist" in message
-
-
 def test_a_path_may_begin_with_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -256,19 +232,6 @@ def test_a_misspelled_word_gets_the_one_that_was_meant(
     assert f"  where:  {where}" in lines and hint in lines[-1]
     if words[-1] == "--num-threads=two":
         assert "two is not a whole number" in lines[0]
-
-
-def test_a_working_directory_that_was_removed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    run = str(checkpoint_in(tmp_path / "run", 1).parent)
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert main(["ls", run]) == 0
-    for words in (["ls"], ["export", run, "-o", "out"], ["chat", run]):
-        assert main(words) == 2
-        assert "the current directory does not exist" in capsys.readouterr().err
 
 
 def test_every_argument_that_is_a_path_is_known_as_one() -> None:
@@ -489,18 +452,3 @@ def test_a_narrow_terminal_gets_fewer_columns_and_a_pipe_all(
         assert max(map(len, text.splitlines())) <= columns or not is_terminal
     assert [len(head) for head in heads] == [9, 3, 9]
     assert heads[1] == ["checkpoint", "step", "val loss"]
-
-
-def test_ls_reports_a_pointer_without_its_checkpoint(tmp_path: Path, capsys: Capture) -> None:
-    shutil.rmtree(checkpoint_in(tmp_path, 30))
-    (tmp_path / "LATEST").unlink()
-    checkpoint_in(tmp_path, 20)
-    (tmp_path / "LATEST").unlink()
-    (tmp_path / "LATEST").symlink_to("epoch_0_step_30")
-    assert main(["ls", str(tmp_path), "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["epoch_0_step_20"]["complete"] and not rows["epoch_0_step_30"]["complete"]
-    assert (
-        rows["epoch_0_step_30"]["pointers"] == ["LATEST"]
-        and "missing" in rows["epoch_0_step_30"]["reason"]
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -138,42 +137,6 @@ def test_another_programs_files_are_compared_and_marked(tmp_path: Path, capsys: 
     document = shown(capsys, checkpoint(tmp_path / "a", tensors), tmp_path / "hf")
     assert document["foreign"] == [str(tmp_path / "hf")]
     assert [change["fqn"] for change in document["trees"]["model"]["changed"]] == ["moved"]
-
-
-def test_what_another_programs_files_do_not_say_is_not_a_change(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    save_file(weights(), tmp_path / "external.safetensors")
-    own = checkpoint(tmp_path / "a", weights())
-    for one, other in (
-        (own, tmp_path / "external.safetensors"),
-        (tmp_path / "external.safetensors", own),
-    ):
-        found = shown(capsys, one, other)
-        assert "general" in found["not_compared"] and found["general"] == {}
-        assert main(["diff", str(one), str(other)]) == 0
-        text = capsys.readouterr().out
-        assert "(none)" not in text and "not compared: only one of the two" in text
-    assert shown(capsys, own, own)["not_compared"] == []
-    assert main(["diff", str(own), str(own)]) == 0
-    assert "not compared" not in capsys.readouterr().out
-
-
-def test_the_configs_of_the_models_are_compared(tmp_path: Path, capsys: Capture) -> None:
-    for name, theta in (("a", 10000.0), ("b", 500.0)):
-        (tmp_path / name).mkdir()
-        save_file(weights(), tmp_path / name / "model.safetensors", {"format": "pt"})
-        config = {"rope_parameters": {"rope_theta": theta}, "hidden_size": 8}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"model config\n  rope_parameters.rope_theta +10000.0 +-> +500.0\n\n", text)
-    # Weights have no recipe.
-    assert "recipe" not in text and "environment" not in text
-    (tmp_path / "b" / "config.json").write_text("{damaged")
-    document = shown(capsys, tmp_path / "a", tmp_path / "b")
-    assert document["not_compared"] == ["config"]
-    assert document["recipe"] == {} and "recipe" in document["absent"]
 
 
 def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:

@@ -299,33 +299,6 @@ def test_a_single_file_is_refused_by_the_name_of_its_format(
     assert said in str(raised.value)
 
 
-def test_a_single_safetensors_file_is_imported_with_what_is_beside_it(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(weights(), source / "model.safetensors", {"format": "pt"})
-    (source / "config.json").write_text('{"model_type": "llama"}')
-    (source / "train.py").write_text("raise SystemExit")
-    document = imported(capsys, source / "model.safetensors", tmp_path / "run")
-    assert document["kind"] == "a safetensors file" and document["has_config"]
-    # A script of the user; code of the model is what config.json refers to.
-    assert document["side_files"] == ["config.json"]
-    (source / "config.json").write_text('{"auto_map": {"AutoConfig": "train.Config"}}')
-    again = imported(capsys, source / "model.safetensors", tmp_path / "with code")
-    assert again["side_files"] == ["config.json", "train.py"]
-    found = stored(tmp_path / "run" / "epoch_0_step_0")
-    assert found.keys() == weights().keys() and all(
-        bits(found[n]).tobytes() == bits(t).tobytes() for n, t in weights().items()
-    )
-    hugging_face(tmp_path / "parts", weights())
-    assert "a part of a model" in refused(
-        capsys, tmp_path / "parts" / "a.safetensors", tmp_path / "run2"
-    )
-    shard = AUTOMODEL / "safetensors" / "epoch_0_step_1" / "model"
-    assert "a rank's shard" in refused(capsys, next(shard.glob("*.safetensors")), tmp_path / "run2")
-
-
 def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -410,26 +383,3 @@ def test_the_step_is_that_of_the_other_programs_counters(
     assert (report["step"], report["position_from"]) == (step, "stated in the files")
     assert main(["ls", str(copy), "--json"]) == 0
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [step]
-
-
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("gptq", "no run can start"),
-        ("bitsandbytes", "no run can start"),
-        ("fp8", "--model.from_pretrained {source}"),
-    ],
-)
-def test_quantized_weights_are_called_so_and_the_next_command_works(
-    tmp_path: Path, capsys: Capture, method: str, words: str
-) -> None:
-    source = tmp_path / "source"
-    tensors = {"a.weight": torch.ones(128, 128).to(torch.float8_e4m3fn)}
-    tensors["a.weight_scale_inv"] = torch.ones(1, 1)
-    settings = {"quant_method": method, "weight_block_size": [128, 128]}
-    hugging_face(source, tensors, {"model_type": "x", "quantization_config": settings})
-    assert main(["import", str(source), str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr().out
-    assert f"quantized ({method})" in printed
-    assert words.format(source=source) in printed
-    assert "--init_from.path" not in printed

@@ -104,23 +104,6 @@ def test_output_that_cannot_be_written_is_reported_in_one_message(
     ]
 
 
-@pytest.mark.parametrize("command", ["pin", "prune"])
-def test_a_command_whose_results_cannot_be_printed_states_that_its_work_is_done(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    checkpoint_in(tmp_path / "run", 1)
-    newest = checkpoint_in(tmp_path / "run", 2)
-    words = {"pin": [str(newest)], "prune": [str(tmp_path / "run"), "--keep-last", "1"]}
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main([command, *words[command]]) == 1
-        full.flush()
-    assert f"what ckpt {command} wrote or removed is complete" in capsys.readouterr().err
-
-
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:
     line = f'{limits}; exec "$@"'
     return subprocess.run(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from werkzeug.wrappers import Request, Response
+from werkzeug.wrappers import Request
 
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
@@ -24,7 +24,6 @@ from automodel_ckpt.checkpoint.remote import deep_verification
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import incomplete
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.store import store
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.commands import prune as prune_command
@@ -191,30 +190,6 @@ def test_a_pull_brings_the_logs_of_a_run(read: Requests, tmp_path: Path) -> None
     assert (target / "training.jsonl").read_bytes() == b"own\n"
 
 
-def test_an_interrupted_push_to_another_url_has_sent_nothing_to_this_one(
-    local: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Files of the same names and sizes, of an earlier run, must not be taken for those that were sent elsewhere."""
-    with object_store() as store:
-        num_requests = 0
-
-        def fault(request: Request) -> Response | None:
-            nonlocal num_requests
-            num_requests += request.method == "PUT"
-            return Response("<Error/>", 400) if num_requests > 3 else None
-
-        store.fault = fault
-        assert ckpt(["push", str(local / FIRST), f"{URL}/one", "--num-threads=1"]) == 4
-        assert (local / f".push-{FIRST}.json").is_file()
-        store.fault = None
-        other = Store(f"{URL}/other")
-        for file, record in Manifest.read(local / FIRST).files.items():
-            other.write(f"{FIRST}/{file}", bytes(record.size))
-        assert ckpt(["push", str(local / FIRST), f"{URL}/other"]) == 0
-        capsys.readouterr()
-        assert output(capsys, "verify", f"{URL}/other", "--deep")[0]["ok"]
-
-
 def interrupt(run: RemoteRun, checkpoint: Path, memory: Path) -> None:
     """Send all files of a checkpoint, without the manifest."""
 
@@ -266,24 +241,6 @@ def test_prune_removes_uploads_that_were_interrupted_long_ago(
             push_checkpoint(run, local / FIRST, memory)
         push_checkpoint(run, local / FIRST, memory)
         assert output(capsys, "verify", url, "--deep")[0]["ok"]
-
-
-def test_an_upload_whose_time_is_unknown_is_kept(
-    local: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    url = f"file://{tmp_path}/store"
-    run = RemoteRun(Store(url))
-    interrupt(run, local / FIRST, tmp_path / "memory")
-    run.take_over()
-    monkeypatch.setattr(store, "_TIMES", ())
-    assert ckpt(["prune", url, "--incomplete", "--min-hours=1"]) == 0
-    printed = capsys.readouterr()
-    assert "nothing to remove" in printed.out and "does not tell when" in printed.err
-    assert ckpt(["prune", str(local), "--incomplete"]) == 2
-    assert "has no incomplete uploads" in capsys.readouterr().err
 
 
 def test_a_wrong_url_is_an_error_of_prune_and_pull(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.support.models import tiny
 from tests.support.models.shards import checkpoint_in, cut, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
-AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"
 
 
 def shown(capsys: Capture, *arguments: str) -> Any:
@@ -134,18 +132,6 @@ def test_statistics_parameter_groups_and_position_of_a_training_checkpoint(
         and "data position" in text
         and "\x1b" not in text
     )
-
-
-@pytest.mark.parametrize("form", ["safetensors", "torch_save"])
-def test_statistics_of_what_another_program_saved(
-    capsys: Capture, form: str, tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file
-
-    shutil.copytree(AUTOMODEL / form / "epoch_0_step_1" / "model", tmp_path / "model")
-    found = shown(capsys, str(tmp_path), "--stats")["trees"]["model"]["tensors"]
-    for name, tensor in load_file(AUTOMODEL / "expected.safetensors").items():
-        assert found[name]["statistics"] == pytest.approx(expected(tensor), rel=1e-12, abs=1e-14)
 
 
 def test_statistics_of_a_damaged_checkpoint_are_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -16,8 +16,6 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.jobs import reuse
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.sources.source import open_checkpoint
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint

@@ -21,9 +21,6 @@ from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
 from automodel_ckpt.checkpoint import checkpointer as checkpointer_module
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems as verify_export
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
-from automodel_ckpt.checkpoint.run import links
-from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
 from automodel_ckpt.checkpoint.run.notes import recall_verifications
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.cli.ckpt import main

@@ -185,19 +185,6 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     [
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 2.5),
         ("0::/unseen/name\n", {"cpu.max": "400000 100000\n"}, 4),
-        (
-            "5:memory:/m\n4:cpu,cpuacct:/d\n",
-            {
-                "cpu,cpuacct/d/cpu.cfs_quota_us": "150000\n",
-                "cpu,cpuacct/d/cpu.cfs_period_us": "100000\n",
-            },
-            1.5,
-        ),
-        (
-            "4:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            math.inf,
-        ),
         ("0::/\n", {"cpu.max": "nonsense"}, math.inf),
     ],
 )
