@@ -22,8 +22,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifes
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.formats.description import DTYPES, local_tensor
 from automodel_ckpt.checkpoint.parts.verify import Level
-from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
