@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from automodel_ckpt.base.device_copies import Mark
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.run import timeline
@@ -43,7 +44,6 @@ from automodel_ckpt.training.values.records import Control, Number, StepResult, 
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.step_numbers import (
     Divergence,
-    Mark,
     StepNumbers,
     warn_of_skipped_update,
 )

@@ -36,6 +36,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from automodel_ckpt.base.device_copies import Mark
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.cli.checks.rank_counts import mesh_sizes
@@ -78,7 +79,7 @@ from automodel_ckpt.training.sample_preview import built_data
 from automodel_ckpt.training.saves.checkpointing import check_export
 from automodel_ckpt.training.values.records import Control, StepResult
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
-from automodel_ckpt.training.values.step_numbers import LaunchedStep, Mark, Readback
+from automodel_ckpt.training.values.step_numbers import LaunchedStep, Readback
 from tests.support import ranks
 from tests.support.models import tiny
 from tests.unit.checkpoint.jobs.test_background import AdapterFiles

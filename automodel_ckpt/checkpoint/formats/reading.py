@@ -43,9 +43,8 @@ from automodel_ckpt.checkpoint.parts.slices import (
     nbytes_of,
     overlap,
 )
-from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+from automodel_ckpt.checkpoint.tensors.box_reader import boxes, map_slice
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
-from automodel_ckpt.checkpoint.tensors.stored import map_slice
 from automodel_ckpt.errors import CheckpointUnusable
 
 _HINT = "use another checkpoint of this run (`ckpt ls`)"

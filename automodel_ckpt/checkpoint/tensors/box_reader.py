@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
@@ -57,6 +57,30 @@ def boxes(shape: tuple[int, ...], num_elements: int = _BLOCK_ELEMENTS) -> Iterat
         yield from row_major_boxes(shape, first, min(first + step, numel))
 
 
+def map_slice(file: Path | BinaryIO, stored: Slice, dtype: Any) -> Array:
+    """Map a slice of *file* as an array of its sizes, with elements of the numpy *dtype*. It is not interleaved.
+
+    Only the pages that are accessed are read. The array of a strided slice is not contiguous.
+    """
+    import numpy as np
+
+    if stored.strides is None:
+        # numpy maps no array without dimensions.
+        mapped: Array = np.memmap(file, dtype, "r", stored.start, stored.sizes or (1,))
+        return mapped.reshape(stored.sizes)
+    last = 0
+    for size, stride in zip(stored.sizes, stored.strides, strict=True):
+        last += (size - 1) * stride
+    # Raises ValueError where the file is shorter: no element is outside of the mapping.
+    elements: Array = np.memmap(file, dtype, "r", stored.start, (last + 1,))
+    steps: list[int] = []
+    for size, stride in zip(stored.sizes, stored.strides, strict=True):
+        # The stride of a dimension of one element has no meaning, and can be any number.
+        steps.append(stride * elements.itemsize if size > 1 else 0)
+    found: Array = np.lib.stride_tricks.as_strided(elements, stored.sizes, steps, writeable=False)
+    return found
+
+
 class BoxReader:
     """Reads boxes of a tensor as raw bits, from its memory-mapped slices. Their files are relative to *root*."""
 
@@ -72,8 +96,6 @@ class BoxReader:
                 self._maps.append((stored, self._mapped(root, stored)))
 
     def _mapped(self, root: Path, stored: Slice) -> Array:
-        from automodel_ckpt.checkpoint.tensors.stored import map_slice
-
         with os.fdopen(open_safely(root, stored.file), "rb") as file:
             return map_slice(file, stored, self._dtype)
 

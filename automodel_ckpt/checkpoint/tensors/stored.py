@@ -7,37 +7,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, row_major_boxes
-from automodel_ckpt.checkpoint.tensors.box_reader import require_intact
+from automodel_ckpt.checkpoint.tensors.box_reader import map_slice, require_intact
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
-
-
-def map_slice(file: Path | BinaryIO, stored: Slice, dtype: Any) -> Array:
-    """Map a slice of *file* as an array of its sizes, with elements of the numpy *dtype*. It is not interleaved.
-
-    Only the pages that are accessed are read. The array of a strided slice is not contiguous.
-    """
-    if stored.strides is None:
-        # numpy maps no array without dimensions.
-        mapped: Array = np.memmap(file, dtype, "r", stored.start, stored.sizes or (1,))
-        return mapped.reshape(stored.sizes)
-    last = 0
-    for size, stride in zip(stored.sizes, stored.strides, strict=True):
-        last += (size - 1) * stride
-    # Raises ValueError where the file is shorter: no element is outside of the mapping.
-    elements: Array = np.memmap(file, dtype, "r", stored.start, (last + 1,))
-    steps: list[int] = []
-    for size, stride in zip(stored.sizes, stored.strides, strict=True):
-        # The stride of a dimension of one element has no meaning, and can be any number.
-        steps.append(stride * elements.itemsize if size > 1 else 0)
-    found: Array = np.lib.stride_tricks.as_strided(elements, stored.sizes, steps, writeable=False)
-    return found
 
 
 def read_row_major(root: Path, stored: Slice, first: int, memory: memoryview) -> None:

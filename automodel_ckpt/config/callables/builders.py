@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import automodel_ckpt
 from automodel_ckpt.config.bind import CORRECT, INVALID, Binder
 from automodel_ckpt.config.keys.optimizer import OptimizerTarget, TargetGroup
 from automodel_ckpt.config.other_names import OTHER_NAMES
@@ -151,7 +150,7 @@ def definition(name: str) -> Definition | None:
     parts = module.split(".")
     if not name.startswith(PACKAGE) or not all(part.isidentifier() for part in parts):
         return None
-    file = Path(automodel_ckpt.__file__).parent.joinpath(*parts[1:]).with_suffix(".py")
+    file = Path(__file__).parents[2].joinpath(*parts[1:]).with_suffix(".py")
     for statement in _statements(file) if file.is_file() else ():
         if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == wanted:
             return statement

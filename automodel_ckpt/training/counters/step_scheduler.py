@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.training.counters.cadence import (
@@ -20,24 +19,14 @@ from automodel_ckpt.training.counters.cadence import (
     is_number,
     run_is_over,
 )
+from automodel_ckpt.training.values.records import ClockReading, Control
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import EarlyStopping
     from automodel_ckpt.training.counters.save_interval import AutoInterval
     from automodel_ckpt.training.counters.spikes import SpikeDetector
-    from automodel_ckpt.training.values.records import Control
 
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class ClockReading:
-    """What rank 0's clock decides after a step: *elapsed_seconds* of training so far, whether a save is due by time,
-    and whether ``max_time`` ends the run."""
-
-    elapsed_seconds: float = 0.0
-    save_is_wanted: bool = False
-    time_is_up: bool = False
 
 
 def _check_plausible(state: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
-from automodel_ckpt.training.counters.step_scheduler import ClockReading
 
 Number = float | torch.Tensor
 """A number of a step: on the host, or a 0-dim tensor."""
@@ -21,6 +20,16 @@ LABEL_TOKENS = "label_tokens"
 """What the loss of predicting the next token is a mean over; both logs have the count under this name."""
 AUX_LOSS = "aux_loss"
 """The metric of a micro-batch that is its share of the router's load balancing loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """What rank 0's clock decides after a step: *elapsed_seconds* of training so far, whether a save is due by time,
+    and whether ``max_time`` ends the run."""
+
+    elapsed_seconds: float = 0.0
+    save_is_wanted: bool = False
+    time_is_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

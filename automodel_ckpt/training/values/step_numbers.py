@@ -22,45 +22,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.base.device_copies import to_host
+from automodel_ckpt.base.device_copies import Mark, to_host
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.training.counters.cadence import Due
-from automodel_ckpt.training.counters.step_scheduler import ClockReading, StepScheduler
-from automodel_ckpt.training.values.records import BatchSize, Control, Number, StepResult
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.values.records import (
+    BatchSize,
+    ClockReading,
+    Control,
+    Number,
+    StepResult,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.spikes import Spike
     from automodel_ckpt.training.watch.stragglers import ForwardTime, StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
-
-
-class Mark:
-    """A point in the work of a device: a CUDA event, or for a CPU the time on the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Mark the end of the work that is queued for *device*."""
-        self._seconds = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            # blocking: a wait that polls would take a core from the processes that read data.
-            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        """Return when the device has done the work before this mark."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, start: Mark) -> float:
-        """Seconds that the device worked from *start* to this mark. Call :meth:`wait` of this mark before."""
-        if self._event is not None and start._event is not None:
-            # In milliseconds.
-            return float(start._event.elapsed_time(self._event)) / 1000
-        return self._seconds - start._seconds
 
 
 class Readback:

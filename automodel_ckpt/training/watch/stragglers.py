@@ -23,13 +23,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from automodel_ckpt.base.device_copies import Mark
 from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.hangs import rank_name
-from automodel_ckpt.training.values.step_numbers import Mark
 
 log = logging.getLogger("automodel_ckpt")
 
