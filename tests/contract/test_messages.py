@@ -25,6 +25,10 @@ dataset: {{_target_: automodel_ckpt.data.chat.messages, path: {data}, seq_length
 dataloader: {{shuffle: false}}
 checkpoint: {{checkpoint_dir: {run}}}
 """
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +152,49 @@ def test_rows_with_tools_use_the_named_template_for_tools(
     rows = [{"messages": [ASKED, answer], "tools": [tool]}, {"messages": [ASKED, answer]}]
     assert shown(named, tmp_path, rows, "--dataset.chat_template=original") == 0
     assert capsys.readouterr().out.count("TOOLS ") == 1
+
+
+def test_special_tokens_in_the_text_of_users_are_counted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    typed = {"role": "user", "content": "What does </s> mean?"}
+    rows = talk(typed, {"role": "assistant", "content": "The end"})
+    expected = "control token"
+    for template in (CHATML, CHATML.replace("{{ m.content }}", MARKED)):
+        caplog.clear()
+        assert shown(model, tmp_path, rows, template=template) == 0
+        assert expected in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "builder", "row"),
+    [
+        ("sequence_classification", "classification.texts", {"text": "TEXT", "label": "a"}),
+        ("embedding", "text_pairs.text_pairs", {"query": "TEXT", "positive": "b"}),
+        ("reranker", "text_pairs.text_pairs", {"query": "q", "positive": "TEXT", "negative": "n"}),
+    ],
+)
+def test_truncation_right_keeps_the_beginning_whatever_side_the_tokenizer_truncates(
+    model: Path, tmp_path: Path, capsys: Capture, recipe: str, builder: str, row: dict[str, str]
+) -> None:
+    left = tmp_path / "left"
+    left.mkdir()
+    for file in model.iterdir():
+        (left / file.name).write_bytes(file.read_bytes())
+    config = json.loads((left / "tokenizer_config.json").read_text())
+    (left / "tokenizer_config.json").write_text(json.dumps(config | {"truncation_side": "left"}))
+    text = "first " + "word " * 50 + "last"
+    rows = [json.dumps({key: value.replace("TEXT", text) for key, value in row.items()})] * 2
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = [
+        f"--recipe={recipe}",
+        f"--model.from_pretrained={left}",
+        f"--dataset={{_target_: automodel_ckpt.data.{builder}, seq_length: 16, truncation: right}}",
+        f"--dataset.path={tmp_path}/rows.jsonl",
+        *(["--classification.labels=[a, b]"] if "class" in recipe else []),
+    ]
+    (tmp_path / "recipe.yaml").write_text(f"checkpoint: {{checkpoint_dir: {tmp_path}/run}}\n")
+    assert main(["--show-samples", "1", str(tmp_path / "recipe.yaml"), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "first" in shown
+    assert "last" not in shown

@@ -328,3 +328,31 @@ def test_all_files_that_the_class_of_the_tokenizer_names_are_exported(
         for name, content in files.items():
             assert (directory / name).read_text() == content, (directory, name)
     AutoTokenizer.from_pretrained("merged")
+
+
+def test_a_template_whose_turns_end_with_no_token_is_warned_of(
+    commands: CommandServer, place: Path
+) -> None:
+    (place / "given.jinja").write_text(GIVEN_TEMPLATE.replace("<eot>", "##"))
+    done = train(commands, "--dataset.chat_template", "given.jinja")
+    assert done.returncode == 0 and "no special token ends the answers" in done.stderr
+
+
+def test_tokenizers_that_this_program_saves_have_a_class_of_transformers_4(
+    commands: CommandServer, place: Path
+) -> None:
+    """The base's own files are copied unchanged."""
+    assert b"TokenizersBackend" in Path("base/tokenizer_config.json").read_bytes()
+    Path("r.yaml").write_text(
+        "model: {from_config: {model_type: llama, hidden_size: 16, intermediate_size: 16, "
+        "num_hidden_layers: 1, num_attention_heads: 2}}\n"
+        "tokenizer: {_target_: automodel_ckpt.examples.data.python_docs.train_tokenizer, vocab_size: 300}\n"
+        "dataset: {_target_: automodel_ckpt.examples.data.python_docs.language_modeling, seq_length: 16}\n"
+        "step_scheduler: {global_batch_size: 4, local_batch_size: 4, max_steps: 1}\n"
+    )
+    export = trained(commands) / "consolidated"
+    settings = json.loads((export / "tokenizer_config.json").read_bytes())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(settings.get("extra_special_tokens"), list)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert tokenizer.decode(tokenizer("a b")["input_ids"], skip_special_tokens=True) == "a b"

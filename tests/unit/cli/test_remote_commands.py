@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from werkzeug.wrappers import Request
+from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
@@ -349,3 +349,32 @@ def test_a_checkpoint_that_is_removed_from_the_store_during_a_verification_is_no
     printed = capsys.readouterr().out
     assert f"{FIRST}: not verified, since its run" in printed
     assert printed.count(": ok") >= 1 and "damaged" not in printed
+
+
+def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
+    local: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    later = time.time() + 25 * 3600
+
+    def listed(request: Request) -> Response | None:
+        """Reply with an upload that began an hour ago; those of moto began in 2010."""
+        if request.method != "GET" or "uploads" not in request.args:
+            return None
+        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(later - 3600))
+        return Response(
+            f"<ListMultipartUploadsResult><Upload><Key>run/{FIRST}/large</Key><UploadId>1</UploadId>"
+            f"<Initiated>{begun}</Initiated></Upload></ListMultipartUploadsResult>"
+        )
+
+    with object_store() as server:
+        run = RemoteRun(Store(URL))
+        interrupt(run, local / FIRST, tmp_path / "memory")
+        run.take_over()
+        monkeypatch.setattr(prune_command.time, "time", lambda: later)
+        assert output(capsys, "prune", URL, "--incomplete", "--dry-run")["pruned"]
+        # The object of a large file appears when all parts have arrived.
+        server.fault = listed
+        assert output(capsys, "prune", URL, "--incomplete")["pruned"] == []
