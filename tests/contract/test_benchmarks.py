@@ -19,12 +19,14 @@ import torch
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.keys.monitoring import HarnessConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.logs.follow import values_of
 from automodel_ckpt.models.measure.harness import HarnessTasks, TaskMetric
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.training.measure.evaluated_model import tasks_of
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,
@@ -263,3 +265,35 @@ def test_values_are_those_of_ckpt_eval_and_training_is_the_same(
     text = RECIPE
     trained(tmp_path, "without", text, *words[:-1], num_ranks=2)
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "without")
+
+
+def test_they_select_the_best_checkpoint_and_end_the_run(stand_in: None, tmp_path: Path) -> None:
+    stopping = "{metric: eval_pick_acc, patience: 1, min_delta: 1000}"
+    words = (f"--step_scheduler.early_stopping={stopping}", "--step_scheduler.ckpt_on_best")
+    trained(tmp_path, "run", RECIPE + VALIDATION + HARNESS, *words, *BEST)
+    # The second value does not improve by 1000.
+    assert list(benchmarks_of(tmp_path / "run")) == [2, 4]
+    assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "run/epoch_0_step_2/losses.json").read_text())["val_loss"] is None
+    # Steps without benchmarks have null.
+    other = ("--evaluation.harness.every_steps=null", "--evaluation.harness.limit=99")
+    trained(tmp_path, "end", RECIPE + VALIDATION + HARNESS, *other, *BEST)
+    values = benchmarks_of(tmp_path / "end")
+    assert list(values) == [5]
+    assert values[5] > 0
+    losses = json.loads((tmp_path / "end/epoch_0_step_4/losses.json").read_text())
+    assert losses["eval_pick_acc"] is None
+    assert losses["val_loss"] is not None
+
+
+def test_each_key_reaches_the_library() -> None:
+    settings = HarnessConfig(
+        tasks=["pick"],
+        limit=3,
+        num_fewshot=2,
+        include_path="~/tasks",
+        batch_size=4,
+        chat_template=True,
+    )
+    directory = Path("~/tasks").expanduser()
+    assert tasks_of(settings) == HarnessTasks(["pick"], directory, 2, 3, 4, True)

@@ -583,7 +583,7 @@ def uploads(it: Subject) -> Any:
     try:
         checkpointer = it.recipe.build_checkpointer()
         uploads = checkpointer.transfers.uploads
-        return uploads and replace(uploads.job, token="")
+        return uploads and {**uploads.job, "token": ""}
     finally:
         it.recipe.close()
 

@@ -13,7 +13,7 @@ from automodel_ckpt.cli.launch import recipe_import
 from automodel_ckpt.data.batches import workers
 from automodel_ckpt.data.rows import preparation as row_workers
 
-FORKS = Path(row_workers.__file__).parents[2] / "base" / "forks.py"
+FORKS = Path(row_workers.__file__).parents[2] / "base" / "python_child.py"
 
 PROGRAM = """
 import gc, os, runpy, sys

@@ -196,6 +196,7 @@ class _Checker:
     def _section(self, section: Any, key: str, purpose: str | None) -> Any:
         """Convert the plug-ins in the fields of a section. :meth:`_target` has converted its ``kwargs``."""
         changed = {}
+        supplied = self.supplied
         for field in dataclasses.fields(section):
             if field.name == "kwargs" and getattr(section, "takes_any", False):
                 continue
@@ -205,6 +206,8 @@ class _Checker:
             after = self.convert(before, join(key, field.name), purpose)
             if after is not before:
                 changed[field.name] = after
+        # The next plug-in of the same field gets what this one got.
+        self.supplied = supplied
         return dataclasses.replace(section, **changed)
 
     def _target(self, target: Target, key: str, purpose: str) -> Target:

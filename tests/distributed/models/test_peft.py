@@ -214,7 +214,7 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
     weights.write_bytes(data)
     error = alone(recipe, run, *moved)
     assert isinstance(error, CheckpointUnusable)
-    assert "another base model" in str(error) and "model.safetensors" in str(error)
+    assert "another base model" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -256,3 +256,8 @@ def test_transformers_loads_what_was_saved_in_separate_files(tmp_path: Path) -> 
     ids = torch.arange(8)[None]
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_nothing_is_shared_if_that_is_switched_off(tmp_path: Path) -> None:
+    save_all(tmp_path, tiny.recipe(), 1, 2, incremental=False)
+    assert shared(tmp_path, 1, 2) == set() and not list(tmp_path.rglob("*frozen*"))

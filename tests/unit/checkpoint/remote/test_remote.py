@@ -554,8 +554,9 @@ def test_the_commands_accept_urls(
     s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ckpt(["push", str(local / FIRST), URL]) == 0
+    capsys.readouterr()
     assert ckpt(["push", str(local), URL, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["url"] == f"{URL}/{SECOND}"
+    assert json.loads(capsys.readouterr().out)["url"] == f"{URL}/{SECOND}"
     assert ckpt(["ls", URL, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["complete"]) for row in rows] == [(FIRST, True), (SECOND, True)]
@@ -572,3 +573,18 @@ def test_the_commands_accept_urls(
     assert ckpt(["prune", URL, "--keep-last=1"]) == 0
     assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
     assert ckpt(["push", str(tmp_path), URL]) == 3
+
+
+def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="automodel_ckpt")
+    remote = RemoteStorage(f"file://{tmp_path}/store", wait_after_signal_seconds=90)
+    saver = tiny.checkpointer(tmp_path / "run", remote=remote)
+    saver.open()
+    made = tiny.recipe()
+    saver.load(vars(made))
+    saver.save(vars(made), step=10, epoch=0)
+    saver.transfers.finish_before_stop(10.0, lambda: False)
+    saver.close()
+    assert "waiting up to 80 s for the upload of epoch_0_step_10" in caplog.text
