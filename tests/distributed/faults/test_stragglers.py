@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.base import device_copies
 from automodel_ckpt.logs import timeline
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.loop import TrainingLoop
@@ -54,7 +55,7 @@ class Clock:
     def install(self) -> None:
         """Let steps and forward passes be measured with it, for the rest of this process."""
         instead = SimpleNamespace(time=time.time, monotonic=self.read, perf_counter=self.read)
-        for module in (step_numbers, timeline):
+        for module in (device_copies, step_numbers, timeline):
             vars(module)["time"] = instead
         summed = Control.summed
 
