@@ -92,7 +92,7 @@ def _opened(directory: Path) -> int:
 
 
 def _shared(directory: Path) -> int | None:
-    """Return a descriptor of the complete directory with a shared lock; None if there is none (any more)."""
+    """Return a descriptor of the complete directory with a shared lock, or None when it does not exist (any more)."""
     try:
         descriptor = _opened(directory)
     except FileNotFoundError:

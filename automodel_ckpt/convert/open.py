@@ -96,7 +96,7 @@ def open_source(path: Path) -> Source:
     """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory or file of another
     program.
 
-    Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model if
+    Weights with the names of Megatron, or of torchtitan's Llama, are described under a Hugging Face model's names if
     its config.json is in *path*. In a checkpoint of this program, symbolic links are not followed; in other
     directories, only those within the directory or to the Hub's cache. Raises :class:`CheckpointUnusable` if there is
     no model, the format is not supported, or the files contradict each other.
@@ -128,8 +128,8 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
     """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
     a module's directory in one, a directory of another program, or a single .safetensors file.
 
-    Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model: the
-    model with its config.json in the directory *config*, or else in *path*. Symbolic links are followed.
+    Weights with the names of Megatron, or of torchtitan's Llama, are described under a Hugging Face model's names. The
+    model's config.json is in the directory *config*, or else in *path*. Symbolic links are followed.
     Raises :class:`CheckpointUnusable` if there are no weights, the format is not supported, or the files contradict
     each other or the config.
     """

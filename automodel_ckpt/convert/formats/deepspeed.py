@@ -148,7 +148,7 @@ def _tag_directory(path: Path) -> Path:
 
 
 def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
-    """Return the files of model states and those of optimizer states by rank, and whether the model is partitioned.
+    """Return the files of model states and of optimizer states by rank, and whether the model is partitioned.
 
     If it is (ZeRO stage 3), the files of model states contain parts of parameters, one file for each rank. Otherwise
     there is one file for all ranks.
@@ -370,7 +370,7 @@ class _Model:
         return [self._states.shapes(group) for group in value]
 
     def _add_partitions(self, groups: Sequence[Shapes]) -> None:
-        """Add the parameters of *groups*, whose values are in the ranks' files of optimizer states."""
+        """Add the parameters of *groups*. Their values are in the ranks' files of optimizer states."""
         files = sorted(self._optimizer_files.items())
         ranks = [_Partition(self._tag, name) for _, name in files]
         first = ranks[0]
@@ -488,7 +488,7 @@ class _Model:
             self._add_parts(fqn, shape, [(file, views.get(fqn)) for file, views in parts])
 
     def _add_rest(self) -> None:
-        """Add what only ``module`` has: buffers, and the parameters whose data is nowhere else."""
+        """Add what only ``module`` has: buffers, and the parameters with data that is nowhere else."""
         states, module = self._states, self._states.mapping("module")
         buffers = states.value.get("buffer_names")
         for fqn, view in module.items():

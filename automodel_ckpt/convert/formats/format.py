@@ -58,7 +58,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What a checkpoint states about its training run. A field is None if the checkpoint does not state it.
+    """What a checkpoint states about its training run. A field is None when the checkpoint does not state it.
 
     *step* counts optimizer steps, *epoch* finished epochs, and *consumed_samples* the samples of all ranks. *scheduler*
     has the plain values of the LR scheduler's ``state_dict()``. *omitted* names, in words, what is not transferred.
@@ -113,7 +113,7 @@ class Counters:
 class Format(ABC):
     """A format in which other programs save models. Instances are listed in ``registry.py``.
 
-    A format describes, and never reads, the data of tensors: :meth:`open` returns a :class:`Source`, whose slices are
+    A format describes, and never reads, the data of tensors: :meth:`open` returns a :class:`Source`. Its slices are
     byte ranges of files. Nothing in the files is executed, and a file that is damaged, too large or outside of *path*
     raises :class:`CheckpointUnusable`.
     """
@@ -124,13 +124,13 @@ class Format(ABC):
     """False for a format that is only recognized, so that the error can name it and the way to convert it."""
 
     has_own_config: ClassVar[bool] = False
-    """True if a file config.json beside the weights is not that of a Hugging Face model."""
+    """True if a file config.json next to the weights does not describe a Hugging Face model."""
 
     saves_config: ClassVar[bool] = False
-    """True if a file config.json beside the weights is that of the module whose names they have."""
+    """True if a file config.json next to the weights describes the module that gave them their names."""
 
     has_own_names: ClassVar[bool] = False
-    """True if the names of tensors are those of any module that a user's program saved, not only of a known model."""
+    """True if tensors have the names of any module that a user's program saved, not only of a known model."""
 
     @abstractmethod
     def detect(self, path: Path) -> bool:
@@ -149,9 +149,9 @@ class Format(ABC):
         """
 
     def parts(self, path: Path) -> frozenset[str]:
-        """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed beside *path*.
+        """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed next to *path*.
 
-        Only a format whose subdirectories have a format when seen alone overrides this method. Never raises.
+        Only a format with subdirectories that have a format when seen alone overrides this method. Never raises.
         """
         return frozenset()
 
@@ -209,7 +209,7 @@ class Format(ABC):
     def inventory(self, path: Path) -> Inventory:
         """Return the names, dtypes and shapes of all tensors in *path* for display.
 
-        A format whose metadata is enough, without a look into each file of tensors, overrides this method.
+        A format overrides this method if its metadata is enough and no file of tensors has to be opened.
         """
         stored = self.stored_tensors(path).tensors
         summaries = {

@@ -41,7 +41,7 @@ _MODELS = frozenset({layout.HF_INDEX, "model.safetensors", BIN_FILE, BIN_INDEX})
 
 
 class HuggingFaceFiles(Format):
-    """A directory with an index, or with safetensors files whose headers do not describe shards."""
+    """A directory with an index, or with safetensors files with headers that do not describe shards."""
 
     name = "Hugging Face files"
 
@@ -149,7 +149,7 @@ def source_of_files(
 
 
 def weight_map_of(directory: Path, export: ExportManifest | None) -> dict[str, str] | None:
-    """Return {tensor name: file name} from the index in *directory*, or None if there is none.
+    """Return {tensor name: file name} from the index in *directory*, or None when there is no index.
 
     The index is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
     """

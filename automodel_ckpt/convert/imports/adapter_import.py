@@ -88,7 +88,7 @@ class AdapterSettings:
 
     *lora* has the fields of a recipe's ``peft`` section but ``target_modules``. *targets* are the full names of the
     layers with an adapter, among them the modules of ``target_parameters`` (fused experts). *rows* has the number of
-    rows of each module whose weight is in the file, which an embedding that was resized has. *base* is the name of the
+    rows of each module with its weight in the file, as a resized embedding has. *base* is the name of the
     base in the file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or
     commit on the Hub; None: the main branch.
     """
@@ -107,8 +107,8 @@ class AdapterModel:
 
     *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
     file by name. *files* are the side files of a checkpoint, by name. *base* is the directory of the base, and
-    *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is that of the recipe's
-    model, if the vocabulary of the base was resized.
+    *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is the vocabulary size
+    of the recipe's model, if the vocabulary of the base was resized.
     """
 
     parameters: tuple[ModelParameter, ...]
@@ -128,11 +128,11 @@ recipe cannot have the adapter.
 
 
 def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> AdapterModel:
-    """Return the model of the adapter in *directory*, whose file has the tensors *weights*.
+    """Return the model of the adapter in *directory*. Its file has the tensors *weights*.
 
     The file can also have the weights of adapted embeddings and output layers, as peft saves them. Raises
-    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
-    those of the adapter.
+    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors do not
+    match the adapter.
     """
     path = directory / layout.ADAPTER_MODEL
     tensors = {}

@@ -94,7 +94,7 @@ def parse_name(name: str) -> NameMetadata:
 
 
 def _pairs_of_words(stem: str) -> list[tuple[str, str]]:
-    """Return the pairs in a name whose parts are joined by underscores or hyphens.
+    """Return the pairs in a name with parts joined by underscores or hyphens.
 
     A number counts only after the name of a counter or of a usual metric: ``llama_3_8b`` states nothing.
     """

@@ -59,7 +59,7 @@ class ImportOptions:
     of this model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
     It is called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
     builds the model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors
-    with those of the model; None: they are not compared.
+    with the model's names. None: they are not compared.
     """
 
     step: int | None = None
@@ -193,7 +193,7 @@ def _compared(
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
-    """Return the model of the source's adapter; None if it has none. Raises :class:`CheckpointUnusable`."""
+    """Return the model of the source's adapter, None when it has none. Raises :class:`CheckpointUnusable`."""
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
@@ -213,7 +213,7 @@ def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str])
 
 
 def _config_directory(config: Path) -> Path:
-    """Return the directory of a config.json, from its own path or that of its directory."""
+    """Return the directory of a config.json, from the path of the file or of its directory."""
     directory = config.parent if config.name == _CONFIG else config
     if not (directory / _CONFIG).is_file():
         hint = "give --config the directory of the model's config.json"

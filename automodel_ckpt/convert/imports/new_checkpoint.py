@@ -58,7 +58,7 @@ class NewCheckpoint:
     *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
     one, and *training_left* why it cannot be imported, in words. *position_from* states where step and epoch in the
     name come from, in words. *adapter* is the model of an adapter. *name_notes* state which names of tensors are not
-    those of the model, or that this is unknown.
+    in the model, or that this is unknown.
     """
 
     source: Path
@@ -101,7 +101,7 @@ class NewCheckpoint:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the weights are those of an adapter, a single file that PEFT reads."""
+        """Whether the weights belong to an adapter, a single file that PEFT reads."""
         return layout.ADAPTER_CONFIG in self.side_files
 
     @property

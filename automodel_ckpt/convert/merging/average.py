@@ -99,7 +99,7 @@ def prepare(
         ema: The decay of an exponential moving average, instead of *weights*.
         integers: Tensors that cannot be averaged (integers, bool, 8-bit floats) must be ``equal``, or are copied from
             the ``first`` or ``last`` source.
-        name: The name of the result, by default that of the newest source that is a checkpoint of this program.
+        name: The name of the result, by default the name of the newest source that is a checkpoint of this program.
 
     Raises:
         RecipeError: The options contradict each other, or do not fit the number of sources.

@@ -49,7 +49,7 @@ _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
 
 
 def is_model_tensor(name: str) -> bool:
-    """Return whether *name*, as stored, is that of a weight: not of the optimizer, a rank's state, or a buffer."""
+    """Return whether *name*, as stored, names a weight, not optimizer state, a rank's state, or a buffer."""
     if "_extra_state" in name or name.startswith(_OTHER_STATE):
         return False
     return not without_prefix(name).startswith("rotary_pos_emb.")

@@ -49,7 +49,7 @@ _WORD_BITS = 32
 _BLOCK_ELEMENTS = 1 << 22
 
 LinearWeights = Callable[[Path], frozenset[str]]
-"""Returns the names of the weights of the linear layers of the model whose config.json is in a directory."""
+"""Returns the names of the linear layers' weights, for the model with its config.json in a directory."""
 
 
 Entry = tuple[str, str, Shape]
@@ -106,7 +106,7 @@ class _Quantizer:
 
     @property
     def group_size(self) -> int | None:
-        """The columns that share a scale; None if all columns of a row do."""
+        """The number of columns that share a scale. None: all columns of a row share one."""
         size: int | None = self._scheme.weights.group_size
         return size
 

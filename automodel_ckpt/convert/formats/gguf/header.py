@@ -201,7 +201,7 @@ class _Parser:
     def _tensors(
         self, places: list[tuple[str, Kind, Shape, int]], alignment: int
     ) -> dict[str, TensorInfo]:
-        """Return the tensors, whose data begin at the next multiple of *alignment*, one after the other."""
+        """Return the tensors. Their data begin at the next multiple of *alignment*, one after the other."""
         data = -(-self._at // alignment) * alignment
         expected = 0
         tensors = {}

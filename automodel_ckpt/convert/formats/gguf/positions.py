@@ -27,7 +27,7 @@ class Positions:
     """The base of rotary frequencies, and how they are scaled.
 
     *scaling* is empty, or has ``rope_type`` and the numbers of this type, as in transformers. *local_theta* is the base
-    in layers of sliding attention, which are not scaled; None if all layers have the same.
+    in layers of sliding attention, which are not scaled. None: all layers have the same base.
     """
 
     theta: float
@@ -152,7 +152,7 @@ def positions_of(values: Values, prefix: str, factors: Sequence[float], head_dim
 
 
 def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> ValueDict:
-    """Return the scaling of Llama 3.1 whose divisors are *factors*.
+    """Return the scaling of Llama 3.1 with the divisors *factors*.
 
     The tensor has the result only, so the length of pretraining is found by trying powers of two.
     """

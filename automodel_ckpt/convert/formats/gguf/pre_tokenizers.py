@@ -67,7 +67,7 @@ PRE_TOKENIZERS: tuple[PreTokenizer, ...] = (
 
 
 def find_pre_tokenizer(steps: Sequence[Values], *, ignore_merges: bool) -> PreTokenizer | None:
-    """Return the entry for the *steps* of a pre_tokenizer in tokenizer.json, or None if llama.cpp has none."""
+    """Return the entry for the *steps* of a pre_tokenizer in tokenizer.json, or None when llama.cpp has none."""
     words = tuple(map(_word, steps))
     matching = (
         known

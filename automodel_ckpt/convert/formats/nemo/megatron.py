@@ -173,7 +173,7 @@ class Nemo2(MegatronCore):
 
 
 def sharded_backend(directory: Path) -> str | None:
-    """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core; None if it is not there."""
+    """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core, None when it is not there."""
     backend = optional_json(directory, "metadata.json").get("sharded_backend")
     return backend[:40] if isinstance(backend, str) else None
 
@@ -203,7 +203,7 @@ def _stored(path: Path, *, only_model: bool) -> tuple[TensorDict, list[str]]:
 
 
 def read_common(path: Path) -> dict[Any, Any]:
-    """Return the mapping in ``common.pt``, whose objects are only described; empty if there is no such file.
+    """Return the mapping in ``common.pt``. Its objects are only described. Empty if there is no such file.
 
     Raises :class:`CheckpointUnusable` if the file is damaged.
     """

@@ -5,8 +5,8 @@ one file of torch.save (``model_weights.ckpt``) or a distributed checkpoint of M
 *artifacts*, for example a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the
 archive. NeMo 1 also wrote a file for each rank, which is not read.
 
-NeMo 3 writes uncompressed archives, whose tensors are read in place. Older ones compress with gzip: these are
-decompressed once to a temporary file.
+NeMo 3 writes uncompressed archives. Their tensors are read in place. Older versions compress with gzip: these archives
+are decompressed once to a temporary file.
 """
 
 from __future__ import annotations

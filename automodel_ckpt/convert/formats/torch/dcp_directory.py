@@ -204,7 +204,7 @@ def _described(fqn: str, entry: Opaque, items: Mapping[_Key, Item]) -> Described
 
 
 def _dtype(properties: Any) -> Any:
-    """Return the dtype of TensorProperties, whose state is a tuple or, in older versions of torch, a mapping."""
+    """Return the dtype of TensorProperties. Their state is a tuple or, in older versions of torch, a mapping."""
     if type(properties.state) is tuple and properties.state:
         return properties.state[0]
     return properties.get("dtype")

@@ -26,7 +26,7 @@ _OUTER_MODULES = ("module.", "_forward_module.")
 def keys_of_model(paths: Iterable[Keys]) -> Keys:
     """Return the keys under which the state dict of the model is; no keys if the whole state is one.
 
-    They are one or two usual keys, or one below another key. *paths* are those of all tensors in the state.
+    They are one or two usual keys, or one below another key. *paths* has the keys of each tensor in the state.
     """
     nested = [path for path in paths if len(path) > 1]
     firsts = {path[0] for path in nested}

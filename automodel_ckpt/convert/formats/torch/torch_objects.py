@@ -118,7 +118,7 @@ class StoredView:
 
     @property
     def num_outer_dimensions(self) -> int:
-        """The number of leading dimensions whose elements are apart in the storage; the others are contiguous."""
+        """The number of leading dimensions with elements apart in the storage. The other dimensions are contiguous."""
         expected = 1
         for dimension in range(len(self.shape) - 1, -1, -1):
             extent, stride = self.shape[dimension], self.strides[dimension]
@@ -149,7 +149,7 @@ class Opaque:
         self.items.extend(values)
 
     def get(self, name: str) -> Any:
-        """Return the attribute *name*, or None if the state is not a mapping or lacks it."""
+        """Return the attribute *name*, or None when the state is not a mapping or lacks it."""
         return self.state.get(name) if type(self.state) is dict else None
 
     def contents(self) -> tuple[Any, ...]:
@@ -261,7 +261,7 @@ class _Function:
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
-    # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype, whose storage is untyped; then whether the
+    # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype (its storage is untyped). Then whether the
     # tensor is the conjugate or the negative of what is stored.
     if type(storage) is not _Storage:
         raise Fault("a tensor is not made of a storage")
