@@ -93,7 +93,7 @@ def card_files(
 ) -> dict[str, bytes]:
     """Return README.md for a model in the repository *address*.
 
-    *readme* is the text of the user's own card; without it, that of a README.md beside the files is used, and without
+    *readme* is the text of the user's own card. Without it, a README.md next to the files is used, and without
     both a card is written. *license_name* replaces the license of the base. With *is_online*, the card of the base may
     be downloaded for it.
     """
@@ -351,7 +351,7 @@ def _hub_base(
         name = str(bundle.read(layout.ADAPTER_CONFIG).get("base_model_name_or_path") or "")
         return name if is_hub_name(name) else None
     name = _unquoted(recipe.get("model.from_pretrained", ""))
-    # A relative path looks the same, if this is another directory than that of the run.
+    # A relative path looks the same, if this is another directory than the run's.
     return name if name and is_hub_name(name) and cached_commit(name) else None
 
 
