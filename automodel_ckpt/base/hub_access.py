@@ -380,8 +380,10 @@ def _error(problem: HubProblem, name: str, revision: str | None, where: str) -> 
 def explained(
     error: BaseException, name: str, where: str, kind: Kind = "model"
 ) -> RecipeError | None:
-    """Return the error to raise for an exception about a repository *name* that the key *where* gives; None if the Hub
-    has nothing to do with it, or *name* is a local path."""
+    """Return the error to raise for an exception about a repository *name* that the key *where* gives.
+
+    Returns None when the Hub has nothing to do with it, or *name* is a local path.
+    """
     if not is_hub_name(name):
         return None
     problem = explain(error, name, kind)

@@ -51,7 +51,7 @@ class StatefulRNG:
         return bool(state.get("grid", self._grid) == self._grid)  # none is noted in older states
 
     def derive(self, step: int) -> None:
-        """Seed anew for a run that continues after *step* on other ranks, whose states do not fit."""
+        """Seed anew for a run that continues after *step* on other ranks. The stored states do not fit them."""
         seed_everything(_mixed(*self._place, step))
 
     def state_dict(self) -> dict[str, Any]:

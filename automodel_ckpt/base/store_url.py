@@ -1,7 +1,7 @@
 """URLs of object stores: which ones are accepted, what they need, and how they are shown without credentials.
 
-A run whose directory is a URL writes to a local directory, from which its checkpoints are uploaded
-(:func:`scratch_directory`).
+If a run's directory is a URL, the run writes to a local directory (:func:`scratch_directory`). Its checkpoints are
+uploaded from there.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def scratch_directory(url: str, parent: str | None) -> Path:
-    """Return the local directory of a run whose checkpoints are in the store at *url*.
+    """Return the local directory of a run that has its checkpoints in the store at *url*.
 
     It is in *parent*, by default in the user's cache (:func:`~automodel_ckpt.base.user_cache.cache_directory`). Its
     name
@@ -187,7 +187,7 @@ def scratch_directory(url: str, parent: str | None) -> Path:
 
 
 def with_remote(options: T, url: str, storage: Callable[..., Any]) -> T:
-    """Return the checkpoint options of a run whose directory is the store at *url*, with that store as ``remote``.
+    """Return the checkpoint options of a run with the store at *url* as its directory and as ``remote``.
 
     *options* is a dataclass with the keys of the section ``checkpoint``, and *storage* makes the value of ``remote``.
     The rules of what to keep apply to the store, unless ``remote`` has its own. On the local disk, the newest
