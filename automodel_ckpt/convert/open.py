@@ -61,9 +61,9 @@ _HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATES
 class Weights:
     """The modules found in *path*, by attribute name.
 
-    Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export;
-    *files* are then the names of the files that were opened. *omitted* names, in words, what *path* contains beside the
-    modules. *side_files* is the directory with config.json and the like, if the format knows it. *stated_config* is
+    Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export.
+    *files* are then the names of the files that were opened. *omitted* names, in words, what else *path* contains than
+    the modules. *side_files* is the directory with config.json and the like, if the format knows it. *stated_config* is
     what the files of another program themselves state of the model's config, under the keys of config.json.
     """
 

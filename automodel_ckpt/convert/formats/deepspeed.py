@@ -188,7 +188,7 @@ def _divided(path: Path, kind: str, value: object) -> CheckpointUnusable:
 
 
 def _check_ranks(ranks: Collection[int], num_ranks: int, tag: Path) -> None:
-    """Raise :class:`CheckpointUnusable` unless *ranks* are those from 0 to *num_ranks* - 1."""
+    """Raise :class:`CheckpointUnusable` unless *ranks* are the ranks from 0 to *num_ranks* - 1."""
     # Counted first: a damaged file could claim any number of ranks.
     if not len(ranks) == num_ranks == max(ranks) + 1:
         listed = ", ".join(map(str, sorted(ranks)[:_MAX_LISTED]))

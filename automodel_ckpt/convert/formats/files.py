@@ -127,7 +127,7 @@ def read_json(directory: Path, name: str, export: ExportManifest | None = None) 
 
 
 def optional_json(directory: Path, name: str) -> ValueDict:
-    """Return the JSON mapping in the file *name*; empty if it is missing, not readable, or something else."""
+    """Return the JSON mapping in the file *name*. Empty if it is missing, not readable, or something else."""
     try:
         return read_json(directory, name) or {}
     except CheckpointUnusable:

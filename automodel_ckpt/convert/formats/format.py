@@ -46,7 +46,7 @@ class OptimizerState:
     are slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both
     have the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*; one
     that was never updated is in neither mapping. *names_from* states, in words, how parameters that the file numbers
-    got their names; empty if the file names them.
+    got their names. Empty if the file names them.
     """
 
     root: Path
@@ -95,7 +95,7 @@ _MAX_COUNT = 2**53
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a checkpoint states about its position in a run, as its program counts; None for what it does not state."""
+    """What a checkpoint states about its position in a run, as its program counts. None for what it does not state."""
 
     step: int | None = None
     epoch: int | None = None
@@ -171,7 +171,7 @@ class Format(ABC):
         return StoredTensors(source.root, source.tensors)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return the training state in *path*; None for a format that has none, or none that can be transferred.
+        """Return the training state in *path*, or None for a format that has none, or none that can be transferred.
 
         *parameters* returns the model's parameters in order, for a format that numbers them. Raises
         :class:`CheckpointUnusable` if the files are damaged or contradict each other or the model.
@@ -179,7 +179,7 @@ class Format(ABC):
         return None
 
     def training_left(self, path: Path) -> str:
-        """Return why the training state in *path* cannot be imported, in words; empty if it can, or if there is none.
+        """Return why the training state in *path* cannot be imported, in words. Empty if it can, or if there is none.
 
         Never raises.
         """

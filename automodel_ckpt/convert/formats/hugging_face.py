@@ -57,7 +57,7 @@ class HuggingFaceFiles(Format):
         # A link to another place, which only opening the directory follows.
         except OSError:
             return has_index or (path / names[0]).is_symlink()
-        # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
+        # PyTorch's HuggingFaceStorageWriter can write an index next to its shards.
         return SHARDING_INFO not in header.metadata
 
     def open(self, path: Path) -> Source:
@@ -99,7 +99,7 @@ class HuggingFaceFiles(Format):
 
 def _check_not_mlx(directory: Path, tensors: TensorMap) -> None:
     """Raise :class:`CheckpointUnusable` for weights that only MLX reads: experts or latent attention as it names them,
-    and weights that it quantized, which are U32 beside scales."""
+    and weights that it quantized, which are U32 with scales."""
     for fqn, tensor in tensors.items():
         is_packed = tensor.dtype == "U32" and f"{fqn.removesuffix('.weight')}.scales" in tensors
         if is_packed or _MLX_NAME.search(fqn):

@@ -53,7 +53,7 @@ FORMATS: tuple[Format, ...] = (
     MegatronRun(),
     MegatronRanks(),
     Nemo2(),
-    # Hugging Face files or an adapter, beside the state of the training.
+    # Hugging Face files or an adapter, next to the training state.
     TransformersTrainer(),
     PeftAdapter(),
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
@@ -97,7 +97,7 @@ _RUN: Format = AutoModel()
 
 
 def detect_run(path: Path) -> Format | None:
-    """Return the format of the training state in *path*, None when no format recognizes it.
+    """Return the format of the training state in *path*, or None when no format recognizes it.
 
     :func:`detect` returns the same format, except for a checkpoint with parts that have a format each. Such a
     checkpoint is shown as its parts, and its weights are the weights of one part.
@@ -106,12 +106,12 @@ def detect_run(path: Path) -> Format | None:
 
 
 def detect_parts(path: Path) -> Format | None:
-    """Return the format of a checkpoint with parts that have a format each, None when *path* is not one."""
+    """Return the format of a checkpoint with parts that have a format each, or None when *path* is not one."""
     return _RUN if _RUN.detect(path) else None
 
 
 def detect(path: Path, *, readable_only: bool = False) -> Format | None:
-    """Return the first format that recognizes the directory or file *path*, None when there is none.
+    """Return the first format that recognizes the directory or file *path*, or None when there is none.
 
     With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
     """

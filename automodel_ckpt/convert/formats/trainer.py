@@ -1,4 +1,4 @@
-"""A checkpoint of transformers' Trainer: Hugging Face files or an adapter, beside the state of the training.
+"""A checkpoint of transformers' Trainer: Hugging Face files or an adapter, next to the training state.
 
 ``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
 ``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
@@ -154,7 +154,7 @@ def _counters(path: Path) -> Counters:
 
 
 def _consumed_samples(path: Path, names: list[str], state: Values, step: int) -> int | None:
-    """Return the samples of *step* global batches, None when the files do not state the size of a batch.
+    """Return the samples of *step* global batches, or None when the files do not state the size of a batch.
 
     The size is the size of a rank's micro-batch x micro-batches per step x ranks. Each rank saves a file of its random
     state. The last batch of an epoch may have been smaller.

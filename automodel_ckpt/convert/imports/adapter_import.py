@@ -90,7 +90,7 @@ class AdapterSettings:
     layers with an adapter, among them the modules of ``target_parameters`` (fused experts). *rows* has the number of
     rows of each module with its weight in the file, as a resized embedding has. *base* is the name of the
     base in the file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or
-    commit on the Hub; None: the main branch.
+    commit on the Hub. None: the main branch.
     """
 
     lora: Values
@@ -105,7 +105,7 @@ class AdapterSettings:
 class AdapterModel:
     """A model with an adapter, as a recipe builds it.
 
-    *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
+    *parameters* are the trained ones, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
     file by name. *files* are the side files of a checkpoint, by name. *base* is the directory of the base, and
     *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is the vocabulary size
     of the recipe's model, if the vocabulary of the base was resized.
@@ -169,7 +169,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
 def _check_copies(path: Path, weights: Tensors, copies: Sequence[str], base: Path) -> None:
     """Raise :class:`CheckpointUnusable` unless each of the *copies* equals a tensor of the base with its shape.
 
-    peft saves them beside adapters on an embedding or an output layer. One that differs was resized or trained.
+    peft saves them with adapters on an embedding or an output layer. One that differs was resized or trained.
     """
     stored = open_base(base).modules[MODEL] if copies else None
     for name in copies:

@@ -88,7 +88,7 @@ def read_external(directory: Path) -> ExternalDirectory | None:
 
 
 def losses_in(directory: Path, known: Format | None = None) -> Values:
-    """Return the losses that the files of a format state, or the content of losses.json; empty if there are none."""
+    """Return the losses that the files of a format state, or the content of losses.json. Empty if there are none."""
     stated = known.losses(directory) if known is not None else {}
     if stated:
         return stated

@@ -193,7 +193,7 @@ def _compared(
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
-    """Return the model of the source's adapter, None when it has none. Raises :class:`CheckpointUnusable`."""
+    """Return the model of the source's adapter, or None when it has none. Raises :class:`CheckpointUnusable`."""
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:

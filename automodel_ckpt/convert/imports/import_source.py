@@ -31,7 +31,7 @@ from automodel_ckpt.convert.type_aliases import FileDict
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
-# State that NeMo AutoModel saves beside the model.
+# State that NeMo AutoModel saves next to the model.
 _OTHER_STATE = ("dataloader", "rng", "step_scheduler.pt")
 
 

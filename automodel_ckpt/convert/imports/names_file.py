@@ -58,7 +58,7 @@ def rename(module: Tensors, path: Path, omitted: list[str]) -> Tensors:
 
 
 def without_prefix(module: Tensors, prefix: str, omitted: list[str]) -> Tensors:
-    """Return the tensors of *module* with names that begin with *prefix*, without it; the others are *omitted*."""
+    """Return the tensors of *module* with names that begin with *prefix*, without it. The others are *omitted*."""
     renamed, others = _renamed(
         module, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else ""
     )

@@ -152,7 +152,7 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
     """Write and publish a checkpoint, and return its path.
 
     ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` if it cannot be written, and
-    :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
+    :class:`CheckpointUnusable` if the source cannot be read. In both cases nothing of it remains.
     """
     with held_run(planned.run, f"writing {planned.name}") as run:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned

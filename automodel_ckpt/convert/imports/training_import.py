@@ -147,7 +147,7 @@ def training_import(
 ) -> TrainingImport:
     """Complete a training state for a checkpoint.
 
-    *step* and *epoch* are those that the user gave, for a source that does not state them. Raises
+    *step* and *epoch* are the user's values, for a source that does not state them. Raises
     :class:`CheckpointUnusable` if there is no step.
     """
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):

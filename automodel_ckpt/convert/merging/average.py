@@ -209,7 +209,7 @@ def _lineage(
 
 
 def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
-    """Name what the sources contain beside the averaged weights."""
+    """Name what the sources contain in addition to the averaged weights."""
     names: list[str] = []
     for weights_in in opened:
         names += [f"module {module}" for module in weights_in.modules if module != MODEL]
@@ -289,7 +289,7 @@ def _adapter_directory(path: Path) -> Path:
 
 
 def _adapter_files(path: Path) -> FileDict:
-    """Return the files that describe an adapter; empty if *path* has no adapter."""
+    """Return the files that describe an adapter. Empty if *path* has no adapter."""
     directory = _adapter_directory(path)
     files = read_files(directory, [layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG])
     if layout.ADAPTER_CONFIG not in files:

@@ -193,7 +193,7 @@ def _side_files(
 ) -> tuple[FileDict, list[str]]:
     """Return the side files of the merged model, and warnings.
 
-    They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
+    They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are the files that describe how
     embeddings are computed. config.json matches the weights.
     """
     tokenizer = read_files(adapter.directory, TOKENIZER_FILES)

@@ -93,7 +93,7 @@ def _current_names(tensors: TensorMap, where: str) -> TensorDict:
 
 
 def torchtitan_conversion(directory: Path) -> Conversion | None:
-    """Return the conversion to the Hugging Face model with its config.json in *directory*; None for another model.
+    """Return the conversion to the Hugging Face model with its config.json in *directory*, or None for another model.
 
     Raises :class:`CheckpointUnusable` if the config is damaged.
     """

@@ -137,7 +137,7 @@ class Export:
         return make_plan(source.tensors, source.tied, maps, cast_dtype=cast_dtype, where=self.where)
 
     def side_files(self, plan: Plan) -> tuple[FileDict, list[str]]:
-        """Return the files beside the weights, with the dtype of the export in config.json, and warnings."""
+        """Return the files next to the weights, with the dtype of the export in config.json, and warnings."""
         return side_files(self.source, plan, maps_of(self.source))
 
     def config_and_tokenizer(self, cast_code: str | None) -> FileDict:
@@ -226,7 +226,7 @@ _MODULES = {
     "qnemo": "tensorrt_llm",
     "onnx": "onnx",
 }
-"""The values of ``ckpt export --to`` beside hf, and their modules here, each with a function ``write``."""
+"""The values of ``ckpt export --to`` except hf, and their modules here, each with a function ``write``."""
 
 
 def export_to(

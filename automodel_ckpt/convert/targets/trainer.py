@@ -35,7 +35,7 @@ from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
-"""What the Trainer's checkpoints have beside this, in words."""
+"""What else the Trainer's checkpoints have, in words."""
 _WEIGHTS = ".weights"
 _CALLBACKS = ("EarlyStoppingCallback",)
 """The callbacks of transformers 5.23 that have state."""

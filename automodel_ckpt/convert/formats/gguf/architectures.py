@@ -270,5 +270,5 @@ def by_class(model_class: object, model_type: object) -> Architecture | None:
 
 
 def by_name(name: object) -> Architecture | None:
-    """Return the architecture that a GGUF file of ``general.architecture`` *name* is read as, None when unknown."""
+    """Return the architecture that a GGUF file of ``general.architecture`` *name* is read as, or None when unknown."""
     return next((known for known in ARCHITECTURES if known.name == name), None)

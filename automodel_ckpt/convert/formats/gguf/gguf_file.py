@@ -149,7 +149,7 @@ def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
 
 
 def _factors(path: Path, info: TensorInfo | None) -> list[float]:
-    """Return the divisors of rotary frequencies, which are part of the config; empty if there are none."""
+    """Return the divisors of rotary frequencies, which are part of the config. Empty if there are none."""
     if info is None:
         return []
     if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:

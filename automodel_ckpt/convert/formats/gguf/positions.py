@@ -46,7 +46,7 @@ class Positions:
         return found
 
     def factors(self, head_dim: int) -> list[float]:
-        """Return the divisor of each rotary frequency (``rope_freqs.weight``); empty if there is no such tensor.
+        """Return the divisor of each rotary frequency (``rope_freqs.weight``). Empty if there is no such tensor.
 
         Llama 3.1's scaling: long waves are divided by the factor, short ones are unchanged, and those between are
         interpolated.

@@ -144,7 +144,7 @@ def _byte_level(
     steps: list[Values],
     merges: list[str],
 ) -> tuple[list[KeyValue], tuple[str, ...]]:
-    """Return the keys of a byte-level BPE beside its tokens, and warnings."""
+    """Return the keys of a byte-level BPE in addition to its tokens, and warnings."""
     warnings: tuple[str, ...] = ()
     kinds = [step.get("type") for step in _steps(tokenizer.get("normalizer"), "normalizers")]
     if kinds == ["NFC"]:

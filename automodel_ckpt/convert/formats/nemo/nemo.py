@@ -131,7 +131,7 @@ def _stated_config(config: Values) -> ValueDict:
 
 
 def _number(value: object) -> int | None:
-    """Return a number of the config, in which each scalar is text; None for null or another value."""
+    """Return a number of the config, in which each scalar is text, or None for null or another value."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         return int(value)
     return None

@@ -10,7 +10,7 @@ compression and a masked CRC-32C. A block has entries, and the positions of some
 an entry shares a prefix with the key before it. The footer, the last 48 bytes, points to the block that lists the other
 blocks. The key ``""`` has a BundleHeaderProto. Each other key is the name of a variable with a BundleEntryProto.
 
-The kernel of a dense layer is stored as [inputs, outputs], the transpose of torch's; it is not transposed here.
+The kernel of a dense layer is stored as [inputs, outputs], the transpose of torch's. It is not transposed here.
 """
 
 from __future__ import annotations

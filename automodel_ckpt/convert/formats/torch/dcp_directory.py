@@ -51,7 +51,7 @@ _MAX_PATH = 64
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
 
-# Megatron-Core has a class of its own, with the same attributes and others.
+# Megatron-Core has its own class, with the same attributes and others.
 _KINDS = (
     f"{_META}.Metadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",

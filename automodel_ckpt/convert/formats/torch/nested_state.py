@@ -1,6 +1,6 @@
 """Where the state dict of a model is in the nested state that a program saved, and its names without wrappers.
 
-A program saves the state dict under a usual key, beside the optimizer's, and sometimes both under a common one:
+A program saves the state dict under a usual key, next to the optimizer's, and sometimes both under a common one:
 ``{"app": {"model": ..., "optim": ...}}`` (the example of PyTorch's documentation of DCP).
 """
 

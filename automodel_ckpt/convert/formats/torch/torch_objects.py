@@ -24,7 +24,7 @@ _COUNTER = "collections.Counter"
 _MAX_STATE_DEPTH = 16
 # A learning-rate schedule's state or the options of a parameter group can contain functions and objects of any class.
 # They are never made: only what is a number, a text, or a container of these is used.
-# Containers can be shared and contain each other, so that a small file can stand for any number of values.
+# Containers can be shared and contain each other, so that a small file can describe any number of values.
 _MAX_VALUES = 1 << 17
 _ABSENT = object()
 
@@ -168,7 +168,7 @@ class Archive:
 def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None = None) -> Archive:
     """Describe the object in *data*, the content of a file of ``torch.save``.
 
-    The pickle has at most *max_program_bytes*; by default the limit grows with *data*.
+    The pickle has at most *max_program_bytes*. By default the limit grows with *data*.
     Raises :class:`Fault`, or whatever a damaged pickle makes Python's reader raise (any Exception).
     """
     ranges = archive_ranges(data)
