@@ -145,7 +145,7 @@ def _described(
 
 
 def _checkpoint_of(export: Path) -> Path | None:
-    """Return the checkpoint that an export is in, None when it is elsewhere."""
+    """Return the checkpoint that an export is in, or None when it is elsewhere."""
     checkpoint = export.parent.parent
     return checkpoint if os.path.lexists(checkpoint / layout.MANIFEST) else None
 

@@ -146,7 +146,7 @@ def _pipeline_tag(facts: Facts, bundle: Bundle) -> str:
 
 
 def _base_license(base: str, commit: str | None, *, is_online: bool) -> dict[str, str | None]:
-    """Read the license in the card of a base model; empty if unknown. With *is_online*, the card may be downloaded."""
+    """Read the license in the card of a base model. Empty if unknown. With *is_online*, the card may be downloaded."""
     from huggingface_hub import ModelCard, hf_hub_download
 
     try:
@@ -233,7 +233,7 @@ class Facts:
 
     @property
     def kind(self) -> str:
-        """The name of the recipe; empty for a custom one, with a name that may be a path."""
+        """The name of the recipe. Empty for a custom one, with a name that may be a path."""
         name = self.recipe.get("recipe", "")
         return name if re.fullmatch(r"\w+", name) else ""
 

@@ -23,7 +23,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """A repository ``ORG/NAME``, and a branch, tag or commit of it; None: not given."""
+    """A repository ``ORG/NAME``, and a branch, tag or commit of it. None: not given."""
 
     repo: str
     revision: str | None = None
