@@ -62,7 +62,7 @@ def needs_credentials(url: str) -> bool:
 
 
 def extra_of(url: str) -> str:
-    """Return the extra of this package that installs the library for *url*; empty if there is none."""
+    """Return the extra of this package that installs the library for *url*. Empty if there is none."""
     _, extra = _LIBRARIES.get(url.partition("://")[0], ("", ""))
     return extra
 
@@ -111,7 +111,7 @@ def check_url(url: str, where: str) -> str:
 
 
 def _problem_of(url: str) -> tuple[str, str, str] | None:
-    """Return what is wrong with the URL of a store, the value to show, and what to do; None when it can be used."""
+    """Return what is wrong with the URL of a store, the value to show, and what to do, or None when it can be used."""
     match = _URL.match(url)
     scheme = match[1] if match else ""
     if scheme == "hf":
