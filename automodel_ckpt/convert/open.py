@@ -97,7 +97,7 @@ def open_source(path: Path) -> Source:
     program.
 
     Weights with the names of Megatron, or of torchtitan's Llama, are described under a Hugging Face model's names if
-    its config.json is in *path*. In a checkpoint of this program, symbolic links are not followed; in other
+    its config.json is in *path*. In a checkpoint of this program, symbolic links are not followed. In other
     directories, only those within the directory or to the Hub's cache. Raises :class:`CheckpointUnusable` if there is
     no model, the format is not supported, or the files contradict each other.
     """

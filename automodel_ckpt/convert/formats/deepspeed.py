@@ -212,7 +212,7 @@ class _StateFile:
             raise unusable("this file has no states", self.path, type(self.value).__name__)
 
     def mapping(self, key: str) -> ValueDict:
-        """Return the mapping of names of tensors under *key*; an empty one if it is None or absent."""
+        """Return the mapping of names of tensors under *key*. Empty if it is None or absent."""
         found = self.value.get(key) if isinstance(self.value, dict) else None
         if not isinstance(found, dict | None) or not all(map(is_text_name, found or ())):
             what = f"the file has no mapping {key!r} with printable names"
@@ -516,7 +516,7 @@ class _Model:
 def _slices(
     vector: Vector, fqn: str, shape: Shape, elements: range, position: int
 ) -> Iterator[Slice]:
-    """Yield the slices that the row-major *elements* of a tensor make up; the first is element *position* of *vector*.
+    """Yield the slices that the row-major *elements* of a tensor make up. The first is element *position* of *vector*.
 
     A range of elements of a row-major tensor is a few boxes, each of which is contiguous in the vector.
     """

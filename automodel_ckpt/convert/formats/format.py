@@ -42,9 +42,9 @@ class ParameterGroup:
 class OptimizerState:
     """The state of an optimizer.
 
-    *tensors* maps the name of a parameter to its tensors by entry, for example ``exp_avg`` and ``exp_avg_sq``. They
-    are slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both
-    have the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*; one
+    *tensors* maps the name of a parameter to its tensors by entry, for example ``exp_avg`` and ``exp_avg_sq``. They are
+    slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both have
+    the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*. A parameter
     that was never updated is in neither mapping. *names_from* states, in words, how parameters that the file numbers
     got their names. Empty if the file names them.
     """

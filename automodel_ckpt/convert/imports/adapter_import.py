@@ -88,9 +88,9 @@ class AdapterSettings:
 
     *lora* has the fields of a recipe's ``peft`` section but ``target_modules``. *targets* are the full names of the
     layers with an adapter, among them the modules of ``target_parameters`` (fused experts). *rows* has the number of
-    rows of each module with its weight in the file, as a resized embedding has. *base* is the name of the
-    base in the file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or
-    commit on the Hub. None: the main branch.
+    rows of each module with its weight in the file, as a resized embedding has. *base* is the name of the base in the
+    file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or commit on the
+    Hub. None: the main branch.
     """
 
     lora: Values

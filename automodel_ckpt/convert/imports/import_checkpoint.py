@@ -53,10 +53,10 @@ _CONFIG = "config.json"
 class ImportOptions:
     """What a user may choose about an import.
 
-    *step* and *epoch* are by default those that the files of the source or their name state, else 0. *names* is a file
-    with other names for the tensors (``names_file.py``). *config* is the path of the Hugging Face model's config.json,
-    or of its directory, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those
-    of this model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
+    *step* and *epoch* default to the values that the source's files or their name state, else 0. *names* is a file with
+    other names for the tensors (``names_file.py``). *config* is the path of the Hugging Face model's config.json, or of
+    its directory, by default the source. The names of Megatron, and of torchtitan's Llama, are converted to this
+    model's names, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
     It is called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
     builds the model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors
     with the model's names. None: they are not compared.

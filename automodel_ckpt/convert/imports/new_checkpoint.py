@@ -53,12 +53,11 @@ class NewCheckpoint:
     """The checkpoint that is written to ``run/name`` from the weights in *source*.
 
     *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
-    in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*; by default
-    it is read from the source. *lineage* is recorded in the manifest.
-    *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
-    one, and *training_left* why it cannot be imported, in words. *position_from* states where step and epoch in the
-    name come from, in words. *adapter* is the model of an adapter. *name_notes* state which names of tensors are not
-    in the model, or that this is unknown.
+    in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*. By default,
+    the data is read from the source. *lineage* is recorded in the manifest. *training* is the training state, if it was
+    asked for. Without it, *has_training_state* is whether the format has one, and *training_left* why it cannot be
+    imported, in words. *position_from* states where step and epoch in the name come from, in words. *adapter* is the
+    model of an adapter. *name_notes* state which names of tensors are not in the model, or that this is unknown.
     """
 
     source: Path

@@ -152,7 +152,7 @@ def sources_in(average: Summary) -> list[str | None]:
 
 
 def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> list[float]:
-    """Return the weight of each of *count* sources; they sum to 1."""
+    """Return the weight of each of *count* sources. The weights sum to 1."""
     if count < 2:
         raise _invalid("at least two checkpoints are needed", "SOURCE", f"{count} given")
     if ema is not None:
@@ -196,7 +196,7 @@ def _opened(sources: Sequence[Path]) -> list[Weights]:
 def _lineage(
     opened: Sequence[Weights], shares: Sequence[float], ema: float | None
 ) -> tuple[ValueDict, layout.CheckpointName]:
-    """Describe the average for the manifest; also return the name of the newest source that is a checkpoint."""
+    """Describe the average for the manifest. Also return the name of the newest source that is a checkpoint."""
     lineage: ValueDict = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
     names = [layout.CheckpointName(step=0, epoch=0)]
     for weights_in, share in zip(opened, shares, strict=True):

@@ -78,7 +78,7 @@ def merge(
 ) -> ConsolidationReport:
     """Write the base and the adapter of the checkpoint *source* (or its ``model/``) as one model to *output*.
 
-    *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
+    *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base. None: the
     one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub, and
     *naming_of* the names of its tensors in memory, with the config that its second argument names (None: the base's
     own). Digests of the base are stored in *cache*.

@@ -34,7 +34,7 @@ from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 from automodel_ckpt.errors import RecipeError
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
-"""Presets of the library. W and A are the bits of weights and activations; FP8_DYNAMIC is 8-bit floats for both."""
+"""Presets of the library. W and A are the bits of weights and activations. FP8_DYNAMIC is 8-bit floats for both."""
 _FORMATS = {
     "FP8_DYNAMIC": "float-quantized",
     "W4A16": "pack-quantized",
@@ -136,7 +136,7 @@ class _Quantizer:
             yield f"{layer}weight_shape", "I64", (2,)
 
     def compress(self, rows: Any, shape: Shape) -> dict[str, memoryview]:
-        """Return the bytes of each part for some rows of a weight of *shape*; *rows* is a tensor [rows, in]."""
+        """Return the bytes of each part for some rows of a weight of *shape*. *rows* is a tensor [rows, in]."""
         size = self.group_size or rows.shape[1]
         groups = rows.reshape(rows.shape[0], -1, size)
         scale, _ = self._utils.calculate_qparams(

@@ -48,7 +48,7 @@ def convert_tokenizer(
 ) -> GgufTokenizer:
     """Return the keys for *tokenizer* (the content of tokenizer.json, at *where*).
 
-    *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
+    *settings* is tokenizer_config.json's content. The list of tokens is filled up to *vocab_size*. *template* is the
     chat template, and *ends* are the end tokens in generation_config.json.
 
     Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that llama.cpp would not
