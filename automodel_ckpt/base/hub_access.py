@@ -111,7 +111,7 @@ def without_token() -> Iterator[None]:
 def resolve_commit(
     name: str, revision: str | None = None, *, kind: Kind = "model", where: str
 ) -> str | None:
-    """Return the commit that *revision* of a repository is now; None: the main branch.
+    """Return the commit that *revision* of a repository is now. None: the main branch.
 
     One request, without the retries of the library. Without a network, the commit is the one in the cache, and the
     process is offline from then on. None when the repository has no commit that could be determined.
@@ -177,7 +177,7 @@ def _commit_or_offline(
 
 
 def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:
-    """Return the commit of a repository in the library's cache; None when it is not there."""
+    """Return the commit of a repository in the library's cache, or None when it is not there."""
     revision = revision or MAIN
     if not is_revision_name(revision):
         return None
@@ -272,7 +272,7 @@ def _commit_at(url: str) -> str | None:
 
 
 def _seconds_to_retry(error: Exception, pause: float) -> float | None:
-    """Return the seconds until another attempt, usually *pause*; None when it cannot help."""
+    """Return the seconds until another attempt, usually *pause*, or None when it cannot help."""
     status = _status_of(error)
     if status == 429:
         seconds = _retry_after(error)
@@ -287,7 +287,7 @@ def _seconds_to_retry(error: Exception, pause: float) -> float | None:
 
 
 def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem | None:
-    """Return what an exception about a repository means; None when the Hub has nothing to do with it.
+    """Return what an exception about a repository means, or None when the Hub has nothing to do with it.
 
     The library's exceptions can be the cause of the exception, as in exceptions of transformers and datasets.
     """
@@ -380,8 +380,10 @@ def _error(problem: HubProblem, name: str, revision: str | None, where: str) -> 
 def explained(
     error: BaseException, name: str, where: str, kind: Kind = "model"
 ) -> RecipeError | None:
-    """Return the error to raise for an exception about a repository *name* that the key *where* gives; None if the Hub
-    has nothing to do with it, or *name* is a local path."""
+    """Return the error to raise for an exception about a repository *name* that the key *where* gives.
+
+    Returns None when the Hub has nothing to do with it, or *name* is a local path.
+    """
     if not is_hub_name(name):
         return None
     problem = explain(error, name, kind)

@@ -12,7 +12,7 @@ log = logging.getLogger("automodel_ckpt")
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton could be imported; it is not imported."""
+    """Whether Triton could be imported. Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 

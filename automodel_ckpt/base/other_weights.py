@@ -64,12 +64,12 @@ def weights_of_another_program(directory: Path) -> tuple[str, str] | None:
 
 
 def kind_of_file(name: str) -> tuple[str, str] | None:
-    """Return what a file with this name has, and how to convert it; None for other names."""
+    """Return what a file with this name has, and how to convert it, or None for other names."""
     return next((found for pattern, found in _OTHERS.items() if fnmatchcase(name, pattern)), None)
 
 
 def is_torch_script(path: Path) -> bool:
-    """Whether the file *path* is an archive of TorchScript, which has code beside its tensors."""
+    """Whether the file *path* is an archive of TorchScript, which has code in addition to its tensors."""
     # Opening a FIFO would wait for a writer forever.
     if not path.is_file():
         return False

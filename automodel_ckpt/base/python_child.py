@@ -116,7 +116,7 @@ class CommandProcess:
 
         Args:
             command: What the function of :func:`run_commands` gets.
-            check: Called repeatedly until the command ends; it may raise.
+            check: Called repeatedly until the command ends. It may raise.
             stalled_seconds: How long the process may report nothing.
 
         Raises:

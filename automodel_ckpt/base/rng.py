@@ -47,11 +47,11 @@ class StatefulRNG:
             seed_everything(_mixed(seed, rank))
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is one of ranks that shared the work like those here."""
+        """Whether the ranks of a saved state divided the work as the ranks here do."""
         return bool(state.get("grid", self._grid) == self._grid)  # none is noted in older states
 
     def derive(self, step: int) -> None:
-        """Seed anew for a run that continues after *step* on other ranks, whose states do not fit."""
+        """Seed anew for a run that continues after *step* on other ranks. The stored states do not fit them."""
         seed_everything(_mixed(*self._place, step))
 
     def state_dict(self) -> dict[str, Any]:

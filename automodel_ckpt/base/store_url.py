@@ -1,7 +1,7 @@
 """URLs of object stores: which ones are accepted, what they need, and how they are shown without credentials.
 
-A run whose directory is a URL writes to a local directory, from which its checkpoints are uploaded
-(:func:`scratch_directory`).
+If a run's directory is a URL, the run writes to a local directory (:func:`scratch_directory`). Its checkpoints are
+uploaded from there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def needs_credentials(url: str) -> bool:
 
 
 def extra_of(url: str) -> str:
-    """Return the extra of this package that installs the library for *url*; empty if there is none."""
+    """Return the extra of this package that installs the library for *url*. Empty if there is none."""
     _, extra = _LIBRARIES.get(url.partition("://")[0], ("", ""))
     return extra
 
@@ -111,7 +111,7 @@ def check_url(url: str, where: str) -> str:
 
 
 def _problem_of(url: str) -> tuple[str, str, str] | None:
-    """Return what is wrong with the URL of a store, the value to show, and what to do; None when it can be used."""
+    """Return what is wrong with the URL of a store, the value to show, and what to do, or None when it can be used."""
     match = _URL.match(url)
     scheme = match[1] if match else ""
     if scheme == "hf":
@@ -170,7 +170,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def scratch_directory(url: str, parent: str | None) -> Path:
-    """Return the local directory of a run whose checkpoints are in the store at *url*.
+    """Return the local directory of a run that has its checkpoints in the store at *url*.
 
     It is in *parent*, by default in the user's cache (:func:`~automodel_ckpt.base.user_cache.cache_directory`). Its
     name
@@ -187,7 +187,7 @@ def scratch_directory(url: str, parent: str | None) -> Path:
 
 
 def with_remote(options: T, url: str, storage: Callable[..., Any]) -> T:
-    """Return the checkpoint options of a run whose directory is the store at *url*, with that store as ``remote``.
+    """Return the checkpoint options of a run with the store at *url* as its directory and as ``remote``.
 
     *options* is a dataclass with the keys of the section ``checkpoint``, and *storage* makes the value of ``remote``.
     The rules of what to keep apply to the store, unless ``remote`` has its own. On the local disk, the newest

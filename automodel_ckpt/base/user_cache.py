@@ -1,4 +1,4 @@
-"""The user's cache: data that can be made again, and the local copies of runs whose checkpoints are in a store."""
+"""The user's cache: data that can be made again, and the local copies of runs with checkpoints in a store."""
 
 from __future__ import annotations
 

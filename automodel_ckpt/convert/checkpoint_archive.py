@@ -1,7 +1,7 @@
 """``ckpt archive`` and ``ckpt unarchive``: checkpoints in one compressed file, and back, bit for bit. Imports no torch.
 
 An archive is a tar file, compressed with zstd. For each checkpoint it has MANIFEST.json and then the files that this
-manifest lists, in the order of their names; for a run, its logs come last. `tar --zstd -xf` extracts the same files.
+manifest lists, in the order of their names. The logs of a run come last. `tar --zstd -xf` extracts the same files.
 
 Every file is compared with the digests of its manifest before a checkpoint is archived or published.
 """
@@ -90,8 +90,8 @@ def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[s
 def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
     """Extract all checkpoints of the archive *path* into the run directory *run*; return their paths.
 
-    Checkpoints that exist already with the same manifest are skipped. What was published before a failure stays;
-    nothing else remains.
+    Checkpoints that exist already with the same manifest are skipped. What was published before a failure stays.
+    Nothing else remains.
 
     Raises:
         CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.

@@ -92,7 +92,7 @@ def _opened(directory: Path) -> int:
 
 
 def _shared(directory: Path) -> int | None:
-    """Return a descriptor of the complete directory with a shared lock; None if there is none (any more)."""
+    """Return a descriptor of the complete directory with a shared lock, or None when it does not exist (any more)."""
     try:
         descriptor = _opened(directory)
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def _release(directory: Path, held: int, owner: int) -> None:
 
 
 def _remove_if_unused(directory: Path, descriptor: int) -> None:
-    """Remove a directory unless another process has a lock on it; close its *descriptor*."""
+    """Remove a directory unless another process has a lock on it. Close its *descriptor*."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)

@@ -61,9 +61,9 @@ _HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATES
 class Weights:
     """The modules found in *path*, by attribute name.
 
-    Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export;
-    *files* are then the names of the files that were opened. *omitted* names, in words, what *path* contains beside the
-    modules. *side_files* is the directory with config.json and the like, if the format knows it. *stated_config* is
+    Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export.
+    *files* are then the names of the files that were opened. *omitted* names, in words, what else *path* contains than
+    the modules. *side_files* is the directory with config.json and the like, if the format knows it. *stated_config* is
     what the files of another program themselves state of the model's config, under the keys of config.json.
     """
 
@@ -96,8 +96,8 @@ def open_source(path: Path) -> Source:
     """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory or file of another
     program.
 
-    Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model if
-    its config.json is in *path*. In a checkpoint of this program, symbolic links are not followed; in other
+    Weights with the names of Megatron, or of torchtitan's Llama, are described under a Hugging Face model's names if
+    its config.json is in *path*. In a checkpoint of this program, symbolic links are not followed. In other
     directories, only those within the directory or to the Hub's cache. Raises :class:`CheckpointUnusable` if there is
     no model, the format is not supported, or the files contradict each other.
     """
@@ -128,8 +128,8 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
     """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
     a module's directory in one, a directory of another program, or a single .safetensors file.
 
-    Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model: the
-    model with its config.json in the directory *config*, or else in *path*. Symbolic links are followed.
+    Weights with the names of Megatron, or of torchtitan's Llama, are described under a Hugging Face model's names. The
+    model's config.json is in the directory *config*, or else in *path*. Symbolic links are followed.
     Raises :class:`CheckpointUnusable` if there are no weights, the format is not supported, or the files contradict
     each other or the config.
     """

@@ -93,7 +93,7 @@ def published_directory(target: Path, log: Log, *, what: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
-    """Yield a free path next to *target*; remove what is there when the block ends."""
+    """Yield a free path next to *target*. Remove what is there when the block ends."""
     staging = None
     try:
         make_run_directory(target.parent)

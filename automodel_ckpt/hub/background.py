@@ -81,7 +81,7 @@ class Pushes:
         self.job = {"section": fields, "makes_exports": makes_exports}
 
     def start(self, resumed_step: int | None) -> None:
-        """Start the uploading process. The run continues from *resumed_step*; None if it begins.
+        """Start the uploading process. The run continues from *resumed_step*. None: it begins.
 
         Checkpoints after this step that were to be uploaded are not: the run went back to a step before them.
         """

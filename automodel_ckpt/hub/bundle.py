@@ -40,7 +40,7 @@ Log = Callable[[str], None]
 class Bundle:
     """The files of a model, by their path in the repository: a local file, or the content.
 
-    *checkpoint* is the one that the model is from, None if that is unknown. *readme* is the text of a README.md beside
+    *checkpoint* is the one that the model is from, None when it is unknown. *readme* is the text of a README.md next to
     the files. *base* is the local path of an adapter's base that a name of the Hub has to replace.
     """
 
@@ -145,7 +145,7 @@ def _described(
 
 
 def _checkpoint_of(export: Path) -> Path | None:
-    """The checkpoint that an export is in; None if it is elsewhere."""
+    """Return the checkpoint that an export is in, or None when it is elsewhere."""
     checkpoint = export.parent.parent
     return checkpoint if os.path.lexists(checkpoint / layout.MANIFEST) else None
 

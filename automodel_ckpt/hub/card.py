@@ -93,7 +93,7 @@ def card_files(
 ) -> dict[str, bytes]:
     """Return README.md for a model in the repository *address*.
 
-    *readme* is the text of the user's own card; without it, that of a README.md beside the files is used, and without
+    *readme* is the text of the user's own card. Without it, a README.md next to the files is used, and without
     both a card is written. *license_name* replaces the license of the base. With *is_online*, the card of the base may
     be downloaded for it.
     """
@@ -146,7 +146,7 @@ def _pipeline_tag(facts: Facts, bundle: Bundle) -> str:
 
 
 def _base_license(base: str, commit: str | None, *, is_online: bool) -> dict[str, str | None]:
-    """Read the license in the card of a base model; empty if unknown. With *is_online*, the card may be downloaded."""
+    """Read the license in the card of a base model. Empty if unknown. With *is_online*, the card may be downloaded."""
     from huggingface_hub import ModelCard, hf_hub_download
 
     try:
@@ -233,7 +233,7 @@ class Facts:
 
     @property
     def kind(self) -> str:
-        """The name of the recipe; empty for a custom one, with a name that may be a path."""
+        """The name of the recipe. Empty for a custom one, with a name that may be a path."""
         name = self.recipe.get("recipe", "")
         return name if re.fullmatch(r"\w+", name) else ""
 
@@ -351,7 +351,7 @@ def _hub_base(
         name = str(bundle.read(layout.ADAPTER_CONFIG).get("base_model_name_or_path") or "")
         return name if is_hub_name(name) else None
     name = _unquoted(recipe.get("model.from_pretrained", ""))
-    # A relative path looks the same, if this is another directory than that of the run.
+    # A relative path looks the same, if this is another directory than the run's.
     return name if name and is_hub_name(name) and cached_commit(name) else None
 
 

@@ -56,7 +56,7 @@ def push(
     """Upload *files* (local files or contents, by path in the repository) to a branch, and check them there.
 
     A repository or branch that does not exist is created, the repository *private*. Files of the model that the branch
-    had before are removed by the same commit; others are kept.
+    had before are removed by the same commit. Others are kept.
 
     Raises:
         HubError: if the Hub fails or rejects the upload, or has other files than those that were uploaded.

@@ -23,7 +23,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """A repository ``ORG/NAME``, and a branch, tag or commit of it; None: not given."""
+    """A repository ``ORG/NAME``, and a branch, tag or commit of it. None: not given."""
 
     repo: str
     revision: str | None = None
@@ -159,7 +159,7 @@ class Listed:
 
 
 def listed(api: Any, repo: str, revision: str) -> dict[str, Listed]:
-    """Return the files of a revision by their paths. *api* is the library's client, whose exceptions it raises."""
+    """Return the files of a revision by their paths. *api* is the library's client. Raises the client's exceptions."""
     found = {}
     for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
         git_id = getattr(entry, "blob_id", None)
@@ -171,7 +171,7 @@ def listed(api: Any, repo: str, revision: str) -> dict[str, Listed]:
 
 
 def differences(files: Mapping[str, Content], found: Mapping[str, Listed]) -> list[str]:
-    """Describe those of *files* that a repository does not have with the same content."""
+    """Describe the *files* that a repository does not have with the same content."""
     problems = []
     for name, content in files.items():
         remote = found.get(name)
@@ -183,7 +183,7 @@ def differences(files: Mapping[str, Content], found: Mapping[str, Listed]) -> li
 
 
 def differs(content: Content, remote: Listed) -> bool:
-    """Whether a local file or content is not that of a file of the repository."""
+    """Whether a local file or content differs from a file of the repository."""
     if size_of(content) != remote.size:
         return True
     digest, expected = hashlib.sha256(), remote.sha256

@@ -1,4 +1,4 @@
-"""Checkpoints of NeMo AutoModel: the model in ``model/``, the optimizer in ``optim/``, and small files beside them.
+"""Checkpoints of NeMo AutoModel: the model in ``model/``, the optimizer in ``optim/``, and small files next to them.
 
 ``epoch_E_step_S/`` has ``model/`` (shards of safetensors, or PyTorch DCP), ``optim/`` (DCP: the optimizer under
 ``optim`` with one key per value, the LR schedule under ``sched``), ``step_scheduler.pt`` (``{"step", "epoch"}``), and

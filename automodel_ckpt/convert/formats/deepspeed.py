@@ -148,7 +148,7 @@ def _tag_directory(path: Path) -> Path:
 
 
 def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
-    """Return the files of model states and those of optimizer states by rank, and whether the model is partitioned.
+    """Return the files of model states and of optimizer states by rank, and whether the model is partitioned.
 
     If it is (ZeRO stage 3), the files of model states contain parts of parameters, one file for each rank. Otherwise
     there is one file for all ranks.
@@ -188,7 +188,7 @@ def _divided(path: Path, kind: str, value: object) -> CheckpointUnusable:
 
 
 def _check_ranks(ranks: Collection[int], num_ranks: int, tag: Path) -> None:
-    """Raise :class:`CheckpointUnusable` unless *ranks* are those from 0 to *num_ranks* - 1."""
+    """Raise :class:`CheckpointUnusable` unless *ranks* are the ranks from 0 to *num_ranks* - 1."""
     # Counted first: a damaged file could claim any number of ranks.
     if not len(ranks) == num_ranks == max(ranks) + 1:
         listed = ", ".join(map(str, sorted(ranks)[:_MAX_LISTED]))
@@ -212,7 +212,7 @@ class _StateFile:
             raise unusable("this file has no states", self.path, type(self.value).__name__)
 
     def mapping(self, key: str) -> ValueDict:
-        """Return the mapping of names of tensors under *key*; an empty one if it is None or absent."""
+        """Return the mapping of names of tensors under *key*. Empty if it is None or absent."""
         found = self.value.get(key) if isinstance(self.value, dict) else None
         if not isinstance(found, dict | None) or not all(map(is_text_name, found or ())):
             what = f"the file has no mapping {key!r} with printable names"
@@ -370,7 +370,7 @@ class _Model:
         return [self._states.shapes(group) for group in value]
 
     def _add_partitions(self, groups: Sequence[Shapes]) -> None:
-        """Add the parameters of *groups*, whose values are in the ranks' files of optimizer states."""
+        """Add the parameters of *groups*. Their values are in the ranks' files of optimizer states."""
         files = sorted(self._optimizer_files.items())
         ranks = [_Partition(self._tag, name) for _, name in files]
         first = ranks[0]
@@ -488,7 +488,7 @@ class _Model:
             self._add_parts(fqn, shape, [(file, views.get(fqn)) for file, views in parts])
 
     def _add_rest(self) -> None:
-        """Add what only ``module`` has: buffers, and the parameters whose data is nowhere else."""
+        """Add what only ``module`` has: buffers, and the parameters with data that is nowhere else."""
         states, module = self._states, self._states.mapping("module")
         buffers = states.value.get("buffer_names")
         for fqn, view in module.items():
@@ -516,7 +516,7 @@ class _Model:
 def _slices(
     vector: Vector, fqn: str, shape: Shape, elements: range, position: int
 ) -> Iterator[Slice]:
-    """Yield the slices that the row-major *elements* of a tensor make up; the first is element *position* of *vector*.
+    """Yield the slices that the row-major *elements* of a tensor make up. The first is element *position* of *vector*.
 
     A range of elements of a row-major tensor is a few boxes, each of which is contiguous in the vector.
     """

@@ -107,7 +107,7 @@ def check_regular_files(directory: Path, names: Iterable[str]) -> None:
 
 
 def read_json(directory: Path, name: str, export: ExportManifest | None = None) -> ValueDict | None:
-    """Return the JSON mapping in the file *name* of *directory*, or None if there is no such file.
+    """Return the JSON mapping in the file *name* of *directory*, or None when there is no such file.
 
     It is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
     """
@@ -127,7 +127,7 @@ def read_json(directory: Path, name: str, export: ExportManifest | None = None) 
 
 
 def optional_json(directory: Path, name: str) -> ValueDict:
-    """Return the JSON mapping in the file *name*; empty if it is missing, not readable, or something else."""
+    """Return the JSON mapping in the file *name*. Empty if it is missing, not readable, or something else."""
     try:
         return read_json(directory, name) or {}
     except CheckpointUnusable:

@@ -42,11 +42,11 @@ class ParameterGroup:
 class OptimizerState:
     """The state of an optimizer.
 
-    *tensors* maps the name of a parameter to its tensors by entry, for example ``exp_avg`` and ``exp_avg_sq``. They
-    are slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both
-    have the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*; one
+    *tensors* maps the name of a parameter to its tensors by entry, for example ``exp_avg`` and ``exp_avg_sq``. They are
+    slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both have
+    the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*. A parameter
     that was never updated is in neither mapping. *names_from* states, in words, how parameters that the file numbers
-    got their names; empty if the file names them.
+    got their names. Empty if the file names them.
     """
 
     root: Path
@@ -58,7 +58,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What a checkpoint states about its training run. A field is None if the checkpoint does not state it.
+    """What a checkpoint states about its training run. A field is None when the checkpoint does not state it.
 
     *step* counts optimizer steps, *epoch* finished epochs, and *consumed_samples* the samples of all ranks. *scheduler*
     has the plain values of the LR scheduler's ``state_dict()``. *omitted* names, in words, what is not transferred.
@@ -95,7 +95,7 @@ _MAX_COUNT = 2**53
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a checkpoint states about its position in a run, as its program counts; None for what it does not state."""
+    """What a checkpoint states about its position in a run, as its program counts. None for what it does not state."""
 
     step: int | None = None
     epoch: int | None = None
@@ -113,7 +113,7 @@ class Counters:
 class Format(ABC):
     """A format in which other programs save models. Instances are listed in ``registry.py``.
 
-    A format describes, and never reads, the data of tensors: :meth:`open` returns a :class:`Source`, whose slices are
+    A format describes, and never reads, the data of tensors: :meth:`open` returns a :class:`Source`. Its slices are
     byte ranges of files. Nothing in the files is executed, and a file that is damaged, too large or outside of *path*
     raises :class:`CheckpointUnusable`.
     """
@@ -124,13 +124,13 @@ class Format(ABC):
     """False for a format that is only recognized, so that the error can name it and the way to convert it."""
 
     has_own_config: ClassVar[bool] = False
-    """True if a file config.json beside the weights is not that of a Hugging Face model."""
+    """True if a file config.json next to the weights does not describe a Hugging Face model."""
 
     saves_config: ClassVar[bool] = False
-    """True if a file config.json beside the weights is that of the module whose names they have."""
+    """True if a file config.json next to the weights describes the module that gave them their names."""
 
     has_own_names: ClassVar[bool] = False
-    """True if the names of tensors are those of any module that a user's program saved, not only of a known model."""
+    """True if tensors have the names of any module that a user's program saved, not only of a known model."""
 
     @abstractmethod
     def detect(self, path: Path) -> bool:
@@ -149,9 +149,9 @@ class Format(ABC):
         """
 
     def parts(self, path: Path) -> frozenset[str]:
-        """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed beside *path*.
+        """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed next to *path*.
 
-        Only a format whose subdirectories have a format when seen alone overrides this method. Never raises.
+        Only a format with subdirectories that have a format when seen alone overrides this method. Never raises.
         """
         return frozenset()
 
@@ -171,7 +171,7 @@ class Format(ABC):
         return StoredTensors(source.root, source.tensors)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return the training state in *path*; None for a format that has none, or none that can be transferred.
+        """Return the training state in *path*, or None for a format that has none, or none that can be transferred.
 
         *parameters* returns the model's parameters in order, for a format that numbers them. Raises
         :class:`CheckpointUnusable` if the files are damaged or contradict each other or the model.
@@ -179,7 +179,7 @@ class Format(ABC):
         return None
 
     def training_left(self, path: Path) -> str:
-        """Return why the training state in *path* cannot be imported, in words; empty if it can, or if there is none.
+        """Return why the training state in *path* cannot be imported, in words. Empty if it can, or if there is none.
 
         Never raises.
         """
@@ -209,7 +209,7 @@ class Format(ABC):
     def inventory(self, path: Path) -> Inventory:
         """Return the names, dtypes and shapes of all tensors in *path* for display.
 
-        A format whose metadata is enough, without a look into each file of tensors, overrides this method.
+        A format overrides this method if its metadata is enough and no file of tensors has to be opened.
         """
         stored = self.stored_tensors(path).tensors
         summaries = {

@@ -41,7 +41,7 @@ _MODELS = frozenset({layout.HF_INDEX, "model.safetensors", BIN_FILE, BIN_INDEX})
 
 
 class HuggingFaceFiles(Format):
-    """A directory with an index, or with safetensors files whose headers do not describe shards."""
+    """A directory with an index, or with safetensors files with headers that do not describe shards."""
 
     name = "Hugging Face files"
 
@@ -57,7 +57,7 @@ class HuggingFaceFiles(Format):
         # A link to another place, which only opening the directory follows.
         except OSError:
             return has_index or (path / names[0]).is_symlink()
-        # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
+        # PyTorch's HuggingFaceStorageWriter can write an index next to its shards.
         return SHARDING_INFO not in header.metadata
 
     def open(self, path: Path) -> Source:
@@ -99,7 +99,7 @@ class HuggingFaceFiles(Format):
 
 def _check_not_mlx(directory: Path, tensors: TensorMap) -> None:
     """Raise :class:`CheckpointUnusable` for weights that only MLX reads: experts or latent attention as it names them,
-    and weights that it quantized, which are U32 beside scales."""
+    and weights that it quantized, which are U32 with scales."""
     for fqn, tensor in tensors.items():
         is_packed = tensor.dtype == "U32" and f"{fqn.removesuffix('.weight')}.scales" in tensors
         if is_packed or _MLX_NAME.search(fqn):
@@ -149,7 +149,7 @@ def source_of_files(
 
 
 def weight_map_of(directory: Path, export: ExportManifest | None) -> dict[str, str] | None:
-    """Return {tensor name: file name} from the index in *directory*, or None if there is none.
+    """Return {tensor name: file name} from the index in *directory*, or None when there is no index.
 
     The index is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
     """

@@ -46,14 +46,14 @@ from automodel_ckpt.convert.formats.unsupported_files import (
 DCP = PyTorchDcp()
 
 FORMATS: tuple[Format, ...] = (
-    # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
+    # Directories. Megatron-Core's also contain .metadata, like PyTorch DCP's.
     # A model of NeMo can have a directory for each rank, as Megatron-LM's.
     NemoDirectory(),
     MegatronCore(),
     MegatronRun(),
     MegatronRanks(),
     Nemo2(),
-    # Hugging Face files or an adapter, beside the state of the training.
+    # Hugging Face files or an adapter, next to the training state.
     TransformersTrainer(),
     PeftAdapter(),
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
@@ -70,7 +70,7 @@ FORMATS: tuple[Format, ...] = (
     SafetensorsShards(),
     # Older than safetensors: a directory often has the model in both, and safetensors has digests here.
     TorchModelDirectory(),
-    # The oldest of the formats that one directory can have, as that of BERT: a directory, or an index file.
+    # The oldest of the formats that one directory can have, as BERT's directory does: a directory, or an index file.
     TensorFlowCheckpoint(),
     VerlShards(),
     # Beside lit_model.pth, there can be the Hugging Face files that it was made from.
@@ -97,21 +97,21 @@ _RUN: Format = AutoModel()
 
 
 def detect_run(path: Path) -> Format | None:
-    """Return the format of the training state in *path*; None if no format recognizes it.
+    """Return the format of the training state in *path*, or None when no format recognizes it.
 
-    This is that of :func:`detect`, except for a checkpoint whose parts have a format each. Such a checkpoint is shown
-    as its parts, and its weights are those of one part.
+    :func:`detect` returns the same format, except for a checkpoint with parts that have a format each. Such a
+    checkpoint is shown as its parts, and its weights are the weights of one part.
     """
     return detect_parts(path) or detect(path, readable_only=True)
 
 
 def detect_parts(path: Path) -> Format | None:
-    """Return the format of a checkpoint whose parts have a format each; None if *path* is no such checkpoint."""
+    """Return the format of a checkpoint with parts that have a format each, or None when *path* is not one."""
     return _RUN if _RUN.detect(path) else None
 
 
 def detect(path: Path, *, readable_only: bool = False) -> Format | None:
-    """Return the first format that recognizes the directory or file *path*; None if there is none.
+    """Return the first format that recognizes the directory or file *path*, or None when there is none.
 
     With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
     """

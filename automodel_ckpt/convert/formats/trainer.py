@@ -1,4 +1,4 @@
-"""A checkpoint of transformers' Trainer: Hugging Face files or an adapter, beside the state of the training.
+"""A checkpoint of transformers' Trainer: Hugging Face files or an adapter, next to the training state.
 
 ``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
 ``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
@@ -67,7 +67,7 @@ class TransformersTrainer(Format):
         if STATE_FILE not in names:
             return False
         if _DEEPSPEED_FILE in names and layout.ADAPTER_MODEL not in names:
-            # Trained with DeepSpeed, whose files have the exact weights and the optimizer.
+            # Trained with DeepSpeed. DeepSpeed's files have the exact weights and the optimizer.
             return False
         return _weights_of(path) is not None
 
@@ -154,9 +154,9 @@ def _counters(path: Path) -> Counters:
 
 
 def _consumed_samples(path: Path, names: list[str], state: Values, step: int) -> int | None:
-    """Return the samples of *step* global batches; None if the files do not state the size of one.
+    """Return the samples of *step* global batches, or None when the files do not state the size of a batch.
 
-    The size is that of a rank's micro-batch x micro-batches per step x ranks, each of which saves a file of its random
+    The size is the size of a rank's micro-batch x micro-batches per step x ranks. Each rank saves a file of its random
     state. The last batch of an epoch may have been smaller.
     """
     micro_batch = Counters.of(state.get("train_batch_size")).step
@@ -199,7 +199,7 @@ class AccelerateFsdp(Format):
 
     name = "accelerate with FSDP"
     has_own_names = True
-    # accelerate saves none, and transformers' Trainer that of its model.
+    # accelerate saves no config, and transformers' Trainer saves its model's.
     saves_config = True
 
     def detect(self, path: Path) -> bool:

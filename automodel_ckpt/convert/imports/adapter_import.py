@@ -88,9 +88,9 @@ class AdapterSettings:
 
     *lora* has the fields of a recipe's ``peft`` section but ``target_modules``. *targets* are the full names of the
     layers with an adapter, among them the modules of ``target_parameters`` (fused experts). *rows* has the number of
-    rows of each module whose weight is in the file, which an embedding that was resized has. *base* is the name of the
-    base in the file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or
-    commit on the Hub; None: the main branch.
+    rows of each module with its weight in the file, as a resized embedding has. *base* is the name of the base in the
+    file: a directory or a name on the Hub, empty if the file has none. *revision* is its branch, tag or commit on the
+    Hub. None: the main branch.
     """
 
     lora: Values
@@ -105,10 +105,10 @@ class AdapterSettings:
 class AdapterModel:
     """A model with an adapter, as a recipe builds it.
 
-    *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
+    *parameters* are the trained ones, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
     file by name. *files* are the side files of a checkpoint, by name. *base* is the directory of the base, and
-    *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is that of the recipe's
-    model, if the vocabulary of the base was resized.
+    *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is the vocabulary size
+    of the recipe's model, if the vocabulary of the base was resized.
     """
 
     parameters: tuple[ModelParameter, ...]
@@ -128,11 +128,11 @@ recipe cannot have the adapter.
 
 
 def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> AdapterModel:
-    """Return the model of the adapter in *directory*, whose file has the tensors *weights*.
+    """Return the model of the adapter in *directory*. Its file has the tensors *weights*.
 
     The file can also have the weights of adapted embeddings and output layers, as peft saves them. Raises
-    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
-    those of the adapter.
+    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors do not
+    match the adapter.
     """
     path = directory / layout.ADAPTER_MODEL
     tensors = {}
@@ -169,7 +169,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
 def _check_copies(path: Path, weights: Tensors, copies: Sequence[str], base: Path) -> None:
     """Raise :class:`CheckpointUnusable` unless each of the *copies* equals a tensor of the base with its shape.
 
-    peft saves them beside adapters on an embedding or an output layer. One that differs was resized or trained.
+    peft saves them with adapters on an embedding or an output layer. One that differs was resized or trained.
     """
     stored = open_base(base).modules[MODEL] if copies else None
     for name in copies:

@@ -88,7 +88,7 @@ def read_external(directory: Path) -> ExternalDirectory | None:
 
 
 def losses_in(directory: Path, known: Format | None = None) -> Values:
-    """Return the losses that the files of a format state, or the content of losses.json; empty if there are none."""
+    """Return the losses that the files of a format state, or the content of losses.json. Empty if there are none."""
     stated = known.losses(directory) if known is not None else {}
     if stated:
         return stated
@@ -98,7 +98,7 @@ def losses_in(directory: Path, known: Format | None = None) -> Values:
 def _tree(directory: Path, known: Format) -> ExternalTree:
     details: Mapping[str, tuple[str, ...]] = {}
     try:
-        # First: a model whose weights cannot be read here still shows its config.
+        # First: if a model's weights cannot be read here, its config is still shown.
         details = known.details(directory)
         if directory.is_dir():
             check_links_of_weights(directory)
@@ -124,7 +124,7 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of other programs in *directory* whose names state a step, an epoch or a metric.
+    """Return the checkpoints of other programs in *directory* with a step, an epoch or a metric in their names.
 
     Links and hidden names are skipped. Empty if *directory* is a checkpoint itself, such as a directory of DeepSpeed
     with its tags, or no directory.

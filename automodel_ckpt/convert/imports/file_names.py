@@ -94,7 +94,7 @@ def parse_name(name: str) -> NameMetadata:
 
 
 def _pairs_of_words(stem: str) -> list[tuple[str, str]]:
-    """Return the pairs in a name whose parts are joined by underscores or hyphens.
+    """Return the pairs in a name with parts joined by underscores or hyphens.
 
     A number counts only after the name of a counter or of a usual metric: ``llama_3_8b`` states nothing.
     """
@@ -116,7 +116,7 @@ def _pairs_of_words(stem: str) -> list[tuple[str, str]]:
 
 
 def _count(text: str) -> int | None:
-    """Return a count, which some programs write as a float (``32000.0``); None for any other number."""
+    """Return a count, which some programs write as a float (``32000.0``), or None for any other number."""
     value = float(text)
     if not math.isfinite(value) or not 0 <= value <= _MAX_COUNT or not value.is_integer():
         return None

@@ -53,13 +53,13 @@ _CONFIG = "config.json"
 class ImportOptions:
     """What a user may choose about an import.
 
-    *step* and *epoch* are by default those that the files of the source or their name state, else 0. *names* is a file
-    with other names for the tensors (``names_file.py``). *config* is the path of the Hugging Face model's config.json,
-    or of its directory, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those
-    of this model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
+    *step* and *epoch* default to the values that the source's files or their name state, else 0. *names* is a file with
+    other names for the tensors (``names_file.py``). *config* is the path of the Hugging Face model's config.json, or of
+    its directory, by default the source. The names of Megatron, and of torchtitan's Llama, are converted to this
+    model's names, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
     It is called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
     builds the model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors
-    with those of the model; None: they are not compared.
+    with the model's names. None: they are not compared.
     """
 
     step: int | None = None
@@ -193,7 +193,7 @@ def _compared(
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
-    """Return the model of the source's adapter; None if it has none. Raises :class:`CheckpointUnusable`."""
+    """Return the model of the source's adapter, or None when it has none. Raises :class:`CheckpointUnusable`."""
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
@@ -213,7 +213,7 @@ def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str])
 
 
 def _config_directory(config: Path) -> Path:
-    """Return the directory of a config.json, from its own path or that of its directory."""
+    """Return the directory of a config.json, from the path of the file or of its directory."""
     directory = config.parent if config.name == _CONFIG else config
     if not (directory / _CONFIG).is_file():
         hint = "give --config the directory of the model's config.json"

@@ -31,13 +31,13 @@ from automodel_ckpt.convert.type_aliases import FileDict
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
-# State that NeMo AutoModel saves beside the model.
+# State that NeMo AutoModel saves next to the model.
 _OTHER_STATE = ("dataloader", "rng", "step_scheduler.pt")
 
 
 @dataclass(frozen=True, slots=True)
 class ImportSource:
-    """What a user asked to import: a directory or a file at *path*, whose weights are in *directory*.
+    """What a user asked to import: a directory or a file at *path*, with its weights in *directory*.
 
     *known* is the format of the weights, and *opened* describes them.
     """
@@ -51,8 +51,8 @@ class ImportSource:
     def of(path: Path, config: Path | None) -> ImportSource:
         """Locate and open the weights in *path*.
 
-        *config* is the directory of the model's config.json, to whose names those of Megatron and torchtitan are
-        converted. Raises :class:`CheckpointUnusable` if there are no weights in a known format.
+        *config* is the directory of the model's config.json. Names of Megatron and torchtitan are converted to this
+        model's names. Raises :class:`CheckpointUnusable` if there are no weights in a known format.
         """
         # Without links, except the last part of a file: its name determines the format.
         if path.is_file():
@@ -82,7 +82,7 @@ class ImportSource:
                 yield path, known
 
     def side_files(self, config: Path | None) -> FileDict:
-        """Return the config and the tokenizer's files: those in the directory *config*, else those of the source."""
+        """Return the config and the tokenizer's files, from the directory *config* or else from the source."""
         chosen = config or self.opened.side_files
         files = side_files_of(chosen, chosen) if chosen is not None else {}
         if files or self.known.has_own_config:
@@ -185,7 +185,7 @@ def position_of(
 ) -> tuple[layout.CheckpointName, str]:
     """Return the step and the epoch of the imported checkpoint, and where they were stated, in words.
 
-    They are those that the user gave; else those in the files of the source; else those in its name.
+    They are the user's values, else the values in the files of the source, else the values in its name.
     """
     stated = [(step, epoch, "as given")]
     for path, known in source.states() if step is None and epoch is None else ():
@@ -207,8 +207,8 @@ def training_state_of(
 ) -> tuple[Path, TrainingState]:
     """Return the training state of the source, and the path that has it.
 
-    *parameters* is called with the directory of config.json, by default that of the source, and returns a function that
-    lists the model's parameters.
+    *parameters* is called with the directory of config.json, by default the source's, and returns a function that lists
+    the model's parameters.
 
     Raises :class:`CheckpointUnusable` if there is no training state that can be imported.
     """

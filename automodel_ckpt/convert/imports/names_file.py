@@ -2,7 +2,7 @@
 
 The file is YAML or JSON, a mapping from names in the source to names in the checkpoint. ``{...}`` in a name, as in
 ``encoder/layer_{i}/kernel: encoder.layer.{i}.weight``, is any decimal number, which is the same on both sides. A tensor
-whose new name is empty or null is left out. Names that no line matches are kept.
+with a new name that is empty or null is left out. Names that no line matches are kept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rename(module: Tensors, path: Path, omitted: list[str]) -> Tensors:
 
 
 def without_prefix(module: Tensors, prefix: str, omitted: list[str]) -> Tensors:
-    """Return the tensors of *module* with names that begin with *prefix*, without it; the others are *omitted*."""
+    """Return the tensors of *module* with names that begin with *prefix*, without it. The others are *omitted*."""
     renamed, others = _renamed(
         module, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else ""
     )

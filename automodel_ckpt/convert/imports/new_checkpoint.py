@@ -53,12 +53,11 @@ class NewCheckpoint:
     """The checkpoint that is written to ``run/name`` from the weights in *source*.
 
     *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
-    in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*; by default
-    it is read from the source. *lineage* is recorded in the manifest.
-    *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
-    one, and *training_left* why it cannot be imported, in words. *position_from* states where step and epoch in the
-    name come from, in words. *adapter* is the model of an adapter. *name_notes* state which names of tensors are not
-    those of the model, or that this is unknown.
+    in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*. By default,
+    the data is read from the source. *lineage* is recorded in the manifest. *training* is the training state, if it was
+    asked for. Without it, *has_training_state* is whether the format has one, and *training_left* why it cannot be
+    imported, in words. *position_from* states where step and epoch in the name come from, in words. *adapter* is the
+    model of an adapter. *name_notes* state which names of tensors are not in the model, or that this is unknown.
     """
 
     source: Path
@@ -101,7 +100,7 @@ class NewCheckpoint:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the weights are those of an adapter, a single file that PEFT reads."""
+        """Whether the weights belong to an adapter, a single file that PEFT reads."""
         return layout.ADAPTER_CONFIG in self.side_files
 
     @property
@@ -152,7 +151,7 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
     """Write and publish a checkpoint, and return its path.
 
     ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` if it cannot be written, and
-    :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
+    :class:`CheckpointUnusable` if the source cannot be read. In both cases nothing of it remains.
     """
     with held_run(planned.run, f"writing {planned.name}") as run:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned

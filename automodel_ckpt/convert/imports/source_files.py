@@ -36,7 +36,7 @@ _HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.dis
 
 
 def side_files_of(source: Path, directory: Path) -> FileDict:
-    """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
+    """Return config, tokenizer and the like: from ``.hf_metadata``, next to the weights, or in the directory above."""
     for place in (directory / layout.HF_METADATA, directory, source):
         if place.is_symlink() or not (place / _CONFIG).is_file():
             continue
@@ -70,7 +70,7 @@ def quantization_of(files: Files) -> ValueDict:
         files: The side files of the weights, by name.
 
     Returns:
-        The settings with their ``quant_method``; empty for weights that are not quantized.
+        The settings with their ``quant_method``. Empty for weights that are not quantized.
     """
     with suppress(AttributeError, KeyError, TypeError, ValueError):
         section = parse_json(files[_CONFIG])["quantization_config"]
@@ -82,7 +82,7 @@ def quantization_of(files: Files) -> ValueDict:
 
 
 def recipe_of(source: Path) -> FileDict:
-    """Return the recipe that the other program saved, unchanged, for reference, by its name; empty without one."""
+    """Return the recipe that the other program saved, unchanged, for reference, by its name. Empty without one."""
     path = source / layout.CONFIG
     if not path.is_file() or path.is_symlink() or path.stat().st_size > _MAX_RECIPE_BYTES:
         return {}

@@ -72,7 +72,7 @@ _TRANSFERRED = (
 class TrainingImport:
     """What is written of a training state: *state* with its optimizer under the model's names, at *step* and *epoch*.
 
-    *schedule* is the state of the LR scheduler as it is written, None if the source has none.
+    *schedule* is the state of the LR scheduler as it is written, None when the source has none.
     """
 
     state: TrainingState
@@ -147,7 +147,7 @@ def training_import(
 ) -> TrainingImport:
     """Complete a training state for a checkpoint.
 
-    *step* and *epoch* are those that the user gave, for a source that does not state them. Raises
+    *step* and *epoch* are the user's values, for a source that does not state them. Raises
     :class:`CheckpointUnusable` if there is no step.
     """
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
@@ -167,8 +167,8 @@ def training_import(
 def _schedule(state: TrainingState, step: int) -> ValueDict | None:
     """Return the state that a schedule of transformers (LambdaLR, torch 2.13) has after *step* steps.
 
-    The shape of the schedule comes from the recipe; the position and the base rates are those of the source. None if
-    the source has no schedule, or does not state the base rates.
+    The shape of the schedule comes from the recipe. The position and the base rates come from the source. Returns None
+    when the source has no schedule, or does not state the base rates.
     """
     if state.scheduler is None or state.optimizer is None:
         return None

@@ -99,7 +99,7 @@ def prepare(
         ema: The decay of an exponential moving average, instead of *weights*.
         integers: Tensors that cannot be averaged (integers, bool, 8-bit floats) must be ``equal``, or are copied from
             the ``first`` or ``last`` source.
-        name: The name of the result, by default that of the newest source that is a checkpoint of this program.
+        name: The name of the result, by default the name of the newest source that is a checkpoint of this program.
 
     Raises:
         RecipeError: The options contradict each other, or do not fit the number of sources.
@@ -152,7 +152,7 @@ def sources_in(average: Summary) -> list[str | None]:
 
 
 def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> list[float]:
-    """Return the weight of each of *count* sources; they sum to 1."""
+    """Return the weight of each of *count* sources. The weights sum to 1."""
     if count < 2:
         raise _invalid("at least two checkpoints are needed", "SOURCE", f"{count} given")
     if ema is not None:
@@ -196,7 +196,7 @@ def _opened(sources: Sequence[Path]) -> list[Weights]:
 def _lineage(
     opened: Sequence[Weights], shares: Sequence[float], ema: float | None
 ) -> tuple[ValueDict, layout.CheckpointName]:
-    """Describe the average for the manifest; also return the name of the newest source that is a checkpoint."""
+    """Describe the average for the manifest. Also return the name of the newest source that is a checkpoint."""
     lineage: ValueDict = {"averaged_from": []} | ({} if ema is None else {"average_ema": ema})
     names = [layout.CheckpointName(step=0, epoch=0)]
     for weights_in, share in zip(opened, shares, strict=True):
@@ -209,7 +209,7 @@ def _lineage(
 
 
 def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
-    """Name what the sources contain beside the averaged weights."""
+    """Name what the sources contain in addition to the averaged weights."""
     names: list[str] = []
     for weights_in in opened:
         names += [f"module {module}" for module in weights_in.modules if module != MODEL]
@@ -289,7 +289,7 @@ def _adapter_directory(path: Path) -> Path:
 
 
 def _adapter_files(path: Path) -> FileDict:
-    """Return the files that describe an adapter; empty if *path* has no adapter."""
+    """Return the files that describe an adapter. Empty if *path* has no adapter."""
     directory = _adapter_directory(path)
     files = read_files(directory, [layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG])
     if layout.ADAPTER_CONFIG not in files:

@@ -1,7 +1,7 @@
 """Base and adapter as one model in Hugging Face files: named, split and described as the base's.
 
-The base is read tensor by tensor, once for its digest and once to be copied; memory is that of the largest tensor, four
-times over. Staged and published as every export. Imports no torch.
+The base is read tensor by tensor, once for its digest and once to be copied. The memory needed is four times the size
+of the largest tensor. Staged and published as every export. Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def merge(
 ) -> ConsolidationReport:
     """Write the base and the adapter of the checkpoint *source* (or its ``model/``) as one model to *output*.
 
-    *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
+    *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base. None: the
     one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub, and
     *naming_of* the names of its tensors in memory, with the config that its second argument names (None: the base's
     own). Digests of the base are stored in *cache*.
@@ -193,7 +193,7 @@ def _side_files(
 ) -> tuple[FileDict, list[str]]:
     """Return the side files of the merged model, and warnings.
 
-    They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
+    They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are the files that describe how
     embeddings are computed. config.json matches the weights.
     """
     tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
@@ -209,7 +209,7 @@ def _side_files(
     if adapter.model_config is not None:
         path = adapter.model_config
         files |= {"config.json": read_files(path.parent, [path.name])[path.name]}
-        # It is that of the base, which generates text.
+        # The generation config belongs to the base, which generates text.
         files.pop(GENERATION_CONFIG, None)
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
     files |= tokenizer | of_embeddings | read_files(adapter.directory, [GENERATION_CONFIG])
@@ -246,7 +246,7 @@ def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Dige
         yield Digested(file.name, 0, len(file.header), digest_of(file.header))
         for tensor, at in file.placed():
             values = model.value(tensor.fqn, tensor.dtype)
-            # The merged weight of a transposed layer is a view, whose bytes are not in row-major order.
+            # The merged weight of a transposed layer is a view. Its bytes are not in row-major order.
             data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
             output.write(data, at)
             yield Digested(file.name, at, len(data), digest_of(data))

@@ -49,7 +49,7 @@ class Change:
 class Experts(Protocol):
     """A parameter in memory with the weights of all experts of a layer.
 
-    *parts* maps names in files to (expert, slices of the expert's matrix); it is empty if the files have one tensor.
+    *parts* maps names in files to (expert, slices of the expert's matrix). It is empty if the files have one tensor.
     """
 
     @property

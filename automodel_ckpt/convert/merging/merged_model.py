@@ -57,7 +57,7 @@ class Adapter:
 
     @property
     def model_config(self) -> Path | None:
-        """The config of the model, if that of the base has another head; None: the base's."""
+        """The config of the model if the base's config has another head. None: use the base's config."""
         path = self.directory / layout.ADAPTER_MODEL_CONFIG
         return path if path.is_file() else None
 
@@ -87,7 +87,7 @@ class MergedModel:
     """The tensors of the merged model by their names in files. Their values are computed when they are requested.
 
     Tensors of a transformers model have a name in memory and a name in files, which can differ. *is_dequantized* is
-    whether the files of the base are quantized, and those of the merged model are not. *untied* are the names of
+    whether the base's files are quantized, and the merged model's files are not. *untied* are the names of
     tensors that config.json ties and that differ, and *notes* sentences for the user.
     """
 
@@ -104,7 +104,7 @@ class MergedModel:
         exported = naming.exported
         self._base = {exported.get(name, name): each for name, each in self._base.items()}
         self._numbers = {exported.get(name, name): each for name, each in self._numbers.items()}
-        # A layer with experts has two parameters, whose factors many tensors in files share.
+        # A layer with experts has two parameters. Many tensors in files share their factors.
         self._factor = functools.lru_cache(maxsize=4)(
             lambda key, dtype: self._read(adapter.tensors[key], dtype)
         )
@@ -124,7 +124,7 @@ class MergedModel:
 
     @property
     def rows(self) -> set[tuple[int, int]]:
-        """The numbers of rows (before, after) of the tensors whose number of rows is not that of the base."""
+        """The numbers of rows (before, after) of the tensors with another number of rows than the base's tensor."""
         found: set[tuple[int, int]] = set()
         for name in self._changes:
             if name in self._base and self._base[name].shape[:1] != self.tensors[name].shape[:1]:
@@ -249,7 +249,7 @@ class MergedModel:
     def _with_prefix(self, changes: dict[str, Change]) -> dict[str, Change]:
         """Return *changes* by the names in memory of the base's model, which has a head.
 
-        An adapter of embeddings was trained on the model without its head, whose names lack the prefix of the backbone.
+        An adapter of embeddings was trained on the model without its head. The names in it lack the backbone's prefix.
         """
         names = {*self._base, *self._naming.files}
         is_headless = self._adapter.config.get("task_type") == "FEATURE_EXTRACTION"
@@ -313,7 +313,7 @@ class MergedModel:
                 if both and difference(_ROOT, self._base[pair[0]], base, pair[1:]):
                     apart.update(pair)
                 continue
-            # Up to rounding: the factors of a tied head are those of the embedding, multiplied in the other order.
+            # Up to rounding: a tied head has the factors of the embedding, multiplied in the other order.
             is_equal = False
             if num_changed > 1:
                 a, b = (self.value(name, "F32") for name in pair)

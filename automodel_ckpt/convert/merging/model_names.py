@@ -1,4 +1,4 @@
-"""Whether the tensors of an import are those of the model that its config.json describes. Imports no torch."""
+"""Compare the tensors of an import with the model that its config.json describes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BACKBONES = ("model", "transformer")
 
 @dataclass(frozen=True, slots=True)
 class NameDifferences:
-    """The differences between stored names and those of a model, the name of whose class is *model*.
+    """The differences between stored names and a model's names. *model* is the name of the model's class.
 
     *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
-    *shapes* are those of the model's parameters, by the stored name, as far as they are known. *vocab_size* is that of
-    the model.
+    *shapes* has the known shapes of the model's parameters, by the stored name. *vocab_size* is the model's
+    vocabulary size.
     """
 
     model: str
@@ -95,7 +95,9 @@ class NameDifferences:
 
 
 NameComparer = Callable[[bytes, Collection[str]], NameDifferences | None]
-"""Compares names with those of the model that the content of a config.json describes; None if these are unknown.
+"""Compares names with the names in the model that the content of a config.json describes.
+
+Returns None when the model's names are unknown.
 
 The command that imports passes it: it builds the model, which needs torch and transformers.
 """

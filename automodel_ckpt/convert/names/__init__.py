@@ -1,4 +1,4 @@
-"""Converters between the tensor names of Megatron-Core or torchtitan and those of Hugging Face models.
+"""Converters between the tensor names of Megatron-Core or torchtitan and of Hugging Face models.
 
 A converter is one declarative file (``llama.py``, ...): a list of rules, each of which pairs names and
 states which rows of the tensors on one side are which rows of those on the other. Both directions follow from the same

@@ -1,4 +1,4 @@
-"""Convert the weights that any format found from Megatron's names to those of a Hugging Face config. No torch."""
+"""Convert weights of any format from Megatron's names to the names of a Hugging Face model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HINT = "add --config DIR, a directory with the config.json of the same model"
 class Conversion:
     """The converter and the dimensions of a model, which *where* states.
 
-    *is_weight* is whether a name is that of a weight of another program, and *renamed* returns such tensors, found in a
+    *is_weight* returns whether a weight of another program has this name. *renamed* returns such tensors, found in a
     path, under the names of the converter.
     """
 
@@ -42,7 +42,7 @@ class Conversion:
     def source(self, source: Source) -> Source:
         """Return *source* with the tensors of the Hugging Face model.
 
-        Raises :class:`CheckpointUnusable` if its tensors are not those of the model.
+        Raises :class:`CheckpointUnusable` if its tensors do not match the model.
         """
         where = str(source.model_directory)
         weights = {name: each for name, each in source.tensors.items() if self.is_weight(name)}
@@ -57,9 +57,10 @@ class Conversion:
 
 
 def conversion_in(directory: Path) -> Conversion | None:
-    """Return the conversion that ``config.json`` in *directory* implies; None if there is no such file.
+    """Return the conversion that ``config.json`` in *directory* implies.
 
-    Raises :class:`CheckpointUnusable` if the config is damaged, or no converter knows its type of model.
+    Returns None when there is no such file. Raises :class:`CheckpointUnusable` if the config is
+    damaged, or no converter knows its type of model.
     """
     config = read_json(directory, _CONFIG)
     if config is None:

@@ -36,7 +36,7 @@ class ExternalTensors:
 class Converter:
     """The rules for the models of *model_types*, the values of ``model_type`` in their config.json.
 
-    They convert between the names of Hugging Face and those of another program, Megatron or torchtitan.
+    They convert between the names of Hugging Face and of another program, Megatron or torchtitan.
     """
 
     model_types: tuple[str, ...]

@@ -22,7 +22,7 @@ _NUMBERS = {"rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
 class Dimensions:
     """Counts of a decoder. *num_query_groups* is the number of key-value heads, *head_size* the rows of one head.
 
-    *vocab_size* is the number of embedding rows without padding; None if it is unknown, and then rows are neither
+    *vocab_size* is the number of embedding rows without padding. None: it is unknown, and rows are neither
     removed nor added. *num_experts* is 0 for a dense model.
     """
 

@@ -2,7 +2,7 @@
 
 Source of the names: megatron-core 0.16 (files that it wrote), NeMo 1 and 2. A distributed checkpoint stacks layers
 along a first dimension (``decoder.layers.mlp...`` of shape [layers, ...]) or stores each on its own
-(``decoder.layers.0.mlp...``, with ``non_homogeneous_layers``); it stacks experts too, or stores them apart, and with
+(``decoder.layers.0.mlp...``, with ``non_homogeneous_layers``). It stacks experts too, or stores them apart, and with
 ``singleton_local_shards`` stores gate and up as ``weight_w`` and ``weight_v``. Transformer Engine has the norm in the
 linear layer that follows it, the local implementation in a module. Imports no torch.
 """
@@ -24,7 +24,7 @@ from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 _PREFIX = re.compile(
     r"(model\.|module\.)*(?=embedding\.|decoder\.|output_layer\.|rotary_pos_emb\.)", re.ASCII
 )
-# What a run stores beside the model: optimizers (chained if experts have their own), the state of each rank.
+# What a run stores in addition to the model: optimizers (chained if experts have their own), the state of each rank.
 _OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -49,7 +49,7 @@ _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
 
 
 def is_model_tensor(name: str) -> bool:
-    """Return whether *name*, as stored, is that of a weight: not of the optimizer, a rank's state, or a buffer."""
+    """Return whether *name*, as stored, names a weight, not optimizer state, a rank's state, or a buffer."""
     if "_extra_state" in name or name.startswith(_OTHER_STATE):
         return False
     return not without_prefix(name).startswith("rotary_pos_emb.")

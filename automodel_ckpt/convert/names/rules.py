@@ -134,8 +134,8 @@ class Rule:
     """The tensor *external* of Megatron or torchtitan consists of the rows of *hugging_face*, in the order of *rows*.
 
     Names contain ``{layer}`` and ``{expert}`` where they apply to each. An *optional* tensor is absent from some
-    models: then it is absent on both sides. The rows of a *padded* tensor are those of the vocabulary; Megatron may
-    have more of them, which are removed, and added as zeros in the other direction.
+    models: then it is absent on both sides. A *padded* tensor has a row for each token of the vocabulary. Megatron may
+    have more rows, which are removed, and added as zeros in the other direction.
     """
 
     external: str

@@ -1,6 +1,6 @@
 """The tensors of a TensorRT-LLM checkpoint: their names, and how tensor-parallel ranks divide them. Imports no torch.
 
-For Llama and Mistral, whose decoder is called ``llama``. Source: the files and the code of nvidia-modelopt 0.47
+For Llama and Mistral. Their decoder is called ``llama``. Source: the files and the code of nvidia-modelopt 0.47
 (modelopt.torch.export: layer_utils.build_qkv, postprocess, model_config_utils.pad_weights):
 
 * rank r has rows ``[r * n, (r + 1) * n)`` of layers that are divided by their output features, and as many columns of
@@ -87,7 +87,7 @@ def divided_tensors(dimensions: Dimensions) -> Iterator[DividedTensor]:
 def rows_of_rank(dimensions: Dimensions, rank: int, num_ranks: int) -> tuple[range, range] | None:
     """Return the rows of the queries, and of the keys and the values, that *rank* of *num_ranks* has.
 
-    None if the heads cannot be divided among them.
+    Returns None when the heads cannot be divided among the ranks.
     """
     num_heads, num_groups = dimensions.num_heads, dimensions.num_query_groups
     if num_heads % num_ranks or (num_groups % num_ranks and num_ranks % num_groups):

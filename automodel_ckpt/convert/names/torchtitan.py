@@ -75,8 +75,8 @@ _READABLE = TORCHTITAN_LLAMA.model_types
 def to_torchtitan(conversion: Conversion, tensors: TensorMap, where: str) -> TensorDict:
     """Return torchtitan's tensors that consist of the Hugging Face *tensors*, found in *where*.
 
-    A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
-    Raises :class:`CheckpointUnusable` if they are not those of the model.
+    If the output layer shares the weight of the embedding, the weight is returned under both names, as torchtitan saves
+    it. Raises :class:`CheckpointUnusable` if the tensors do not match the model.
     """
     found = dict(TORCHTITAN_LLAMA.from_hugging_face(tensors, conversion.dimensions, where).tensors)
     if _OUTPUT not in found:
@@ -93,7 +93,7 @@ def _current_names(tensors: TensorMap, where: str) -> TensorDict:
 
 
 def torchtitan_conversion(directory: Path) -> Conversion | None:
-    """Return the conversion to the Hugging Face model with its config.json in *directory*; None for another model.
+    """Return the conversion to the Hugging Face model with its config.json in *directory*, or None for another model.
 
     Raises :class:`CheckpointUnusable` if the config is damaged.
     """

@@ -34,7 +34,7 @@ from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 from automodel_ckpt.errors import RecipeError
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
-"""Presets of the library. W and A are the bits of weights and activations; FP8_DYNAMIC is 8-bit floats for both."""
+"""Presets of the library. W and A are the bits of weights and activations. FP8_DYNAMIC is 8-bit floats for both."""
 _FORMATS = {
     "FP8_DYNAMIC": "float-quantized",
     "W4A16": "pack-quantized",
@@ -49,7 +49,7 @@ _WORD_BITS = 32
 _BLOCK_ELEMENTS = 1 << 22
 
 LinearWeights = Callable[[Path], frozenset[str]]
-"""Returns the names of the weights of the linear layers of the model whose config.json is in a directory."""
+"""Returns the names of the linear layers' weights, for the model with its config.json in a directory."""
 
 
 Entry = tuple[str, str, Shape]
@@ -106,7 +106,7 @@ class _Quantizer:
 
     @property
     def group_size(self) -> int | None:
-        """The columns that share a scale; None if all columns of a row do."""
+        """The number of columns that share a scale. None: all columns of a row share one."""
         size: int | None = self._scheme.weights.group_size
         return size
 
@@ -136,7 +136,7 @@ class _Quantizer:
             yield f"{layer}weight_shape", "I64", (2,)
 
     def compress(self, rows: Any, shape: Shape) -> dict[str, memoryview]:
-        """Return the bytes of each part for some rows of a weight of *shape*; *rows* is a tensor [rows, in]."""
+        """Return the bytes of each part for some rows of a weight of *shape*. *rows* is a tensor [rows, in]."""
         size = self.group_size or rows.shape[1]
         groups = rows.reshape(rows.shape[0], -1, size)
         scale, _ = self._utils.calculate_qparams(

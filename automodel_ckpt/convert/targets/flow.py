@@ -101,7 +101,7 @@ class Export:
         check_directory_target(self.target)
 
     def _select(self, suffix: str, name: str | None = None) -> None:
-        # Formats whose files can be in several places describe them relative to the root of the file system.
+        # If a format's files can be in several places, it describes them relative to the root of the file system.
         source = self.source
         path = source.model_directory if source.root == _ROOT else source.root
         # Publishing renames: with a link, it would replace the link instead of its target.
@@ -127,9 +127,9 @@ class Export:
             raise CheckpointUnusable.all_of(problems)
 
     def plan(self, cast_code: str | None = None) -> Plan:
-        """Plan tensors in the dtypes of the checkpoint, not those of its base, unless they are cast.
+        """Plan tensors in the dtypes of the checkpoint, not of its base, unless they are cast.
 
-        Raises :class:`CheckpointUnusable` if the tensors are not those of the model.
+        Raises :class:`CheckpointUnusable` if the tensors do not match the model.
         """
         source = self.source
         maps = replace(maps_of(source), dtype=None)
@@ -137,7 +137,7 @@ class Export:
         return make_plan(source.tensors, source.tied, maps, cast_dtype=cast_dtype, where=self.where)
 
     def side_files(self, plan: Plan) -> tuple[FileDict, list[str]]:
-        """Return the files beside the weights, with the dtype of the export in config.json, and warnings."""
+        """Return the files next to the weights, with the dtype of the export in config.json, and warnings."""
         return side_files(self.source, plan, maps_of(self.source))
 
     def config_and_tokenizer(self, cast_code: str | None) -> FileDict:
@@ -226,7 +226,7 @@ _MODULES = {
     "qnemo": "tensorrt_llm",
     "onnx": "onnx",
 }
-"""The values of ``ckpt export --to`` beside hf, and their modules here, each with a function ``write``."""
+"""The values of ``ckpt export --to`` except hf, and their modules here, each with a function ``write``."""
 
 
 def export_to(
@@ -245,7 +245,7 @@ def export_to(
         target: A value of ``ckpt export --to``, except hf.
         source: Anything that ``open_source`` of ``convert/open.py`` accepts.
         output: The path to write, by default next to *source*.
-        cast_dtype: The dtype of floating-point tensors (bf16, fp16, fp32, fp64), by default that of the checkpoint.
+        cast_dtype: The dtype of floating-point tensors (bf16, fp16, fp32, fp64), by default the checkpoint's dtype.
         overwrite: Whether a file may be replaced.
         log: Called with each warning and cast.
 

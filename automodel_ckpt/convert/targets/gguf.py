@@ -260,7 +260,7 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
 
 
 def _general(source: Source, entries: list[_Entry]) -> list[KeyValue]:
-    # The type of the file is that of most of its bytes.
+    # The type of the file is the type of most of its bytes.
     nbytes: Counter[Kind] = Counter()
     for entry in entries:
         nbytes[entry.kind] += entry.source.nbytes

@@ -21,7 +21,7 @@ from automodel_ckpt.convert.targets.torch_file import (
 from automodel_ckpt.convert.type_aliases import ValueDict
 
 VERSION = "2.6.0"
-"""The version of Lightning whose format is written. Newer ones migrate it when they load the file."""
+"""The files have the format of this version of Lightning. Newer versions migrate it when they load the file."""
 _READY = ("ready", "completed")
 _STARTED = ("ready", "completed", "started", "processed")
 

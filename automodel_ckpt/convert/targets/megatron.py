@@ -47,8 +47,8 @@ _METADATA = {
 # The version of Megatron-LM's checkpoints since 2021: queries, keys and values are fused by query group.
 _CHECKPOINT_VERSION = 3.0
 _MAX_MULTIPLE = 1 << 20
-# Modules whose state for FP8 Megatron-Core stores beside the weights, and requires when it loads. Which ones have it
-# depends on the implementation (local or Transformer Engine); more than it asks for are ignored.
+# Modules with state for FP8. Megatron-Core stores this state next to the weights, and requires it when it loads. Which
+# modules have it depends on the implementation (local or Transformer Engine). More than it asks for are ignored.
 _LAYER_MODULES = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -65,7 +65,7 @@ _EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear
 def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5) -> ExportReport:
     """Write the model for Megatron-Core.
 
-    Rows of zeros make those of the embedding and the output layer a multiple of *vocabulary_multiple*.
+    The embedding and the output layer are padded with rows of zeros to a multiple of *vocabulary_multiple* rows.
     """
     if not 0 < vocabulary_multiple <= _MAX_MULTIPLE:
         raise RecipeError(

@@ -1,10 +1,10 @@
 """A checkpoint's model as a ``.nemo`` file: config, artifacts and one file of torch.save in a tar archive, streamed.
 
-NeMo restores it with ``restore_from`` of a class whose state dict has these names. The config has no key ``target``
+NeMo restores it with ``restore_from`` of a class with these names in its state dict. The config has no key ``target``
 unless one is given: NeMo 3 rejects classes outside its packages. The Hugging Face config and the tokenizer's
 files are artifacts: the config refers to them by ``nemo:`` and their names in the archive (source: NeMo 3.0,
-nemo.core.connectors.save_restore_connector). With Megatron's names, the file has the structure of NeMo 1's GPT models,
-whose state dict has the prefix ``model.``. Imports no torch.
+nemo.core.connectors.save_restore_connector). With Megatron's names, the file has the structure of NeMo 1's GPT models:
+their state dict has the prefix ``model.``. Imports no torch.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def write(export: Export, *, exporter: Exporter, num_threads: int = 5) -> Export
 
 
 def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: Log) -> Path:
-    """Return a directory with the model as Hugging Face files: that of the source, or *directory*, which is written.
+    """Return a directory with the model as Hugging Face files: the source's, or *directory*, which is written.
 
     Raises :class:`CheckpointUnusable` if the files of the source do not have their digests.
     """

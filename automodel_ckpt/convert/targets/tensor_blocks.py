@@ -43,7 +43,7 @@ def tensor_blocks(
 
 
 def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:
-    """Return how the tensor *copy* differs from that of the base with one of the *names*; empty if it does not.
+    """Return how the tensor *copy* differs from the base's tensor with one of the *names*. Empty if it does not.
 
     The base's values are rounded to the dtype of the copy first: peft saves the dtype that the base had in training.
     """

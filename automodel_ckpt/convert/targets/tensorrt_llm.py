@@ -1,6 +1,6 @@
 """A Llama or Mistral as a checkpoint of TensorRT-LLM: a directory or ``.qnemo`` file with a file for each rank.
 
-The tensors are those that NVIDIA's exporter writes (``names/tensorrt_llm.py``). Memory: one block of a tensor. Imports
+The tensors are the same as NVIDIA's exporter writes (``names/tensorrt_llm.py``). Memory: one block of a tensor. Imports
 no torch.
 """
 
@@ -48,8 +48,8 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
     """Write the model for TensorRT-LLM.
 
     *num_ranks* is the size of tensor parallelism. With *compress* ``true``, the result is one ``.qnemo`` file, an
-    (uncompressed) tar archive; otherwise a directory. All tensors are cast to fp16 or bf16; by default to bfloat16 if
-    most of the model is, else to float16.
+    (uncompressed) tar archive. Otherwise, it is a directory. All tensors are cast to fp16 or bf16. The default is
+    bfloat16 if most of the model is, else float16.
     """
     opened = export.source
     is_file = compress == "true"
@@ -191,7 +191,7 @@ class _Model:
 
 
 def _small_files(config: bytes, files: Files) -> FileDict:
-    """Return the files beside the weights: the config, and the tokenizer where NeMo's exporter puts it."""
+    """Return the files next to the weights: the config, and the tokenizer where NeMo's exporter puts it."""
     if "tokenizer.model" in files:
         settings = {"library": "sentencepiece", "type": None, "model": "nemo:tokenizer.model"}
         return {

@@ -35,7 +35,7 @@ from automodel_ckpt.convert.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
-"""What the Trainer's checkpoints have beside this, in words."""
+"""What else the Trainer's checkpoints have, in words."""
 _WEIGHTS = ".weights"
 _CALLBACKS = ("EarlyStoppingCallback",)
 """The callbacks of transformers 5.23 that have state."""
@@ -55,9 +55,9 @@ def write(
 ) -> ExportReport:
     """Write the checkpoint of a run as a checkpoint of transformers' Trainer, by default ``checkpoint-N``.
 
-    *parameters_in* is called with the directory of the exported config.json; the result lists the model's parameters.
-    *intervals* replace those in ``_INTERVALS``. They are stated in ``trainer_state.json``, and so are *callbacks*, the
-    classes with state that a script adds to the Trainer. Its next save fails without them. Memory: one block of a
+    *parameters_in* is called with the directory of the exported config.json. The result lists the model's parameters.
+    *intervals* replace the values in ``_INTERVALS``. They are stated in ``trainer_state.json``, and so are *callbacks*,
+    the classes with state that a script adds to the Trainer. Its next save fails without them. Memory: one block of a
     tensor.
     """
     source, log = export.source.root, export.log

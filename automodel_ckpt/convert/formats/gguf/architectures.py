@@ -133,7 +133,7 @@ class Architecture:
     no_rotation_period: int = 0
     """Each layer of this number has no rotary positions; 0 if all have them."""
     scale_of_hidden_layers: int = 0
-    """The number of layers of the model whose attention is scaled by hidden_size / heads instead of head_dim."""
+    """A model with this number of layers scales attention by hidden_size / heads instead of head_dim."""
 
 
 _SILU: Mapping[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -270,5 +270,5 @@ def by_class(model_class: object, model_type: object) -> Architecture | None:
 
 
 def by_name(name: object) -> Architecture | None:
-    """Return the architecture that a GGUF file of ``general.architecture`` *name* is read as; None if unknown."""
+    """Return the architecture that a GGUF file of ``general.architecture`` *name* is read as, or None when unknown."""
     return next((known for known in ARCHITECTURES if known.name == name), None)

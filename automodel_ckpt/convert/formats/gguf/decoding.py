@@ -1,4 +1,4 @@
-"""The values of tensors in GGUF files that differ from those of Hugging Face: quantized, permuted or offset."""
+"""The values of tensors that differ between GGUF and Hugging Face files: quantized, permuted or offset."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decoded_blocks(
 ) -> Iterator[memoryview]:
     """Yield the bytes of a tensor's values in row-major order, about ``_BLOCK_BYTES`` at a time.
 
-    *info* is its place in the file *path*, and *target* describes how its values differ; None if they do not. Quantized
+    *info* is its place in the file *path*, and *target* describes how its values differ. None: they do not. Quantized
     values are yielded in single precision.
     """
     rows = _rows(path, info)

@@ -1,9 +1,13 @@
 """GGUF, the files of llama.cpp: weights under Hugging Face's names, and a config.json made from the metadata.
 
 Tensors that have the same bytes as in Hugging Face files are slices of the file. Others are computed once
-(``decoded.py``): quantized tensors, which become F32; query and key projections, whose rows llama.cpp has in another
-order; norms of Gemma, which are larger by 1 there. Quantized blocks are decoded with the ``gguf`` library, some rows at
-a time.
+(``decoded.py``):
+
+* quantized tensors, which become F32
+* query and key projections, because llama.cpp has their rows in another order
+* norms of Gemma, which are larger by 1 there
+
+Quantized blocks are decoded with the ``gguf`` library, some rows at a time.
 """
 
 from __future__ import annotations
@@ -145,7 +149,7 @@ def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
 
 
 def _factors(path: Path, info: TensorInfo | None) -> list[float]:
-    """Return the divisors of rotary frequencies, which are part of the config; empty if there are none."""
+    """Return the divisors of rotary frequencies, which are part of the config. Empty if there are none."""
     if info is None:
         return []
     if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:

@@ -44,8 +44,8 @@ _HINT = "download the file again, or convert it with llama.cpp"
 class Kind:
     """A type of tensor: its *number* in files, and *block_bytes* for each *block_size* elements of a row.
 
-    *dtype* is the safetensors dtype of the same bytes; None for quantized tensors. *file_type* is the number of a file
-    that mostly has tensors of this type; None for types that this program does not write.
+    *dtype* is the safetensors dtype of the same bytes, or None for quantized tensors. *file_type* is the number of a
+    file that mostly has tensors of this type, or None for types that this program does not write.
     """
 
     name: str
@@ -127,7 +127,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of a file. *values* are the metadata by key; long arrays are :class:`ArrayOf`."""
+    """The header of a file. *values* are the metadata by key. Long arrays are :class:`ArrayOf`."""
 
     version: int
     values: Values
@@ -201,7 +201,7 @@ class _Parser:
     def _tensors(
         self, places: list[tuple[str, Kind, Shape, int]], alignment: int
     ) -> dict[str, TensorInfo]:
-        """Return the tensors, whose data begin at the next multiple of *alignment*, one after the other."""
+        """Return the tensors. Their data begin at the next multiple of *alignment*, one after the other."""
         data = -(-self._at // alignment) * alignment
         expected = 0
         tensors = {}

@@ -35,8 +35,8 @@ _OUTPUT = "output.weight"
 class GgufTensor:
     """A tensor of the model under both names. *shape* is row-major, as in Hugging Face files.
 
-    *heads* is the number of heads in its rotary rows, which llama.cpp has in another order; None if it has no such
-    rows. *offset* is what its values in GGUF are larger by.
+    *heads* is the number of heads in its rotary rows, which llama.cpp has in another order. None: it has no such
+    rows. The values in GGUF are larger by *offset*.
     """
 
     fqn: str
@@ -177,8 +177,8 @@ def model_of_metadata(
 ) -> GgufModel:
     """Return the model that the metadata *values* of a GGUF file describe.
 
-    *shapes* are those of its tensors, by GGUF's name, row-major; *factors* the values of ``rope_freqs.weight``. Raises
-    :class:`NotConvertible` for an unknown architecture, and for values that config.json cannot describe.
+    *shapes* has its tensors' shapes, by GGUF's name, row-major. *factors* has the values of ``rope_freqs.weight``.
+    Raises :class:`NotConvertible` for an unknown architecture, and for values that config.json cannot describe.
     """
     name = values.get("general.architecture")
     architecture = by_name(name)
@@ -256,7 +256,7 @@ def _numbers(config: Values, architecture: Architecture) -> dict[str, int | floa
 
 
 def _attention_scale(architecture: Architecture, numbers: Values) -> Any:
-    """Return the number whose root llama.cpp divides attention scores of Gemma by."""
+    """Return a number. llama.cpp divides attention scores of Gemma by its square root."""
     if numbers.get("num_hidden_layers") == architecture.scale_of_hidden_layers:
         return numbers["hidden_size"] // numbers["num_attention_heads"]
     return numbers["head_dim"]
@@ -312,9 +312,9 @@ def _context_limit(
 
 
 def layers_fault(num_layers: int, names: Iterable[str]) -> str | None:
-    """Return a text if the config's number of layers is not that of the tensors with these *names*, or None.
+    """Return a text if the config's number of layers does not match the tensors with these *names*, or None.
 
-    The names are those of Hugging Face or of GGUF. Called before anything is computed for each layer: the number in an
+    The names are Hugging Face's or GGUF's. Called before anything is computed for each layer: the number in an
     untrusted file can be of any size.
     """
     matches = [_LAYER_NUMBER.match(name) for name in names]

@@ -27,7 +27,7 @@ class Positions:
     """The base of rotary frequencies, and how they are scaled.
 
     *scaling* is empty, or has ``rope_type`` and the numbers of this type, as in transformers. *local_theta* is the base
-    in layers of sliding attention, which are not scaled; None if all layers have the same.
+    in layers of sliding attention, which are not scaled. None: all layers have the same base.
     """
 
     theta: float
@@ -46,7 +46,7 @@ class Positions:
         return found
 
     def factors(self, head_dim: int) -> list[float]:
-        """Return the divisor of each rotary frequency (``rope_freqs.weight``); empty if there is no such tensor.
+        """Return the divisor of each rotary frequency (``rope_freqs.weight``). Empty if there is no such tensor.
 
         Llama 3.1's scaling: long waves are divided by the factor, short ones are unchanged, and those between are
         interpolated.
@@ -152,7 +152,7 @@ def positions_of(values: Values, prefix: str, factors: Sequence[float], head_dim
 
 
 def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> ValueDict:
-    """Return the scaling of Llama 3.1 whose divisors are *factors*.
+    """Return the scaling of Llama 3.1 with the divisors *factors*.
 
     The tensor has the result only, so the length of pretraining is found by trying powers of two.
     """

@@ -67,7 +67,7 @@ PRE_TOKENIZERS: tuple[PreTokenizer, ...] = (
 
 
 def find_pre_tokenizer(steps: Sequence[Values], *, ignore_merges: bool) -> PreTokenizer | None:
-    """Return the entry for the *steps* of a pre_tokenizer in tokenizer.json, or None if llama.cpp has none."""
+    """Return the entry for the *steps* of a pre_tokenizer in tokenizer.json, or None when llama.cpp has none."""
     words = tuple(map(_word, steps))
     matching = (
         known
@@ -78,7 +78,7 @@ def find_pre_tokenizer(steps: Sequence[Values], *, ignore_merges: bool) -> PreTo
 
 
 def _word(step: Values) -> str | None:
-    """Return a step as in :class:`PreTokenizer`; None for any other step."""
+    """Return a step as in :class:`PreTokenizer`, or None for any other step."""
     kind = step.get("type")
     if kind == "ByteLevel" and not step.get("add_prefix_space"):
         return BYTES_AND_WORDS if step.get("use_regex", True) else BYTES

@@ -1,9 +1,9 @@
 """BPE with byte fallback, the tokenizers of Llama 2, Mistral and Gemma, as GGUF's ``llama`` tokenizer. Pure functions.
 
-llama.cpp tokenizes as SentencePiece does: of all adjacent pairs whose concatenation is a token, it merges the one with
+llama.cpp tokenizes as SentencePiece does: of all adjacent pairs that concatenate to a token, it merges the one with
 the highest score, until there is none. tokenizer.json has a list of merges instead, in descending order of the scores.
 The scores that are written are therefore the ranks of the merges. Both give the same tokens if every pair of tokens
-whose concatenation is a token is a merge, and the merges into one token follow each other; :func:`_deviations` counts
+that concatenates to a token is a merge, and the merges into one token follow each other. :func:`_deviations` counts
 the tokens for which this is not so.
 
 Source: llama.cpp's ``llm_tokenizer_spm_session`` in ``src/llama-vocab.cpp``.
@@ -34,9 +34,9 @@ def convert(
     tokens: list[str],
     types: list[int],
 ) -> tuple[list[KeyValue], tuple[str, ...]]:
-    """Return the keys of the tokenizer whose *model* has byte fallback beside its tokens, and warnings.
+    """Return the keys of a tokenizer, and warnings. Its *model* has byte fallback in addition to its tokens.
 
-    *normalizers* and *steps* are those of the normalizer and the pre_tokenizer; *merges* are pairs separated by a
+    *normalizers* and *steps* are the steps of the normalizer and the pre_tokenizer. *merges* are pairs separated by a
     space. *tokens* and *types*, in the order of ids, become those that llama.cpp needs. Raises
     :class:`NotConvertible` for a tokenizer that llama.cpp would not follow.
     """

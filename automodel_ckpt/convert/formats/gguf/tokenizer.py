@@ -1,8 +1,8 @@
 """A tokenizer of Hugging Face as GGUF's ``tokenizer.ggml.*`` keys: pure, no file is touched.
 
 Source: the GGUF specification's section on tokenizers, and llama.cpp's ``src/llama-vocab.cpp``. Two kinds are
-converted: byte-level BPE (``gpt2``), whose way of splitting text must be built into llama.cpp (``pre_tokenizers.py``),
-and BPE with byte fallback (``llama``), as SentencePiece makes it (``sentencepiece.py``). A tokenizer that splits text
+converted: byte-level BPE (``gpt2``), if its way of splitting text is built into llama.cpp (``pre_tokenizers.py``), and
+BPE with byte fallback (``llama``), as SentencePiece makes it (``sentencepiece.py``). A tokenizer that splits text
 in another way, or changes it first, would give other tokens there, so it is rejected.
 
 The files are not trusted: whatever their structure makes the functions here raise is an error about the file.
@@ -48,7 +48,7 @@ def convert_tokenizer(
 ) -> GgufTokenizer:
     """Return the keys for *tokenizer* (the content of tokenizer.json, at *where*).
 
-    *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
+    *settings* is tokenizer_config.json's content. The list of tokens is filled up to *vocab_size*. *template* is the
     chat template, and *ends* are the end tokens in generation_config.json.
 
     Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that llama.cpp would not
@@ -113,9 +113,10 @@ def _converted(
 def _end_of_turn(
     ends: Iterable[Any], tokens: list[str], special: Mapping[str, int], template: Any
 ) -> int | None:
-    """Return the token among *ends* that ends a turn: the one that the chat template has; None if there is not one.
+    """Return the token among *ends* that ends a turn: the one that the chat template has.
 
-    llama.cpp stops at one end of a text and one end of a turn, and at those that it knows by their text.
+    Returns None when there is not exactly one. llama.cpp stops at one end of a text and one end of a turn, and at the
+    ends that it knows by their text.
     """
     found = []
     for index in ends:
@@ -143,7 +144,7 @@ def _byte_level(
     steps: list[Values],
     merges: list[str],
 ) -> tuple[list[KeyValue], tuple[str, ...]]:
-    """Return the keys of a byte-level BPE beside its tokens, and warnings."""
+    """Return the keys of a byte-level BPE in addition to its tokens, and warnings."""
     warnings: tuple[str, ...] = ()
     kinds = [step.get("type") for step in _steps(tokenizer.get("normalizer"), "normalizers")]
     if kinds == ["NFC"]:
@@ -175,7 +176,7 @@ def _byte_level(
 
 
 def _steps(value: Any, key: str) -> list[Values]:
-    """Return the steps of a normalizer or pre_tokenizer: those of a Sequence under *key*, or the only one."""
+    """Return the steps of a normalizer or pre_tokenizer: the steps of a Sequence under *key*, or the only one."""
     if value is None:
         return []
     steps: Any = [value]

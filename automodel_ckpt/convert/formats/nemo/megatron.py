@@ -51,7 +51,7 @@ _RANK = re.compile(r"mp_rank_[0-9]{2}(_[0-9]{3})*", re.ASCII)
 
 
 class MegatronCore(Format):
-    """A distributed checkpoint: ``metadata.json`` with ``sharded_backend``, or ``common.pt`` beside ``.metadata``."""
+    """A distributed checkpoint: ``metadata.json`` with ``sharded_backend``, or ``common.pt`` next to ``.metadata``."""
 
     name = "a distributed checkpoint of Megatron-Core"
 
@@ -152,7 +152,7 @@ class MegatronRanks(UnsupportedFormat):
 
 
 class Nemo2(MegatronCore):
-    """A checkpoint of NeMo 2: Megatron-Core's in ``weights/``, beside ``context/``."""
+    """A checkpoint of NeMo 2: Megatron-Core's in ``weights/``, next to ``context/``."""
 
     name = "a checkpoint of NeMo 2 (Megatron-Core)"
 
@@ -173,7 +173,7 @@ class Nemo2(MegatronCore):
 
 
 def sharded_backend(directory: Path) -> str | None:
-    """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core; None if it is not there."""
+    """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core, or None when it is not there."""
     backend = optional_json(directory, "metadata.json").get("sharded_backend")
     return backend[:40] if isinstance(backend, str) else None
 
@@ -203,7 +203,7 @@ def _stored(path: Path, *, only_model: bool) -> tuple[TensorDict, list[str]]:
 
 
 def read_common(path: Path) -> dict[Any, Any]:
-    """Return the mapping in ``common.pt``, whose objects are only described; empty if there is no such file.
+    """Return the mapping in ``common.pt``. Its objects are only described. Empty if there is no such file.
 
     Raises :class:`CheckpointUnusable` if the file is damaged.
     """
@@ -214,7 +214,7 @@ def read_common(path: Path) -> dict[Any, Any]:
 
 
 def _arguments(common: Mapping[Any, Any]) -> Values:
-    """Return the arguments of Megatron-LM, an argparse.Namespace; empty if there are none."""
+    """Return the arguments of Megatron-LM, an argparse.Namespace. Empty if there are none."""
     value = common.get("args")
     if isinstance(value, Opaque) and value.kind == "argparse.Namespace":
         value = value.state

@@ -5,8 +5,8 @@ one file of torch.save (``model_weights.ckpt``) or a distributed checkpoint of M
 *artifacts*, for example a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the
 archive. NeMo 1 also wrote a file for each rank, which is not read.
 
-NeMo 3 writes uncompressed archives, whose tensors are read in place. Older ones compress with gzip: these are
-decompressed once to a temporary file.
+NeMo 3 writes uncompressed archives. Their tensors are read in place. Older versions compress with gzip: these archives
+are decompressed once to a temporary file.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _stated_config(config: Values) -> ValueDict:
 
 
 def _number(value: object) -> int | None:
-    """Return a number of the config, in which each scalar is text; None for null or another value."""
+    """Return a number of the config, in which each scalar is text, or None for null or another value."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         return int(value)
     return None

@@ -1,4 +1,4 @@
-"""Tar archives: those of other programs are read strictly, and ours are written reproducibly. Imports no torch.
+"""Tar archives: other programs' are read strictly, and ours are written reproducibly. Imports no torch.
 
 An archive of NeMo or TensorRT-LLM has only regular files and directories, each name once, so that a link, a sparse file
 or a device is an error. The bytes of written archives depend only on the names and contents of their files: owners and
@@ -99,7 +99,7 @@ class _Stream:
 class TarReader:
     """An archive that is read once, from its beginning to its end. Use it in a ``with`` block.
 
-    *decompress* returns the decompressed content of the opened file, by default that of gzip if it is compressed so.
+    *decompress* returns the decompressed content of the opened file. By default, files of gzip are decompressed.
     *faults* are what it raises for damage. Without *max_members*, the caller limits the members and their sizes.
 
     Raises :class:`CheckpointUnusable` for a damaged archive, and for a member that is neither a regular file nor a
@@ -283,7 +283,7 @@ class TarWriter:
         """Add a file that *write* writes at the current position of the archive.
 
         The size of the file is not known before, so the header is written again at the end. Its length must not
-        depend on the size: it always has a pax header with the size in it, whose leading zeros readers ignore.
+        depend on the size: it always has a pax header with the size in it. Readers ignore the size's leading zeros.
         """
         header_start = self._file.tell()
         self._file.write(_streamed_header(name, 0))

@@ -3,8 +3,8 @@
 Layout (source: nvidia-modelopt 0.47, modelopt.torch.export): ``config.json`` with ``producer``, ``architecture``,
 ``mapping`` and ``quantization``, and a file ``rank{i}.safetensors`` for each rank. ``.qnemo`` files add a tokenizer.
 
-The weights of models of one rank that are not quantized are read: those of Llama and Mistral as Hugging Face tensors,
-those of other architectures under their own names.
+Unquantized models of one rank are read. The weights of Llama and Mistral are read as Hugging Face tensors, and the
+weights of other architectures under their own names.
 """
 
 from __future__ import annotations

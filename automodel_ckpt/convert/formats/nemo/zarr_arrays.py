@@ -1,7 +1,7 @@
 """Arrays of zarr (version 2): a directory for each tensor. Imports no torch.
 
 The deprecated backend ``zarr`` of Megatron-Core writes such directories, without compression. ``.zarray`` describes the
-array, and each chunk is a file whose name has its position in the grid of chunks (source: the zarr v2 specification).
+array, and each chunk is a file, named by its position in the grid of chunks (source: the zarr v2 specification).
 All chunks have the same shape; those at the end of a dimension contain values beyond it. The bytes of a chunk are the
 slice itself.
 """

@@ -1,16 +1,16 @@
 """Checkpoints of TensorFlow: ``PREFIX.index`` and ``PREFIX.data-*``, read without TensorFlow. Imports no torch.
 
-The index has the byte range of each variable in a data file. Names are those of the variables. A checkpoint of objects
+The index has the byte range of each variable in a data file. Tensors have the variables' names. A checkpoint of objects
 (``tf.train.Checkpoint``, Keras) adds ``/.ATTRIBUTES/VARIABLE_VALUE`` to each, which is removed. Variables of
 optimizers, counters and text are not part of the model.
 
 The index is a sorted table (source: tensorflow/core/lib/io/table_format.txt, tensorflow/core/util/tensor_bundle and
 tensorflow/core/protobuf/tensor_bundle.proto, TensorFlow 2.21): a sequence of blocks, each followed by a byte for its
-compression and a masked CRC-32C. A block has entries, whose keys share a prefix with the key before them, and the
-positions of some entries at its end. The footer, the last 48 bytes, points to the block that lists the other blocks.
-The key ``""`` has a BundleHeaderProto, each other key is the name of a variable with a BundleEntryProto.
+compression and a masked CRC-32C. A block has entries, and the positions of some entries at its end. The key of
+an entry shares a prefix with the key before it. The footer, the last 48 bytes, points to the block that lists the other
+blocks. The key ``""`` has a BundleHeaderProto. Each other key is the name of a variable with a BundleEntryProto.
 
-The kernel of a dense layer is stored as [inputs, outputs], the transpose of torch's; it is not transposed here.
+The kernel of a dense layer is stored as [inputs, outputs], the transpose of torch's. It is not transposed here.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ _STATE_FILE = "checkpoint"
 _MAX_STATE_BYTES = 1 << 20
 _LATEST = re.compile(r'^model_checkpoint_path: "([^"\\]{1,1000})"$', re.MULTILINE)
 _VALUE_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
-# Variables that are not weights: those of tf.train.Checkpoint and Keras, of Estimators, and of BERT's own optimizer.
+# Variables that are not weights, of tf.train.Checkpoint and Keras, of Estimators, and of BERT's own optimizer.
 _OPTIMIZER = re.compile(
     r"(.*/\.OPTIMIZER_SLOT/.*|_?optimizer/.*|keras_api/.*|.*/(adam_[mv]|Adam(_1)?|Momentum|RMSProp(_1)?|Adagrad)"
     r"|save_counter|global_step|(.*/)?beta[12]_power|_CHECKPOINTABLE_OBJECT_GRAPH)",
@@ -421,7 +421,7 @@ def _latest(directory: Path) -> str:
     except (OSError, ValueError):
         return ""
     match = _LATEST.search(text)
-    # An absolute path is that of the machine that wrote it.
+    # An absolute path is valid on the machine that wrote it.
     return match[1].rpartition("/")[2] + INDEX_SUFFIX if match else ""
 
 

@@ -134,7 +134,7 @@ def _keys_of_model(content: DcpContent) -> Keys:
 
 
 def plain_model_names(content: DcpContent) -> Mapping[str, str]:
-    """Return {stored name: name in the model} for each tensor that belongs to the model, without those of wrappers."""
+    """Return {stored name: name in the model} for each tensor of the model, without the names of wrappers."""
     names = _model_names(content)
     plain = names_without_wrappers(list(names.values()))
     return {stored: plain[name] for stored, name in names.items()}
@@ -144,7 +144,7 @@ def _model_names(content: DcpContent) -> Mapping[str, str]:
     """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
 
     If the saved state dict was nested, the mapping under ``model`` or a similar key is the model. Otherwise all tensors
-    are, except those of an optimizer and of the program's counters, which torchtitan saves beside the weights.
+    are, except an optimizer's tensors and the program's counters, which torchtitan saves next to the weights.
     """
     keys = _keys_of_model(content)
     below = {
@@ -158,7 +158,7 @@ def _model_names(content: DcpContent) -> Mapping[str, str]:
     optimizer = optimizer_key(content)
     if optimizer is None:
         return {fqn: fqn for fqn in content.tensors}
-    # A weight has one key, its FQN, when its state dict is merged into that of the program.
+    # A weight has one key, its FQN, when its state dict is merged into the program's.
     return {
         fqn: fqn
         for fqn in content.tensors

@@ -51,7 +51,7 @@ _MAX_PATH = 64
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
 
-# Megatron-Core has a class of its own, with the same attributes and others.
+# Megatron-Core has its own class, with the same attributes and others.
 _KINDS = (
     f"{_META}.Metadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
@@ -204,7 +204,7 @@ def _described(fqn: str, entry: Opaque, items: Mapping[_Key, Item]) -> Described
 
 
 def _dtype(properties: Any) -> Any:
-    """Return the dtype of TensorProperties, whose state is a tuple or, in older versions of torch, a mapping."""
+    """Return the dtype of TensorProperties. Their state is a tuple or, in older versions of torch, a mapping."""
     if type(properties.state) is tuple and properties.state:
         return properties.state[0]
     return properties.get("dtype")

@@ -62,7 +62,7 @@ def read_optimizer(
     *,
     rename: Callable[[str], str] = without_wrappers,
 ) -> OptimizerState | None:
-    """Return the state of the optimizer under *key*; None if there is none.
+    """Return the state of the optimizer under *key*, or None when there is none.
 
     *weights* are the model's tensors, and *rename* converts the FQNs in the state to their names. Raises
     :class:`CheckpointUnusable` if the state does not belong to them, or if it numbers its parameters.
@@ -98,7 +98,7 @@ def read_optimizer(
 def read_training_state(
     directory: Path, content: DcpContent, weights: TensorMap
 ) -> TrainingState | None:
-    """Return the training state that was saved in the same state dict as the model; None if there is no optimizer."""
+    """Return the training state in the same state dict as the model, or None when there is no optimizer."""
     key = optimizer_key(content)
     if key is None:
         return None
@@ -116,7 +116,7 @@ def read_training_state(
 
 
 def read_counters(directory: Path, content: DcpContent) -> Counters:
-    """Return the step, epoch and samples that the program saved beside the model, such as torchtitan's train_state."""
+    """Return the step, epoch and samples that the program saved with the model, such as torchtitan's train_state."""
     fields = {}
     for fqn in (*content.tensors, *content.values):
         *outer, last = _path(content, fqn)
@@ -130,12 +130,12 @@ def read_counters(directory: Path, content: DcpContent) -> Counters:
 
 
 def optimizer_key(content: DcpContent) -> str | None:
-    """Return the key of the nested state dict that has an optimizer's state; None if there is none."""
+    """Return the key of the nested state dict that has an optimizer's state, or None when there is none."""
     return next((key for key in OPTIMIZER_KEYS if _optimizer(content, key)[0]), None)
 
 
 def read_scheduler(directory: Path, content: DcpContent) -> ValueDict | None:
-    """Return the plain values of the LR scheduler's state; None if there is none."""
+    """Return the plain values of the LR scheduler's state, or None when there is none."""
     names = [fqn for fqn in content.values if _path(content, fqn)[0] in _SCHEDULER_KEYS]
     if not names:
         return None

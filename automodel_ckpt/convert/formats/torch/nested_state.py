@@ -1,6 +1,6 @@
 """Where the state dict of a model is in the nested state that a program saved, and its names without wrappers.
 
-A program saves the state dict under a usual key, beside the optimizer's, and sometimes both under a common one:
+A program saves the state dict under a usual key, next to the optimizer's, and sometimes both under a common one:
 ``{"app": {"model": ..., "optim": ...}}`` (the example of PyTorch's documentation of DCP).
 """
 
@@ -26,7 +26,7 @@ _OUTER_MODULES = ("module.", "_forward_module.")
 def keys_of_model(paths: Iterable[Keys]) -> Keys:
     """Return the keys under which the state dict of the model is; no keys if the whole state is one.
 
-    They are one or two usual keys, or one below another key. *paths* are those of all tensors in the state.
+    They are one or two usual keys, or one below another key. *paths* has the keys of each tensor in the state.
     """
     nested = [path for path in paths if len(path) > 1]
     firsts = {path[0] for path in nested}

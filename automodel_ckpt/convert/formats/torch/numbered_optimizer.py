@@ -2,8 +2,8 @@
 
 ``torch.optim.Optimizer.state_dict()`` (torch 2.13) returns ``{"state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step":
 ...}}, "param_groups": [{"lr": ..., "params": [0, 1]}]}``. The numbers count the parameters in the order in which the
-optimizer got them, over all groups. Two orders are known: that of ``model.parameters()`` in one group, and two groups,
-first the parameters with weight decay, as transformers' Trainer has them (5.23, ``Trainer.create_optimizer``).
+optimizer got them, over all groups. Two orders are known: one group in the order of ``model.parameters()``, and two
+groups, first the parameters with weight decay, as transformers' Trainer has them (5.23, ``Trainer.create_optimizer``).
 
 torch stores names with the numbers if the optimizer got ``named_parameters()``. Then these names are used. The shapes
 are validated in any case, because moments of other parameters would damage the training without an error.
@@ -59,8 +59,8 @@ def optimizer_state(
     """Return the state of an optimizer under the names of its parameters.
 
     *state_dict* is a value in *archive*, the description of the file ``root / file``: the optimizer's state dict.
-    *parameters* returns the model's parameters; it is called once. *rename* converts names that the file states to
-    those of the model; by default, the prefixes of DDP, torch.compile and FSDP are removed.
+    *parameters* returns the model's parameters, and is called once. *rename* converts names that the file states to
+    the model's names. By default, the prefixes of DDP, torch.compile and FSDP are removed.
 
     Raises :class:`CheckpointUnusable` if the names cannot be determined.
     """
@@ -104,7 +104,7 @@ def named_state(
     where: Path,
     names_from: str = "",
 ) -> OptimizerState:
-    """Return the state of an optimizer whose values are numbers, or tensors in files below *root*; *where* is the file.
+    """Return the state of an optimizer. Its values are numbers, or tensors in files below *root*. *where* is the file.
 
     *entries* has the state of parameters, and *groups* the ``param_groups``, both with keys that *names* maps to names
     of the model's parameters, which have the *shapes*. Raises :class:`CheckpointUnusable` for state of other shapes,
@@ -166,7 +166,7 @@ def _names(
     path: Path,
     rename: Callable[[str], str],
 ) -> tuple[dict[Key, str], str]:
-    """Return the names of parameters by key, and how they were found in words; empty if the file states them."""
+    """Return the names of parameters by key, and how they were found in words. Empty if the file states them."""
     flat = [key for group in groups for key in group["params"]]
     stated = [name for group in groups for name in group.get("param_names") or group["params"]]
     # Not isinstance: True is an int, too.

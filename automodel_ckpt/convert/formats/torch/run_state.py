@@ -32,8 +32,8 @@ _FORMS = "forms"
 class RunState:
     """The state of a run, by the names of the model's parameters.
 
-    *tensors* maps a parameter to its tensors by entry, those of one element (``step``) included: slices of files below
-    *root*. *values* has the entries that are not tensors. Numbers in *groups* are those of the optimizer's groups, and
+    *tensors* maps a parameter to its tensors by entry: slices of files below *root*. Tensors of one element (``step``)
+    are included. *values* has the entries that are not tensors. *groups* has the numbers of the optimizer's groups, and
     the parameters in each are in the order of ``named_parameters()``. *schedule* is the state of the LR schedule.
     *epochs_done* counts finished epochs, and *steps_in_epoch* the optimizer steps since.
     """
@@ -49,9 +49,10 @@ class RunState:
 
 
 def read_run_state(checkpoint: Path) -> RunState | None:
-    """Return the training state of a *checkpoint* of this program; None if it has no optimizer.
+    """Return the training state of a *checkpoint* of this program.
 
-    Raises :class:`CheckpointUnusable` if a file is damaged, or if there are several optimizers.
+    Returns None when it has no optimizer. Raises :class:`CheckpointUnusable` if a file is damaged, or if
+    there are several optimizers.
     """
     manifest = Manifest.read(checkpoint)
     optimizers = [name for name, record in manifest.state.items() if record.kind == "optimizer"]
@@ -113,7 +114,7 @@ def _without_attribute(name: str) -> str:
 
 
 def first_renamed(run: RunState, names: Container[str]) -> str | None:
-    """Return the first trained parameter that is not among *names*, those of the model's files; None without one.
+    """Return the first trained parameter that is not among *names* (in the model's files), None without one.
 
     Files can have other names: transformers merges the experts of a layer in memory.
     """

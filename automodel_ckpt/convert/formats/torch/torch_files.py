@@ -278,7 +278,7 @@ def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterat
 
 
 def is_text_name(name: object) -> bool:
-    """Return whether *name* can be that of a tensor. A lone surrogate would fail much later, when it is written."""
+    """Return whether *name* can be a tensor's name. A lone surrogate would fail much later, when it is written."""
     return isinstance(name, str) and name.isprintable()
 
 

@@ -24,7 +24,7 @@ _COUNTER = "collections.Counter"
 _MAX_STATE_DEPTH = 16
 # A learning-rate schedule's state or the options of a parameter group can contain functions and objects of any class.
 # They are never made: only what is a number, a text, or a container of these is used.
-# Containers can be shared and contain each other, so that a small file can stand for any number of values.
+# Containers can be shared and contain each other, so that a small file can describe any number of values.
 _MAX_VALUES = 1 << 17
 _ABSENT = object()
 
@@ -118,7 +118,7 @@ class StoredView:
 
     @property
     def num_outer_dimensions(self) -> int:
-        """The number of leading dimensions whose elements are apart in the storage; the others are contiguous."""
+        """The number of leading dimensions with elements apart in the storage. The other dimensions are contiguous."""
         expected = 1
         for dimension in range(len(self.shape) - 1, -1, -1):
             extent, stride = self.shape[dimension], self.strides[dimension]
@@ -149,7 +149,7 @@ class Opaque:
         self.items.extend(values)
 
     def get(self, name: str) -> Any:
-        """Return the attribute *name*, or None if the state is not a mapping or lacks it."""
+        """Return the attribute *name*, or None when the state is not a mapping or lacks it."""
         return self.state.get(name) if type(self.state) is dict else None
 
     def contents(self) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class Archive:
 def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None = None) -> Archive:
     """Describe the object in *data*, the content of a file of ``torch.save``.
 
-    The pickle has at most *max_program_bytes*; by default the limit grows with *data*.
+    The pickle has at most *max_program_bytes*. By default the limit grows with *data*.
     Raises :class:`Fault`, or whatever a damaged pickle makes Python's reader raise (any Exception).
     """
     ranges = archive_ranges(data)
@@ -261,7 +261,7 @@ class _Function:
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
-    # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype, whose storage is untyped; then whether the
+    # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype (its storage is untyped). Then whether the
     # tensor is the conjugate or the negative of what is stored.
     if type(storage) is not _Storage:
         raise Fault("a tensor is not made of a storage")
