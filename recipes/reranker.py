@@ -141,6 +141,6 @@ class Reranker(LLMFinetune):
 
     @property
     def _has_types(self) -> bool:
-        """Whether samples distinguish the tokens of the query from those of the document."""
+        """Whether samples distinguish the query's tokens from the document's tokens."""
         template = self.section.template or ""
         return self.tokenizer is not None and has_types(self.tokenizer, template)

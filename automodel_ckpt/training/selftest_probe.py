@@ -66,7 +66,7 @@ def observation(recipe: Recipe, batch: GlobalBatch) -> dict[str, Any]:
     """The result of a step on this rank: numbers as exact text (``float.hex``), and a digest of each state value.
 
     The keys of ``state`` are ``attribute/tensor`` for modules and optimizers, ``attribute`` for the rest. The digest of
-    a sharded tensor is that of the rank's shard.
+    a sharded tensor is the digest of the rank's shard.
     """
     result = recipe.loop.last_step
     assert result is not None

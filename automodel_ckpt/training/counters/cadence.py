@@ -1,6 +1,6 @@
 """When to validate, save and end: pure functions over counters.
 
-Steps are optimizer steps and count from 1; epochs count from 0. A step that ends an epoch belongs to that epoch.
+Steps are optimizer steps and count from 1. Epochs count from 0. A step that ends an epoch belongs to that epoch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def due_after(
 
 
 def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
-    """The number of steps of the run; None if it depends on a stream, whose *steps_per_epoch* is None."""
+    """The number of steps of the run. Returns None when it depends on a stream (*steps_per_epoch* is None)."""
     limits = []
     if cadence.max_steps is not None:
         limits.append(cadence.max_steps)

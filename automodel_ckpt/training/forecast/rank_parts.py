@@ -51,7 +51,7 @@ class RankParts:
         self.shapes = _tensor_parallel_shapes(recipe) if sizes.tp > 1 else {}
         """The shapes of the parameters, by id, that tensor parallelism divides."""
         self.itemsizes = quantized_itemsizes(recipe)
-        """Bytes of a stored element, by the ids of parameters whose dtype is another one in a run."""
+        """Bytes of a stored element, by the ids of parameters that have another dtype in a run."""
         self._experts: set[int] = set()
         if sizes.ep > 1:
             for module in experts_of(recipe.model).values():

@@ -61,7 +61,7 @@ def misplaced_in_data(
 
 
 def check_architecture(model_config: PreTrainedConfig | None) -> None:
-    """Raise :class:`RecipeError` for an encoder-decoder, whose decoder would need texts as well."""
+    """Raise :class:`RecipeError` for an encoder-decoder: its decoder would need texts as well."""
     if model_config is not None and getattr(model_config, "is_encoder_decoder", False):
         raise RecipeError(
             "the recipe embedding supports encoders and decoders, not both in one model",
@@ -157,7 +157,7 @@ def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
     prefixes = tuple(f"{each.base_model_prefix}." for each in classes if each.base_model_prefix)
     heads = [name for name in names if not name.startswith(prefixes)]
     # The files of a backbone have no prefix at all.
-    # Weights are compared under the names that transformers gives those of the first BERT files (gamma, beta).
+    # Weights are compared under the names that transformers gives the weights of the first BERT files (gamma, beta).
     return [*heads, *map(present_name, heads)] if len(heads) < len(names) else []
 
 

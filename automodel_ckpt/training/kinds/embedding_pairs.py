@@ -72,10 +72,10 @@ def parts_of(values: torch.Tensor, micro_batch: Tensors) -> Parts:
 def own_candidates(
     micro_batches: Sequence[Tensors], digests: Parts, embeddings: Parts, *, hides_equal: bool
 ) -> Candidates:
-    """The candidates for the pairs of this rank's *micro_batches*: of each pair only its own documents.
+    """The candidates for the pairs of this rank's *micro_batches*: for each pair only its own documents.
 
-    *digests* and *embeddings* are those of their texts. With *hides_equal*, a negative with the text of the pair's
-    document is none.
+    *digests* and *embeddings* belong to the texts of the micro-batches. With *hides_equal*, a negative with the same
+    text as the pair's document is not a candidate.
     """
     counts = [each["num_negatives"] for each in micro_batches if num_pairs_of(each)]
     pairs = torch.arange(digests.num_pairs)

@@ -48,8 +48,8 @@ class EvaluationSums:
 class EvaluationTotals:
     """The totals of a validation set over all ranks.
 
-    *loss* is the sum over *count* terms, *num_label_tokens* the number of tokens with a label. *sums* has those of the
-    objective's metrics, by name.
+    *loss* is the sum over *count* terms, *num_label_tokens* the number of tokens with a label. *sums* has the sums
+    of the objective's metrics, by name.
     """
 
     loss: float
@@ -69,7 +69,7 @@ class EvaluationTotals:
 
 
 def sum_by_name(group: ProcessGroup | None, here: Sums) -> dict[str, list[float]]:
-    """Add up the sums of all ranks, by name. A collective; a rank may lack names that others have."""
+    """Add up the sums of all ranks, by name. A collective. A rank may lack names that others have."""
     totals: dict[str, list[float]] = {}
     for sums in gather_objects(group, dict(here)):
         for name, values in sums.items():

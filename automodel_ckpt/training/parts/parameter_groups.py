@@ -129,7 +129,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
     """Put each of the *trained* parameters into one group, and return the groups that have parameters.
 
     A parameter belongs to the first of ``optimizer.groups`` that matches it, or to the rest. Each of these is two
-    groups: of parameters with weight decay, and of those whose weight decay ``no_decay`` takes away. A collective where
+    groups: parameters with weight decay, and parameters for which ``no_decay`` disables it. A collective where
     *add_up* is one. Raises :class:`RecipeError` for globs that match nothing, and for a group that earlier ones leave
     without parameters.
     """
