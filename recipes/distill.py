@@ -70,7 +70,7 @@ class DistillationObjective(Objective):
     teacher: Teacher | None
     """None: the micro-batches have the teacher's most probable tokens."""
     num_columns: int | None
-    """The number of tokens that are compared; None: all."""
+    """The number of tokens that are compared. None: all."""
 
     def loss(self, micro_batch: Tensors) -> LossSum:
         """Compute the loss of *micro_batch*, summed over its labels. The metrics are its two parts, unweighted."""
@@ -176,7 +176,7 @@ class DistillationRecipe(Recipe):
             self._teacher = None
 
     def build_dataset(self, section: Target) -> Any:
-        """Build the data set that a section names; with ``top_k``, its samples have what the teacher predicts."""
+        """Build the data set that a section names. With ``top_k``, its samples have what the teacher predicts."""
         # Before the first data set is read, when both configurations are known.
         if not self._has_compared:
             self._has_compared = True
@@ -201,7 +201,7 @@ class DistillationRecipe(Recipe):
         )
 
     def build_collate_fn(self) -> Any:
-        """Build the collate function of a fine-tuning; with ``top_k``, it collates what the teacher predicts too."""
+        """Build the collate function of a fine-tuning. With ``top_k``, it collates what the teacher predicts too."""
         collate_fn = super().build_collate_fn()
         return collate_fn if self.section.top_k is None else TargetCollator(collate_fn)
 

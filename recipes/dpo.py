@@ -94,7 +94,7 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
             self.reference = self._start_as_reference()
 
     def build_dataset(self, section: Target) -> Any:
-        """Build the data set that a section names; with ``dpo.precompute``, its pairs have the reference's scores."""
+        """Build the data set that a section names. With ``dpo.precompute``, its pairs have the reference's scores."""
         dataset = super().build_dataset(section)
         if not self.section.precompute or self.is_dry_run:
             return dataset

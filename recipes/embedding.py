@@ -235,7 +235,7 @@ class EmbeddingFinetune(LLMFinetune):
         return self.config.step_scheduler.global_batch_size
 
     def build_model_config(self) -> PreTrainedConfig | None:
-        """Read the configuration of the model; with ``embedding.attention: bidirectional``, tokens see later ones."""
+        """Read the configuration of the model. With ``embedding.attention: bidirectional``, tokens see later ones."""
         config = super().build_model_config()
         check_architecture(config)
         if self.section.attention == "bidirectional":

@@ -62,7 +62,7 @@ _OTHER_REFERENCE = (
 class Reference:
     """The frozen model that the trained one is compared with.
 
-    *adapters* is the trained model if the reference is its base; None: the reference is another model.
+    *adapters* is the trained model if the reference is its base. None: the reference is another model.
     """
 
     trainable: Trainable

@@ -71,7 +71,7 @@ class RecipeParts:
     task_type: ClassVar[str | None] = None
     """peft's name of the task. None when peft has no class of models for it."""
     section_key: ClassVar[str] = ""
-    """The key of the section of the recipe's kind of training; empty if there is none."""
+    """The key of the section of the recipe's kind of training. Empty if there is none."""
     section_class: ClassVar[Any] = None
     """The dataclass of this section."""
     shares_rows: ClassVar[bool] = False
@@ -249,7 +249,7 @@ class RecipeParts:
         return steps.local_batch_size * sizes.dp * sizes.pp
 
     def labels_in_words(self, micro_batch: Tensors) -> list[str]:
-        """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
+        """Describe the label of each sample of *micro_batch*, for ``--show-samples``. Empty if tokens have labels."""
         return []
 
     def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
@@ -368,7 +368,7 @@ class RecipeParts:
     # ---------------------------------------------------------------- what saves and exports
 
     def build_assets(self) -> dict[str, Assets]:
-        """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
+        """Describe what an export of ``model`` needs in addition to its weights. Empty for a model by ``_target_``."""
         assets = export_assets(self)
         if self.weight_average is not None and model_layout(self.config) != "shards":
             # The files of the average are a complete model, too.

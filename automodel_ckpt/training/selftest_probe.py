@@ -34,7 +34,7 @@ _OF_THE_CLOCK = {"elapsed_seconds"}
 
 def observed(recipe_class: type[Recipe], directory: Path, *, stop_after: int | None = None) -> Any:
     """*recipe_class*, writing a line of JSON per step to ``rank_{r}.jsonl`` in *directory* (for its fields see
-    :func:`observation`); with *stop_after* it asks itself to stop after that step, as by a signal."""
+    :func:`observation`). With *stop_after* it asks itself to stop after that step, as by a signal."""
 
     class ObservedLoop(recipe_class.loop_class):  # type: ignore[name-defined,misc]
         recipe: Recipe

@@ -14,7 +14,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """The triggers of a run; None disables one.
+    """The triggers of a run. None disables one.
 
     ``max_time_seconds`` counts from the start of this session. With ``mtbf_seconds``, a mean time between failures, the
     run chooses how often it saves. ``bench_every_steps`` has the interval of each benchmark.
@@ -108,7 +108,7 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
 
 
 def divides(every: int | None, count: int) -> bool:
-    """Whether an interval ends at *count*; None is no interval."""
+    """Whether an interval ends at *count*. None is no interval."""
     return every is not None and count % every == 0
 
 

@@ -120,7 +120,7 @@ class SpikeDetector:
 
 
 def _exceeded(value: float, middle: float, factor: float) -> str:
-    """The limit that *value* is above, in words; empty if it is not. *middle* is the median of the values before."""
+    """The limit that *value* is above, in words. Empty if it is not. *middle* is the median of the values before."""
     if middle == 0:
         return ""
     # Twice a negative median is below it, so that an improvement would exceed it.

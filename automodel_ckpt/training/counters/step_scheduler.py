@@ -69,7 +69,7 @@ class StepScheduler:
         self.ended_early = False
         self.ran_out_of_time = False
         self.validation_is_due = False
-        """Whether the current step is to be validated; after a resume, because a signal had prevented it."""
+        """Whether the current step is to be validated after a resume, because a signal had prevented it."""
         self.benchmarks_are_due = False
         self.save_was_due = False
         self.nonfinite_steps = 0
@@ -91,7 +91,7 @@ class StepScheduler:
         self._longest_save_seconds = 0.0
 
     def _follow_rules(self, cadence: Cadence) -> None:
-        """Create what follows the rules of the recipe; without them, their modules are not imported."""
+        """Create what follows the rules of the recipe. Without them, their modules are not imported."""
         self.early_stopping: EarlyStopping | None = None
         if cadence.early_stopping is not None:
             from automodel_ckpt.training.counters.early_stopping import EarlyStopping

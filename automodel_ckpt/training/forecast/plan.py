@@ -30,7 +30,7 @@ from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 
 @dataclass(frozen=True, slots=True)
 class ForecastDevice:
-    """The device that a forecast is for: its *type*, ``cuda`` or ``cpu``, and its memory; None: not limited."""
+    """The device that a forecast is for: its *type*, ``cuda`` or ``cpu``, and its memory. None means not limited."""
 
     type: str
     nbytes: int | None = None

@@ -96,7 +96,7 @@ def quantized_layers(recipe: Any) -> list[nn.Linear]:
 
 
 def quantized_itemsizes(recipe: Any) -> dict[int, float]:
-    """Bytes of an element of each frozen parameter of a quantized base, by id; empty for other models."""
+    """Bytes of an element of each frozen parameter of a quantized base, by id. Empty for other models."""
     layers = quantized_layers(recipe)
     if not layers:
         return {}

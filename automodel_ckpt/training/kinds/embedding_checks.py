@@ -168,7 +168,7 @@ _OTHER_MODES = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
 def sentence_transformers_files(
     section: EmbeddingConfig, dataset: Target, model_config: PreTrainedConfig | None
 ) -> dict[str, bytes]:
-    """The files by relative path; empty for a model without a configuration of transformers, which has no export.
+    """The files by relative path. Empty for a model without a configuration of transformers, which has no export.
 
     *dataset* is the section of the training data: texts are truncated to its ``seq_length``.
     """
@@ -209,7 +209,7 @@ def sentence_transformers_files(
 
 
 def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None:
-    """The number of tokens that texts are truncated to; None: no limit is known."""
+    """The number of tokens that texts are truncated to. None: no limit is known."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limits = [context if limit is None else limit for limit in _limits(dataset)]
     known = [limit for limit in limits if isinstance(limit, int)]

@@ -54,13 +54,13 @@ class Parts:
 
 
 def num_pairs_of(micro_batch: Tensors) -> int:
-    """The number of pairs of a micro-batch; 0 if it only keeps this rank in step with the others."""
+    """The number of pairs of a micro-batch. 0 if it only keeps this rank in step with the others."""
     is_filler = not bool((micro_batch["labels"] != IGNORE_INDEX).any())
     return 0 if is_filler else len(micro_batch["num_negatives"])
 
 
 def parts_of(values: torch.Tensor, micro_batch: Tensors) -> Parts:
-    """Divide *values* [texts, ...] of a micro-batch; without rows if it only keeps this rank in step."""
+    """Divide *values* [texts, ...] of a micro-batch, or without rows if it only keeps this rank in step."""
     num_pairs = num_pairs_of(micro_batch)
     if num_pairs == 0:
         # A slice, so that a gradient still reaches the model: fsdp2 and ddp reduce it on all ranks.
@@ -105,7 +105,7 @@ class Embedded:
     documents: torch.Tensor
 
     def candidates(self, own: torch.Tensor, *, hides_equal: bool) -> Candidates:
-        """The candidates for the pairs *own* [B]; with *hides_equal* equal texts are no negatives."""
+        """The candidates for the pairs *own* [B]. With *hides_equal*, equal texts are not negatives."""
         hides_documents, hides_queries = hidden_rows(self.texts, own, hides_equal=hides_equal)
         device = self.queries.device
         return Candidates(

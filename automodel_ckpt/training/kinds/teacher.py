@@ -274,7 +274,7 @@ class Teacher:
     def __init__(
         self, trainable: Trainable, layout: RankLayout, num_columns: int | None, *, offload: bool
     ) -> None:
-        """*num_columns* is the number of tokens that are compared; None: all. With *offload*, the weights are on the
+        """*num_columns* is the number of tokens that are compared. None: all. With *offload*, the weights are on the
         device only inside of :meth:`predicting`."""
         self.trainable = trainable
         self.num_columns = num_columns
@@ -290,7 +290,7 @@ class Teacher:
     def predicting(self, numbered: Tensors, order: Order | None) -> Iterator[LogitTargets]:
         """Run the teacher on a micro-batch of :func:`with_numbered_labels`. Its logits are available in the context.
 
-        *order* are the numbers of the labels [N] in the order in which they are compared; None: 0 to N - 1. A
+        *order* are the numbers of the labels [N] in the order in which they are compared. None: 0 to N - 1. A
         collective of the ranks that share the model, and so is the end of the context.
         """
         if self._host:

@@ -218,7 +218,7 @@ class TeacherCaches:
         return tokens, log_probs, rest
 
     def _place(self, dataset: TargetedDataset) -> tuple[Path, str]:
-        """The directory and the key of the cache of *dataset*; the same on all ranks. A collective."""
+        """The directory and the key of the cache of *dataset*, the same on all ranks. A collective."""
         digest = None
         with self._raising_on_all_ranks():
             directory = self._directory or cache_directory()

@@ -104,7 +104,7 @@ class Completions:
         self._sampling = Sampling(settings.max_new_tokens, settings.temperature)
 
     def at(self, step: int) -> list[PromptCompletion]:
-        """Generate a completion of each prompt after *step*. A collective; the same on all ranks."""
+        """Generate a completion of each prompt after *step*. A collective. The same on all ranks."""
         with self._evaluated.in_use():
             # Other tokens on one rank would be another number of forward passes, each of which is a collective.
             torch.manual_seed(step)

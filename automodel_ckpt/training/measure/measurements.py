@@ -104,7 +104,7 @@ class ValidationSets:
         return EvaluationTotals(loss, int(count), int(num_labels), sum_by_name(group, here))
 
     def _sums_here(self, batch: GlobalBatch, step: int) -> tuple[Number, int, int]:
-        """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them.
+        """This rank's summed loss, its count, and the label tokens of *batch*. Zeros if another rank reports them.
 
         If the host runs ahead of the device, the loss may be a tensor, which is read when the next batch is there.
         """

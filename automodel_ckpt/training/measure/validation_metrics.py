@@ -69,7 +69,7 @@ def _is_plain_cross_entropy(loss_fn: Target) -> bool:
 
 
 def metric_name(measure: str, set_name: str | None) -> str:
-    """The name of a measure of a validation set in logs and ``losses.json``; None is the main set."""
+    """The name of a measure of a validation set in logs and ``losses.json``. None is the main set."""
     name = f"val_{measure}"
     return name if set_name is None else f"{name}_{set_name}"
 

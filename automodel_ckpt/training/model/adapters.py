@@ -66,7 +66,7 @@ def fresh_base(request: ModelRequest) -> None:
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for ``peft.quantize_base``; empty without it.
+    """Arguments of ``from_pretrained`` for ``peft.quantize_base``. Empty without it.
 
     Raises :class:`RecipeError` if the device or the strategy does not support it.
     """

@@ -81,9 +81,9 @@ def build_deferred(
 ) -> DeferredModel:
     """Build the model that a recipe's *section* describes. A collective. All ranks return the same kind of model.
 
-    *base* is the directory or Hub name of the weights: ``from_pretrained`` of the section, or ``peft.base_dir``; None:
+    *base* is the directory or Hub name of the weights: ``from_pretrained`` of the section, or ``peft.base_dir``. None:
     fresh weights.
-    A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
+    A pretrained model has an embedding of *vocab_size* rows. None: as many as its files have. Each rank builds the
     complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
     other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
     ``from_pretrained``). The reason is logged. The model gets the layers of *mtp* (None: none). With *allow_new_head*,

@@ -114,7 +114,7 @@ class RowProbe:
         return Answer(largest <= allowed)
 
     def _without_image(self) -> ImageText:
-        """A sample without an image; with one if the processor rejects text alone."""
+        """A sample without an image, or with one if the processor rejects text alone."""
         sample = self._sample(None, "no image")
         try:
             self.collate.num_tokens(sample)

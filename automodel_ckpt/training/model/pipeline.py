@@ -161,7 +161,7 @@ class FromTokens(nn.Module):
     """
 
     context: ContextParallel | None = None
-    """How context parallel ranks divide rows; None: rows are not divided."""
+    """How context parallel ranks divide rows. None: rows are not divided."""
 
     def __init__(self, model: nn.Module, stage: PipelineStage) -> None:
         super().__init__()

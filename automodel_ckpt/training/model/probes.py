@@ -56,7 +56,7 @@ def probe(
     """Find out what the *sharded* model supports, and prepare it for that. A collective.
 
     *model* is the object that was sharded in place. *options* are the arguments of each forward pass. *router*
-    describes the load balancing loss; None: there is none. Leaves a model that is not trained in evaluation mode.
+    describes the load balancing loss. None: there is none. Leaves a model that is not trained in evaluation mode.
     Returns the fields of a :class:`Trainable` that this decides. Raises :class:`RecipeError` for what the model does
     not support.
     """
@@ -130,7 +130,7 @@ def _check_plan(probed: ProbedModel) -> None:
 
 
 def _shared_rows(probed: ProbedModel) -> Rows | None:
-    """How samples or packs with images share rows; None: each sample is padded to the longest."""
+    """How samples or packs with images share rows. None: each sample is padded to the longest."""
     request = probed.request
     if request.packs_images and request.config.packed_sequence is not None:
         from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -190,7 +190,7 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
 
 
 def _longest_row(request: ModelRequest) -> int | None:
-    """The number of tokens of the longest sample or pack that the recipe or the model allows; None: unknown."""
+    """The number of tokens of the longest sample or pack that the recipe or the model allows. None: unknown."""
     config = request.config
     if config.packed_sequence is not None:
         return config.packed_sequence.size
@@ -304,7 +304,7 @@ def install_mtp(
 ) -> MultiTokenPrediction | None:
     """Install the layers that predict further tokens in the sharded *model*, and return them. Returns None without any.
 
-    *context* is how context parallel ranks divide rows; None: they do not.
+    *context* is how context parallel ranks divide rows. None: they do not.
     """
     section = request.config.model
     if not isinstance(section, ModelConfig) or section.mtp is None:

@@ -98,7 +98,7 @@ def is_fully_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
 
 
 def logs_mfu(section: LoggingConfig, layout: RankLayout) -> bool:
-    """Whether the floating-point operations of a step are logged; the same on all ranks."""
+    """Whether the floating-point operations of a step are logged, the same on all ranks."""
     return layout.device.type == "cuda" or section.peak_tflops is not None
 
 

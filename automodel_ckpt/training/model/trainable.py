@@ -72,21 +72,21 @@ class Trainable:
     compute: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of each forward pass, which sets the dtype that all ranks compute in."""
     row_layout: Rows | None = None
-    """How samples share rows; None: each sample is padded to the longest."""
+    """How samples share rows. None: each sample is padded to the longest."""
     overwrites_outputs: bool = False
     """Whether layers run as CUDA graphs, which overwrite their earlier outputs and gradients."""
     loss_head: LossHead | None = None
-    """The output layer, if it computes the loss; None: the loss is computed from full logits."""
+    """The output layer, if it computes the loss. None: the loss is computed from full logits."""
     all_up_to: int = 0
     """Number of positions in a micro-batch up to which the loss head takes those without a label too."""
     context: ContextParallel | None = None
-    """How context parallel ranks divide rows; None: rows are not divided."""
+    """How context parallel ranks divide rows. None: rows are not divided."""
     stage: PipelineStage | None = None
-    """This rank's stage of a pipeline; None: the model is complete."""
+    """This rank's stage of a pipeline. None: the model is complete."""
     router_loss: RouterLoss | None = None
-    """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
+    """The load balancing loss of a mixture of experts. None: the model has none, or the recipe switches it off."""
     embedding_noise: EmbeddingNoise | None = None
-    """The noise that training adds to embeddings (``model.neftune_alpha``); None: there is none."""
+    """The noise that training adds to embeddings (``model.neftune_alpha``). None: there is none."""
     mtp: MultiTokenPrediction | None = None
     """The layers that predict further tokens. None without a section ``model.mtp``."""
     adapted: Adapted | None = None

@@ -164,7 +164,7 @@ def check_scales(
     """Raise :class:`RecipeError` if adapters were trained with another scale than the adapters of *model* have.
 
     The scale, alpha / r, is in no tensor but in ``adapter_config.json``. *directories* has the one with this file for
-    each module of a source, by id; without it, nothing is compared.
+    each module of a source, by id. Without it, nothing is compared.
     """
     here = dict(_adapted_layers(unwrap(model)))
     configs: dict[int, Any] = {}

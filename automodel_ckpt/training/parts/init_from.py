@@ -83,7 +83,7 @@ class Start:
         """The directory with the side files of each module of a source, by id."""
         self._whole: list[Weights] = []
         self._scopes: list[str] = []
-        """The modules of the model that get weights; empty text is the whole model."""
+        """The modules of the model that get weights. Empty text is the whole model."""
         self._allow_unexpected: list[str] = []
         self.verdict: Verdict
 

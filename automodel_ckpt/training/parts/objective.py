@@ -74,7 +74,7 @@ class Objective:
     sums_cross_entropy: ClassVar[bool] = True
     """Whether training minimizes the sum of cross-entropies. The output layer can keep such gradients in 16 bits."""
     check_length: ContextCheck | None = None
-    """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
+    """Raises for samples that are longer than the model's context. None: nothing is known about the context."""
     evaluation: EvaluationSums | None = None
     """Adds up what a validation set measures. None in training."""
     z_loss: ZLoss | None = None
@@ -123,7 +123,7 @@ class Objective:
         )
 
     def flops_of(self, micro_batch: Tensors) -> float:
-        """Count the floating-point operations of a training pass over *micro_batch*, for the log; 0 if unknown.
+        """Count the floating-point operations of a training pass over *micro_batch*, for the log. 0 if unknown.
 
         They are unknown for an objective that overrides :meth:`loss`, which may call the model any number of times.
         """
@@ -135,10 +135,10 @@ class Objective:
         return count.of(micro_batch, num_labels) if num_labels else 0.0
 
     def size_here(self, micro_batches: Sequence[Tensors], *, with_flops: bool = False) -> BatchSize:
-        """Add up the sizes of this rank's *micro_batches*; zero if another rank reports the same rows.
+        """Add up the sizes of this rank's *micro_batches*. Zero if another rank reports the same rows.
 
         The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once. With
-        *with_flops*, it has the floating-point operations of a training pass, for the log; 0 if they are unknown.
+        *with_flops*, it has the floating-point operations of a training pass, for the log. 0 if they are unknown.
         """
         count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
         if self.layout.reports:

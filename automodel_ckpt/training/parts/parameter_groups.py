@@ -32,7 +32,7 @@ from automodel_ckpt.models.inspect.error_texts import did_you_mean
 Section = OptimizerConfig | OptimizerTarget
 Group = OptimizerGroup | OptionsGroup | TargetGroup
 AddUp = Callable[[list[int]], list[int]]
-"""Sums counts over the pipeline stages; without stages it returns them unchanged."""
+"""Sums counts over the pipeline stages. Without stages it returns them unchanged."""
 
 HIDDEN_MATRICES = "hidden_matrices"
 """A pattern for all matrices except embeddings and the output layer, the parameters that Muon is made for."""
@@ -161,7 +161,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
 
 
 def _empty_groups(key: str, group: Group | None, section: Section) -> list[PlannedGroup]:
-    """The groups of an entry of ``optimizer.groups`` at *key*; None: of what matches no entry."""
+    """The groups of an entry of ``optimizer.groups`` at *key*. None: of what matches no entry."""
     options: dict[str, Any] = {}
     if isinstance(group, OptimizerGroup):
         for name in ("lr", "betas", "eps", "weight_decay"):

@@ -25,7 +25,7 @@ AVERAGED = "averaged"
 def average_last(run: Path, count: int) -> Path | None:
     """Average the newest *count* complete checkpoints of *run* into ``run/averaged``. Returns the new checkpoint.
 
-    With fewer checkpoints, all of them are averaged; with fewer than two, nothing is, and a warning is logged. An
+    With fewer checkpoints, all of them are averaged. With fewer than two, nothing is, and a warning is logged. An
     average of the same checkpoints that exists already is returned. Raises :class:`SaveFailed` or
     :class:`CheckpointUnusable`.
     """

@@ -49,7 +49,7 @@ def model_layout(config: RecipeConfig) -> Literal["shards", "hf", "adapter"]:
 
 
 def export_assets(recipe: Any) -> dict[str, Assets]:
-    """What an export of *recipe*'s module ``model`` needs besides its weights; empty for a model by ``_target_``.
+    """What an export of *recipe*'s module ``model`` needs besides its weights. Empty for a model by ``_target_``.
 
     Raises :class:`RecipeError` for what transformers could not write.
     """

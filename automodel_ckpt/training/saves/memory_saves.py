@@ -233,7 +233,7 @@ class MemorySaves:
         return True
 
     def _note_failure(self, failure: AutomodelError, outcome: str) -> None:
-        """Count a failed save, and warn of it with its *outcome*; after _MAX_FAILURES in a row, save no more."""
+        """Count a failed save, and warn of it with its *outcome*. After _MAX_FAILURES in a row, save no more."""
         self._num_failures += 1
         self._last_failed = True
         if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):

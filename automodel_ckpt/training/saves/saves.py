@@ -100,7 +100,7 @@ class Saves:
     recipe_yaml: str
     """The recipe that checkpoints contain. A resume sets in it the values that it takes from its checkpoint."""
     replica_check: ReplicaCheck | None
-    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe; None
+    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe. None
     without it."""
 
     def __init__(
@@ -384,7 +384,7 @@ class Saves:
         """Wait for a save in the background, and handle its failure.
 
         Raises :class:`LeaseLost` if another run took over the run directory, and :class:`SaveFailed` if
-        ``on_save_failure`` is ``stop``; the same on all ranks.
+        ``on_save_failure`` is ``stop``, the same on all ranks.
         """
         if self.checkpointer is None:
             return

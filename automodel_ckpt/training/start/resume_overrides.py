@@ -194,7 +194,7 @@ class RecipeOptions:
         return f" of parameter group {number}" if len(self._groups) > 1 else ""
 
     def _scheduled_options(self) -> tuple[str, ...]:
-        """Options that a schedule sets in each step; without a schedule there are none."""
+        """Options that a schedule sets in each step. Without a schedule there are none."""
         if self._schedule is None:
             return ()
         # OneCycleLR moves the momentum, too.
@@ -341,7 +341,7 @@ class RecipeOptions:
 
 
 def _numbers(value: Any) -> list[float]:
-    """A number or a switch, or several, as a list; empty for anything else."""
+    """A number or a switch, or several, as a list. Empty for anything else."""
     values = value if isinstance(value, tuple | list) else [value]
     # bool is a subclass of int.
     return list(values) if all(isinstance(each, int | float) for each in values) else []

@@ -36,7 +36,7 @@ class ClockReading:
 class BatchSize:
     """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens.
 
-    *flops* are the floating-point operations of a training pass over it; 0 if they are unknown or not logged.
+    *flops* are the floating-point operations of a training pass over it. 0 if they are unknown or not logged.
     """
 
     count: int
@@ -61,7 +61,7 @@ class LossSum:
 class Control:
     """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
     background has failed. The loss of the global batch is a mean over *count* terms. *flops* are the floating-point
-    operations of training on it, 0 if they are unknown or not logged. *clock* is rank 0's after the previous step.
+    operations of training on it, 0 if they are unknown or not logged. *clock* is from rank 0 after the previous step.
     """
 
     count: int
@@ -111,7 +111,7 @@ class Control:
 class StepResult:
     """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
 
-    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
+    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient. None where there is none.
     *metrics* are the means of the objective's metrics over the *count* terms of the loss.
     """
 

@@ -98,7 +98,7 @@ class RunLog:
 
     @property
     def logs_mfu(self) -> bool:
-        """Whether the floating-point operations of a step are logged; the same on all ranks."""
+        """Whether the floating-point operations of a step are logged, the same on all ranks."""
         return logs_mfu(self._settings, self._layout)
 
     def measure_device(self, dtype: torch.dtype) -> None:

@@ -68,7 +68,7 @@ class ReplicatedGradients:
         return not self._pending
 
     def _compare(self) -> dict[str, float]:
-        """The largest difference of each gradient between ranks as a part of its norm; without negligible gradients."""
+        """The largest difference of each gradient between ranks as a part of its norm, without negligible gradients."""
         rows = []
         for parameter in self._pending.values():
             complete_gradient(parameter)
