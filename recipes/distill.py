@@ -70,10 +70,10 @@ class DistillationObjective(Objective):
     teacher: Teacher | None
     """None: the micro-batches have the teacher's most probable tokens."""
     num_columns: int | None
-    """The number of tokens that are compared; None: all."""
+    """The number of tokens that are compared. None: all."""
 
     def loss(self, micro_batch: Tensors) -> LossSum:
-        """Compute the loss of *micro_batch*, summed over its labels; the metrics are its two parts, unweighted."""
+        """Compute the loss of *micro_batch*, summed over its labels. The metrics are its two parts, unweighted."""
         cached = {name: micro_batch[name] for name in _CACHED if name in micro_batch}
         plain = {name: value for name, value in micro_batch.items() if name not in _CACHED}
         numbered, labels = with_numbered_labels(plain)
@@ -121,7 +121,7 @@ _CACHED = (TOKENS, LOG_PROBS, REST)
 
 
 class DistillationRecipe(Recipe):
-    """What the distillations of all kinds of models have in common: the class before that of a fine-tuning."""
+    """What the distillations of all kinds of models share. As a base class, it precedes the class of a fine-tuning."""
 
     objective_class = DistillationObjective
     unsupported = (
@@ -176,7 +176,7 @@ class DistillationRecipe(Recipe):
             self._teacher = None
 
     def build_dataset(self, section: Target) -> Any:
-        """Build the data set that a section names; with ``top_k``, its samples have what the teacher predicts."""
+        """Build the data set that a section names. With ``top_k``, its samples have what the teacher predicts."""
         # Before the first data set is read, when both configurations are known.
         if not self._has_compared:
             self._has_compared = True
@@ -201,7 +201,7 @@ class DistillationRecipe(Recipe):
         )
 
     def build_collate_fn(self) -> Any:
-        """Build the collate function of a fine-tuning; with ``top_k``, it collates what the teacher predicts too."""
+        """Build the collate function of a fine-tuning. With ``top_k``, it collates what the teacher predicts too."""
         collate_fn = super().build_collate_fn()
         return collate_fn if self.section.top_k is None else TargetCollator(collate_fn)
 
@@ -250,7 +250,7 @@ class DistillationRecipe(Recipe):
         return self._targeted[-1]
 
     def _read_or_compute(self, identity: str) -> None:
-        """Give each data set the cache of what the teacher predicts; the teacher is built if one has to be computed."""
+        """Give each data set the cache of what the teacher predicts. The teacher is built if one has to be computed."""
         assert self.section.top_k is not None
         collate_fn = super().build_collate_fn()
         caches = TeacherCaches(

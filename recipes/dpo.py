@@ -1,8 +1,8 @@
 """Direct preference optimization (DPO, arXiv:2305.18290): pairs of answers, compared with a frozen reference model.
 
-The gain of an answer is how much its log-probability differs from that under the reference. The loss of a pair falls
-with the gain of the preferred answer minus that of the rejected one. beta times the gain is the reward that the logs
-show.
+The gain of an answer is its log-probability minus its log-probability under the reference. The loss of a pair falls
+with the gain of the preferred answer minus the gain of the rejected one. beta times the gain is the reward that the
+logs show.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class DPO(PairObjective):
     def pair_losses(
         self, log_probs: torch.Tensor, gains: torch.Tensor, num_labels: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the loss [P] of each pair. The arguments [2 P] are those of its rows: the log-probabilities of their
-        labels, what these gained in comparison with the reference, and the numbers of labels, at least 1.
+        """Compute the loss [P] of each pair. The arguments [2 P] have a value for each row: the log-probability of its
+        labels, its gain over the reference, and the number of its labels, at least 1.
         """
         section = self.section
         if section.loss == "ipo":
@@ -73,7 +73,7 @@ class DPO(PairObjective):
 
 
 def _difference(values: torch.Tensor) -> torch.Tensor:
-    """The values [2 P] of preferred rows minus those of rejected ones: [P]."""
+    """The values [2 P] of preferred rows minus the values of rejected rows: [P]."""
     return values[::2] - values[1::2]
 
 
@@ -94,7 +94,7 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
             self.reference = self._start_as_reference()
 
     def build_dataset(self, section: Target) -> Any:
-        """Build the data set that a section names; with ``dpo.precompute``, its pairs have the reference's scores."""
+        """Build the data set that a section names. With ``dpo.precompute``, its pairs have the reference's scores."""
         dataset = super().build_dataset(section)
         if not self.section.precompute or self.is_dry_run:
             return dataset
@@ -110,7 +110,7 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
         if not self.section.precompute or self.section.reference is not None:
             return super().build_reference()
         reference = self._start_as_reference()
-        # A new run gets these weights after build(), and a resumed one those of its checkpoint.
+        # A new run gets these weights after build(), and a resumed run the weights of its checkpoint.
         self._start_reference(reference)
         return reference
 

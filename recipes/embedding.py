@@ -1,4 +1,4 @@
-"""Contrastive training of text embeddings: each query has to find its document among those of the other pairs.
+"""Contrastive training of text embeddings: each query has to find its document among the other pairs' documents.
 
 The model is one of transformers' ``AutoModel``, an encoder or a decoder, without an output layer. The embedding of a
 text is pooled from its hidden states (section ``embedding``), and only the model has weights to save. Exports also have
@@ -58,7 +58,7 @@ class _Known:
 
 
 class Contrastive(Objective):
-    """The contrastive loss of pairs, whose negatives are the texts of all ranks, or only those of their rows.
+    """The contrastive loss of pairs. Their negatives are the texts of all ranks, or only the texts of their rows.
 
     With ``embedding.negatives: global_batch``, these are the texts of all micro-batches, too: their embeddings are
     computed twice, first without gradients for the loss, then for the backward pass (arXiv:2101.06983).
@@ -156,7 +156,7 @@ class Contrastive(Objective):
 
     @contextmanager
     def evaluating(self) -> Iterator[EvaluationSums]:
-        """Add up the metrics of a validation set; at its end, rank each document among those of the complete set."""
+        """Add up the metrics of a validation set. At its end, rank each document among all documents of the set."""
         self._seen = []
         with super().evaluating() as sums:
             yield sums
@@ -235,7 +235,7 @@ class EmbeddingFinetune(LLMFinetune):
         return self.config.step_scheduler.global_batch_size
 
     def build_model_config(self) -> PreTrainedConfig | None:
-        """Read the configuration of the model; with ``embedding.attention: bidirectional``, tokens see later ones."""
+        """Read the configuration of the model. With ``embedding.attention: bidirectional``, tokens see later ones."""
         config = super().build_model_config()
         check_architecture(config)
         if self.section.attention == "bidirectional":

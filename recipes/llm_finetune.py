@@ -62,9 +62,9 @@ class LLMFinetune(Recipe):
             )
 
     def build_tokenizer(self) -> Any:
-        """Build the ``tokenizer`` section, else the pretrained model's own; None without both, and for ``null``.
+        """Build the ``tokenizer`` section, or else the pretrained model's own tokenizer.
 
-        Raises :class:`RecipeError` if it cannot be read.
+        Returns None without both, and for ``null``. Raises :class:`RecipeError` if it cannot be read.
         """
         section = self.config.tokenizer
         if section is None:

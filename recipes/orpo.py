@@ -1,8 +1,8 @@
 """Odds ratio preference optimization (ORPO, arXiv:2403.07691): fine-tuning on preferred answers without a reference.
 
-The loss of a pair is that of fine-tuning on the preferred answer, and beta times a term that falls with the odds of the
-preferred answer divided by those of the rejected one. The probability p of an answer is the geometric mean of those of
-its tokens, and its odds are p / (1 - p).
+The loss of a pair is the loss of fine-tuning on the preferred answer, plus beta times a term. This term falls with the
+odds of the preferred answer divided by the odds of the rejected one. The probability p of an answer is the geometric
+mean of the probabilities of its tokens, and its odds are p / (1 - p).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ OF_ANSWERS = (
     Unsupported("loss_fn", "its section describes the loss"),
     Unsupported("model.mtp", "the loss is that of complete answers"),
 )
-"""What recipes do not support whose loss is that of complete answers."""
+"""What recipes with a loss of complete answers do not support."""
 
 _OTHER_REFERENCE = (
     "the reference is the base without the adapters that init_from names, and not the model that training starts from: "
@@ -62,7 +62,7 @@ _OTHER_REFERENCE = (
 class Reference:
     """The frozen model that the trained one is compared with.
 
-    *adapters* is the trained model if the reference is its base; None: the reference is another model.
+    *adapters* is the trained model if the reference is its base. None: the reference is another model.
     """
 
     trainable: Trainable
@@ -103,7 +103,7 @@ class PreferenceObjective(Objective):
     def log_probs(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
         """Compute the log-probability [B] of the labeled tokens of each row, in float32 or float64.
 
-        They are those of the trained model, or of *trainable*. A row without labels has log-probability 0.
+        The trained model computes them, or *trainable* if it is given. A row without labels has log-probability 0.
         """
         return self.log_probs_of(rows, [rows["labels"]], trainable)[0]
 
@@ -256,8 +256,8 @@ class PairObjective(PreferenceObjective):
     ) -> LossSum:
         """Sum the *losses* [P] of the pairs, and what is logged of the *rewards* [2 P] of their rows.
 
-        The logs have the share of pairs whose preferred answer has the higher reward (``accuracy``), the difference of
-        both rewards (``margin``), the rewards, and values *further* [P] of pairs. Pairs without labels count as 0.
+        The logs have the share of pairs with the higher reward for the preferred answer (``accuracy``), the difference
+        of both rewards (``margin``), the rewards, and values *further* [P] of pairs. Pairs without labels count as 0.
         """
         counts = self._on_device(is_pair(micro_batch))
         chosen, rejected = rewards.detach().float().view(-1, 2).unbind(1)
@@ -285,7 +285,7 @@ def label_counts(rows: Tensors) -> torch.Tensor:
 
 
 class PairFinetune(LLMFinetune):
-    """A recipe whose data are pairs. A subclass defines the loss."""
+    """A recipe with pairs as its data. A subclass defines the loss."""
 
     sample_noun = "pair"
     rows_per_sample = 2

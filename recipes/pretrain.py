@@ -1,7 +1,7 @@
 """Pretraining of a causal language model on documents: packed rows, mixtures, z-loss, learning rates by width.
 
 The model usually comes from ``model.from_config``. ``packed_sequence.size`` is the length of a row, and the section
-``pretrain`` determines how rows divide documents. Everything else is that of
+``pretrain`` determines how rows divide documents. Everything else is the same as in
 :class:`~automodel_ckpt.recipes.llm_finetune.LLMFinetune`.
 """
 
@@ -139,7 +139,7 @@ def _packed_mixture(
 
 
 def _check_end(config: RecipeConfig, *, validation: bool) -> None:
-    """Raise :class:`RecipeError` for a packed stream whose end the recipe needs."""
+    """Raise :class:`RecipeError` for a packed stream if the recipe needs its end."""
     if validation:
         raise RecipeError(
             "a packed stream has no end, so a validation of it would have none",

@@ -31,7 +31,7 @@ _HINT = "set dpo.precompute: false"
 def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
     """Give each of *datasets* its scores under the reference of *recipe*. A collective.
 
-    Each data parallel rank computes those of its part.
+    Each data parallel rank computes the scores of its part.
     """
     layout, batch_size = recipe.layout, recipe.config.step_scheduler.local_batch_size
     objective = recipe.build_objective()

@@ -62,7 +62,7 @@ class Listwise(Objective):
 
 
 def _counts_of(micro_batch: Tensors) -> torch.Tensor:
-    """The number of documents of each query of a micro-batch; empty if it only keeps this rank in step."""
+    """The number of documents of each query of a micro-batch. Empty if it only keeps this rank in step."""
     counts: torch.Tensor = micro_batch["num_documents"]
     is_filler = not bool((micro_batch["labels"] != IGNORE_INDEX).any())
     return counts[:0] if is_filler else counts
@@ -141,6 +141,6 @@ class Reranker(LLMFinetune):
 
     @property
     def _has_types(self) -> bool:
-        """Whether samples distinguish the tokens of the query from those of the document."""
+        """Whether samples distinguish the query's tokens from the document's tokens."""
         template = self.section.template or ""
         return self.tokenizer is not None and has_types(self.tokenizer, template)

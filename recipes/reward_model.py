@@ -28,7 +28,7 @@ class BradleyTerry(PairObjective):
     def loss(self, micro_batch: Tensors) -> LossSum:
         """Compute the loss of the pairs in *micro_batch*, summed.
 
-        A pair's ``margin`` is subtracted from the difference of its scores (arXiv:2307.09288); NaN means none.
+        A pair's ``margin`` is subtracted from the difference of its scores (arXiv:2307.09288). NaN means none.
         """
         rows = self.pair_rows(micro_batch)
         scores = self.logits(rows).squeeze(-1)

@@ -39,7 +39,7 @@ class Seq2SeqObjective(Objective):
     """The loss of predicting each token of a target from the source and the tokens of the target before it."""
 
     def num_labels_of(self, micro_batch: Tensors) -> int:
-        """Count the labels of *micro_batch*, also those of the first positions."""
+        """Count the labels of *micro_batch*, including the labels of the first positions."""
         return int(np.count_nonzero(in_numpy(micro_batch["labels"]) != IGNORE_INDEX))
 
     def num_tokens_of(self, micro_batch: Tensors) -> int:

@@ -91,11 +91,11 @@ class SingleLabel(SampleObjective):
     measures = ("accuracy", "f1")
 
     def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the cross-entropy [B] of *logits* [B, L]; *targets* [B, 1] are indices of labels."""
+        """Compute the cross-entropy [B] of *logits* [B, L]. *targets* [B, 1] are indices of labels."""
         return F.cross_entropy(logits, targets[:, 0].long(), reduction="none")
 
     def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Count the correct predictions, and in evaluation passes those of each label."""
+        """Count the correct predictions, and in evaluation passes the predictions of each label."""
         num_labels = logits.shape[1]
         predicted = F.one_hot(logits.argmax(dim=1), num_labels)
         wanted = F.one_hot(targets[:, 0].long(), num_labels)
@@ -116,12 +116,12 @@ class MultiLabel(SampleObjective):
     measures = ("accuracy", "f1_micro", "f1_macro")
 
     def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the loss [B] of *logits* [B, L]; *targets* [B, L] are 1 for the labels of a text."""
+        """Compute the loss [B] of *logits* [B, L]. *targets* [B, L] are 1 for the labels of a text."""
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         return losses.mean(dim=1)
 
     def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Count the texts whose labels are all correct, and in evaluation passes the predictions of each label."""
+        """Count the texts with all labels correct, and in evaluation passes the predictions of each label."""
         # A probability above one half.
         predicted = (logits > 0).long()
         wanted = targets.long()
@@ -129,7 +129,7 @@ class MultiLabel(SampleObjective):
         return {"accuracy": is_exact.sum(), **_counts(self, predicted, wanted)}
 
     def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
-        """Compute the share of texts whose labels are all correct, and F1 scores; that of a label without any is 0."""
+        """Compute the share of texts with all labels correct, and F1 scores. The score of a label without any is 0."""
         f1_micro = f1_macro = math.nan
         if totals.count > 0:
             (of_all_labels,) = f1_scores({key: [sum(each)] for key, each in totals.sums.items()})
@@ -214,7 +214,7 @@ class SequenceClassification(LLMFinetune):
         return config
 
     def _label_names(self, config: PreTrainedConfig) -> Sequence[str]:
-        """The names of the section, else those of the pretrained classifier."""
+        """The names of the section, or else the names of the pretrained classifier."""
         section = self.section
         pretrained = pretrained_labels(config)
         count = section.num_labels or (1 if section.problem == "regression" else None)
@@ -250,7 +250,7 @@ class SequenceClassification(LLMFinetune):
         return super().build_dataloader(section, validation=validation)
 
     def build_dataset(self, section: Target) -> Any:
-        """Build the data set that a section names; its builder gets the tokenizer and the labels."""
+        """Build the data set that a section names. Its builder gets the tokenizer and the labels."""
         return build(section, tokenizer=self.tokenizer, labels=self.labels)
 
     def usual_collate_fn(self) -> Any:

@@ -42,7 +42,7 @@ log = logging.getLogger("automodel_ckpt")
 class VLMLoop(TrainingLoop):
     """Trains a model of images, audio and text."""
 
-    # Such as the last layers of a LLaVA vision tower, whose features are not used.
+    # Such as the last layers of a LLaVA vision tower: their features are not used.
     rejects_unused_parameters = True
 
 

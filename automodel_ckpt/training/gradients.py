@@ -79,10 +79,10 @@ class GradientAccumulation:
         self._copied: dict[int, torch.Tensor] = {}
         self._is_checked = False
         self.metrics: dict[str, Number] = {}
-        """This rank's sums of the objective's metrics over the newest global batch; all ranks have the same names."""
+        """This rank's sums of the objective's metrics over the newest global batch. All ranks have the same names."""
 
     def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
-        """Add the gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim.
+        """Add the gradient of the summed loss times *weight*. Returns this rank's summed loss, 0-dim.
 
         Called on all ranks.
         """
@@ -161,10 +161,10 @@ class GradientAccumulation:
         return value.double().reshape(()) if self._keeps_on_device else float(value)
 
     def _backward(self, result: LossSum, weight: float) -> None:
-        """Add the gradient of a micro-batch's summed loss times *weight*, and those of the losses beside it.
+        """Add the gradients of a micro-batch's summed loss times *weight*, and of its further losses.
 
-        These are its share of the router's loss, and the loss of further tokens. Raises :class:`RecipeError` where the
-        objective left one out.
+        The further losses are its share of the router's loss, and the loss of further tokens. Raises
+        :class:`RecipeError` where the objective left one out.
         """
         losses, weights = [result.loss], [weight]
         if self._router_loss is not None:
@@ -212,7 +212,7 @@ class GradientAccumulation:
 
 
 def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Add up the losses of micro-batches in float64; a single loss keeps its dtype. 0-dim."""
+    """Add up the losses of micro-batches in float64. A single loss keeps its dtype. 0-dim."""
     if len(losses) == 1:
         return losses[0]
     device = losses[0].device if losses else None

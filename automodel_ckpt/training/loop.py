@@ -69,7 +69,7 @@ class TrainingLoop:
     """Whether trained parameters without a gradient in the first step are an error in any case, not only with ddp."""
 
     def __init__(self, recipe: Any) -> None:
-        """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe`; its parts have been built."""
+        """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe`. Its parts have been built."""
         self.config: RecipeConfig = recipe.config
         self.layout: RankLayout = recipe.layout
         self.stop_request: StopRequest = recipe.stop_request
@@ -112,7 +112,7 @@ class TrainingLoop:
 
     @property
     def last_step(self) -> StepResult | None:
-        """The newest step of this process with known numbers; None before there is one.
+        """The newest step of this process with known numbers. None before there is one.
 
         With several ranks or on a GPU, it is the step before the newest one: :meth:`finish_pending` waits for the
         newest.
@@ -195,7 +195,7 @@ class TrainingLoop:
     def _agree_before_step(self, batch: GlobalBatch | None) -> Control | None:
         """Agree with all ranks on a step on *batch*, and do what is due after the newest step by its clock. Collective.
 
-        Returns None if no step on *batch* follows: the run is over, or has gone back before a spike.
+        Returns None when no step on *batch* follows: the run is over, or has gone back before a spike.
         """
         control = self.agree_on(batch)
         due = self.step_scheduler.apply_new_clock(control)
@@ -254,7 +254,7 @@ class TrainingLoop:
         return due.last or self.step_scheduler.has_stopped_improving
 
     def _go_back_after_spike(self) -> bool:
-        """Go back to an earlier checkpoint if a reported step was a spike; return whether it did. A collective."""
+        """Go back to an earlier checkpoint if a reported step was a spike. Returns whether it did. A collective."""
         if self.divergence.spike is None:
             return False
         # The host may run ahead of the device by a step, which has to be reported before its state is replaced.
@@ -284,7 +284,7 @@ class TrainingLoop:
         return due
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
-        """Yield the batches of *source*, then None if this rank receives a stop request while it waits for one."""
+        """Yield the batches of *source*, and at last None when this rank is asked to stop while it waits for one."""
         with closing(iter(source)) as batches:  # type: ignore[type-var]
             while True:
                 try:
@@ -315,7 +315,7 @@ class TrainingLoop:
     # ---------------------------------------------------------------- step
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
-        """Train on one global batch and count it; returns what is due after it.
+        """Train on one global batch and count it. Returns what is due after it.
 
         If something is due by the counters, the ranks exchange their flags now: the next exchange is after what is due,
         which may be a long export. One rank always does, since its exchange costs nothing. With several ranks, what is
@@ -394,7 +394,7 @@ class TrainingLoop:
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 
     def clip_gradients(self) -> Number:
-        """Scale all gradients together to ``clip_grad_norm``; returns their 2-norm before that. A collective.
+        """Scale all gradients together to ``clip_grad_norm``. Returns their 2-norm before that. A collective.
 
         An optimizer with ``divide_in_step`` scales them as it reads them. The norm is a tensor on the device if the
         host runs ahead and the optimizer can leave out an update by a flag; otherwise a number.
@@ -425,7 +425,7 @@ class TrainingLoop:
     # ---------------------------------------------------------------- validation, and the end
 
     def validate(self) -> Validation | None:
-        """Compute the mean loss over each validation set; None if a stop was requested meanwhile."""
+        """Compute the mean loss over each validation set. Returns None when a stop was requested meanwhile."""
         return self.validations.measure(self.step_scheduler.step)
 
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:

@@ -170,7 +170,7 @@ class Recipe(RecipeParts):
         self.ema = self.weight_average.module
 
     def build_checkpointer(self) -> Checkpointer | None:
-        """Build the ``checkpoint`` section and take the lease of its directory; None if it is not enabled."""
+        """Build the ``checkpoint`` section and take the lease of its directory. Returns None when it is not enabled."""
         if not self.config.checkpoint.enabled:
             return None
         checkpointer = open_checkpointer(self.config, self.layout, self._resources)

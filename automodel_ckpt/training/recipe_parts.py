@@ -67,11 +67,11 @@ class RecipeParts:
     Config = RecipeConfig
     """The dataclass of the recipe file."""
     auto_class: ClassVar[Any]
-    """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
+    """The class of transformers that creates the model, by ``from_pretrained`` and ``from_config``."""
     task_type: ClassVar[str | None] = None
-    """peft's name of the task; None if peft has no class of models for it."""
+    """peft's name of the task. None when peft has no class of models for it."""
     section_key: ClassVar[str] = ""
-    """The key of the section of the recipe's kind of training; empty if there is none."""
+    """The key of the section of the recipe's kind of training. Empty if there is none."""
     section_class: ClassVar[Any] = None
     """The dataclass of this section."""
     shares_rows: ClassVar[bool] = False
@@ -95,7 +95,7 @@ class RecipeParts:
     unsupported: ClassVar[Sequence[Unsupported]] = ()
     """The keys that the recipe does not support."""
     untracked: Collection[str] = ()
-    """Names of attributes with state that is not saved; a class may set it, and so may :meth:`build`."""
+    """Names of attributes with state that is not saved. A class may set it, and so may :meth:`build`."""
 
     # Set by join_ranks.
     layout: RankLayout
@@ -104,12 +104,12 @@ class RecipeParts:
     run_log: RunLog
     # Set by build.
     preprocessor: Any
-    """The tokenizer or processor, whose files are part of exports; None if there is none."""
+    """The tokenizer or processor. Its files are part of exports. None when there is none."""
     model_config: PreTrainedConfig | None = None
-    """The transformers configuration; None for a model by ``_target_``, and before :meth:`build_training` reads it."""
+    """The transformers configuration. None for a model by ``_target_``, and before :meth:`build_training` reads it."""
     dataloader: GlobalBatchLoader
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
-    """Reads ``validation_dataset`` from its start; None if there is none."""
+    """Reads ``validation_dataset`` from its start. None when there is none."""
     validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]]
     """Read the sets of ``validation_datasets`` from their starts, by name."""
     step_scheduler: StepScheduler
@@ -121,10 +121,10 @@ class RecipeParts:
     loss_fn: LossFn
     """The loss of full logits, if the output layer does not compute it."""
     weight_average: WeightAverage | None = None
-    """The section ``ema``; its module is the attribute ``ema``, under which name checkpoints store it."""
+    """The section ``ema``. Its module is the attribute ``ema``, under which name checkpoints store it."""
     # Set by setup after build.
     stop_tokens: Sequence[int] = ()
-    """The tokens that end generated text beside those of the base: they end the answers of the data."""
+    """The tokens that end generated text in addition to the base's end tokens: they end the answers of the data."""
     rng: StatefulRNG
     objective: Objective
     saves: Saves
@@ -169,8 +169,8 @@ class RecipeParts:
     def build_training(self) -> None:
         """Create the data, the model and what updates it from the recipe's sections.
 
-        :attr:`preprocessor` exists already. The order is that of their failures: configuration and data are checked
-        before weights are read.
+        :attr:`preprocessor` exists already. The order determines which failure comes first: configuration and data are
+        checked before weights are read.
         """
         config = self.config
         self.model_config = self.build_model_config()
@@ -249,7 +249,7 @@ class RecipeParts:
         return steps.local_batch_size * sizes.dp * sizes.pp
 
     def labels_in_words(self, micro_batch: Tensors) -> list[str]:
-        """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
+        """Describe the label of each sample of *micro_batch*, for ``--show-samples``. Empty if tokens have labels."""
         return []
 
     def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
@@ -259,7 +259,7 @@ class RecipeParts:
     # ---------------------------------------------------------------- the model and what updates it
 
     def build_model_config(self) -> PreTrainedConfig | None:
-        """Read the transformers configuration of the model; None for a model by ``_target_``.
+        """Read the transformers configuration of the model. Returns None for a model by ``_target_``.
 
         Extend it to change settings that the recipe's sections determine, such as the names of labels.
         """
@@ -270,7 +270,7 @@ class RecipeParts:
     def build_trainable(
         self, config: RecipeConfig | None = None, *, is_trained: bool = True
     ) -> Trainable:
-        """Build the model that a recipe's sections describe, by default those of this recipe. A collective.
+        """Build the model that a recipe's sections describe, by default the sections of this recipe. A collective.
 
         A recipe with several models calls it once for each. Only attributes of the recipe are saved, so assign the
         module of a :class:`Trainable` to an attribute if it has to be saved.
@@ -318,7 +318,7 @@ class RecipeParts:
         return 1.0
 
     def build_lr_scheduler(self) -> LRScheduler | None:
-        """Build the ``lr_scheduler`` section, by name over the planned steps; None for a constant rate."""
+        """Build the ``lr_scheduler`` section, by name over the planned steps. Returns None for a constant rate."""
         section = self.config.lr_scheduler
         if section is None:
             return None
@@ -339,7 +339,7 @@ class RecipeParts:
 
     @property
     def section(self) -> Any:
-        """The section of the recipe's kind of training, such as ``dpo``, or its defaults; None if there is none."""
+        """The section of the recipe's kind of training, such as ``dpo``, or its defaults. None when there is none."""
         if not self.section_key:
             return None
         return getattr(self.config, self.section_key) or self.section_class()
@@ -362,13 +362,13 @@ class RecipeParts:
         return self.loop_class(self)
 
     def other_models(self) -> Sequence[nn.Module]:
-        """List the models that are in memory beside the trained one, for the forecast of a dry run."""
+        """List the models that are in memory in addition to the trained one, for the forecast of a dry run."""
         return ()
 
     # ---------------------------------------------------------------- what saves and exports
 
     def build_assets(self) -> dict[str, Assets]:
-        """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
+        """Describe what an export of ``model`` needs in addition to its weights. Empty for a model by ``_target_``."""
         assets = export_assets(self)
         if self.weight_average is not None and model_layout(self.config) != "shards":
             # The files of the average are a complete model, too.
@@ -377,7 +377,7 @@ class RecipeParts:
         return assets
 
     def export_files(self) -> Mapping[str, bytes]:
-        """Describe the files that exports have beside those of transformers and peft: content by relative path."""
+        """Describe the files of exports in addition to the files of transformers and peft: content by relative path."""
         return {}
 
     def build_saves(self) -> Saves:

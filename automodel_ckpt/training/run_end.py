@@ -18,7 +18,7 @@ log = logging.getLogger("automodel_ckpt")
 
 
 def acknowledging(loop: Any) -> Callable[[int], None]:
-    """Return a function that logs a received signal and what follows; a thread calls it while the step continues."""
+    """Return a function that logs a received signal and what follows. A thread calls it while the step continues."""
 
     def acknowledge(number: int) -> None:
         saves = "saving" if loop.checkpointer else "nothing is saved, checkpoint.enabled is false"
@@ -73,7 +73,7 @@ def already_complete(loop: Any) -> None:
 
 
 def signal_name(number: int | None) -> str:
-    """How messages name the signal *number*; 0 or None if another rank received it."""
+    """How messages name the signal *number*. It is 0 or None when another rank received the signal."""
     return signal.Signals(number).name if number else "a signal to another rank"
 
 

@@ -37,7 +37,7 @@ class Span:
 class PreviewSample:
     """A sample in the order of training: its *number* in the data set, its tokens and labels, and its text.
 
-    *label* is the label of a sample whose tokens have none; empty for others.
+    *label* is the label of a sample without labels of tokens. It is empty for other samples.
     """
 
     number: int
@@ -49,10 +49,11 @@ class PreviewSample:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """What a recipe trains on. *lengths* are those of the first samples only if *is_partial*.
+    """What a recipe trains on. With *is_partial*, *lengths* has only the lengths of the first samples.
 
-    *num_truncated* and *num_skipped* are None if they are unknown; *packs* and *template* are in words, empty if there
-    are none. *num_audio_tokens* are those of *lengths* that stand for audio. *notes* are warnings about samples.
+    *num_truncated* and *num_skipped* are None when they are unknown. *packs* and *template* are in words, and empty if
+    there are none. *num_audio_tokens* is the part of *lengths* that represents audio. *notes* are warnings about
+    samples.
     """
 
     lengths: LengthSummary
@@ -72,7 +73,7 @@ class _DataIsBuilt(Exception):
 def built_data(recipe_class: type[Recipe], recipe_arguments: Mapping[str, Any]) -> Recipe:
     """Build the preprocessor and the training data of a recipe, as one rank without a process group, and no model.
 
-    *recipe_arguments* are those of the class. Raises :class:`RecipeError` if they cannot be built.
+    *recipe_arguments* are the arguments of the class. Raises :class:`RecipeError` if they cannot be built.
     """
 
     class DataOnly(recipe_class):  # type: ignore[misc,valid-type]
@@ -103,7 +104,7 @@ def summary(recipe: Recipe) -> DataSummary:
     """Summarize the training data of a recipe that :func:`built_data` returned."""
     dataset = recipe.dataloader.dataset
     if isinstance(dataset, TargetedDataset):
-        # Its samples, and packs, are those of the data set that it wraps.
+        # It has the same samples and packs as the data set that it wraps.
         dataset = dataset.dataset
     packs = ""
     if isinstance(dataset, PackedDataset | PackedImages):
@@ -131,7 +132,10 @@ def summary(recipe: Recipe) -> DataSummary:
 
 
 class _Row(NamedTuple):
-    """A row of a micro-batch without padding; *label* is that of the whole row, empty if its tokens have labels."""
+    """A row of a micro-batch without padding.
+
+    *label* is the label of the whole row. It is empty if the tokens of the row have labels.
+    """
 
     tokens: list[int]
     labels: list[int]

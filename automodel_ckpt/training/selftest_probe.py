@@ -34,7 +34,7 @@ _OF_THE_CLOCK = {"elapsed_seconds"}
 
 def observed(recipe_class: type[Recipe], directory: Path, *, stop_after: int | None = None) -> Any:
     """*recipe_class*, writing a line of JSON per step to ``rank_{r}.jsonl`` in *directory* (for its fields see
-    :func:`observation`); with *stop_after* it asks itself to stop after that step, as by a signal."""
+    :func:`observation`). With *stop_after* it asks itself to stop after that step, as by a signal."""
 
     class ObservedLoop(recipe_class.loop_class):  # type: ignore[name-defined,misc]
         recipe: Recipe
@@ -66,7 +66,7 @@ def observation(recipe: Recipe, batch: GlobalBatch) -> dict[str, Any]:
     """The result of a step on this rank: numbers as exact text (``float.hex``), and a digest of each state value.
 
     The keys of ``state`` are ``attribute/tensor`` for modules and optimizers, ``attribute`` for the rest. The digest of
-    a sharded tensor is that of the rank's shard.
+    a sharded tensor is the digest of the rank's shard.
     """
     result = recipe.loop.last_step
     assert result is not None

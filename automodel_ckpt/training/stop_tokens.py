@@ -32,7 +32,7 @@ _NUM_EXAMINED = 64
 def set_generation(recipe: Any) -> list[int]:
     """Let text that *recipe*'s model generates have the chat template of the data, and end where its answers do.
 
-    Returns the tokens that end it beside those of the base.
+    Returns the tokens that end it in addition to the base's end tokens.
     """
     section, preprocessor = recipe.config.dataset, getattr(recipe, "preprocessor", None)
     use_chat_template(section, preprocessor)
@@ -164,7 +164,7 @@ def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:
-    """The special token that *renderer* writes after an answer; none if it writes text first."""
+    """The special token that *renderer* writes after an answer. Empty if it writes text first."""
     end = renderer.end_of_turn.strip()
     first = encode_one(tokenizer, end)[:1] if end else []
     return set(first) & _special(tokenizer)

@@ -13,7 +13,7 @@ from automodel_ckpt.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A key that a recipe does not support, and why. A key whose value is a whole number is supported up to 1."""
+    """A key that a recipe does not support, and why. A key with a whole number as its value is supported up to 1."""
 
     key: str
     reason: str
@@ -36,7 +36,7 @@ def unsupported_keys(config: RecipeConfig, table: Iterable[Unsupported]) -> list
 
 
 def _value_of(config: RecipeConfig, key: str) -> Any:
-    """The value of *key*; None if a section of it is missing, or is another kind of section."""
+    """The value of *key*. Returns None when a section of it is missing, or is another kind of section."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)

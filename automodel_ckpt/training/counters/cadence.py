@@ -1,6 +1,6 @@
 """When to validate, save and end: pure functions over counters.
 
-Steps are optimizer steps and count from 1; epochs count from 0. A step that ends an epoch belongs to that epoch.
+Steps are optimizer steps and count from 1. Epochs count from 0. A step that ends an epoch belongs to that epoch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """The triggers of a run; None disables one.
+    """The triggers of a run. None disables one.
 
     ``max_time_seconds`` counts from the start of this session. With ``mtbf_seconds``, a mean time between failures, the
     run chooses how often it saves. ``bench_every_steps`` has the interval of each benchmark.
@@ -84,7 +84,7 @@ def due_after(
 
 
 def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
-    """The number of steps of the run; None if it depends on a stream, whose *steps_per_epoch* is None."""
+    """The number of steps of the run. Returns None when it depends on a stream (*steps_per_epoch* is None)."""
     limits = []
     if cadence.max_steps is not None:
         limits.append(cadence.max_steps)
@@ -108,7 +108,7 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
 
 
 def divides(every: int | None, count: int) -> bool:
-    """Whether an interval ends at *count*; None is no interval."""
+    """Whether an interval ends at *count*. None is no interval."""
     return every is not None and count % every == 0
 
 

@@ -1,4 +1,4 @@
-"""Early stopping: the end of a run whose metric does not improve anymore."""
+"""Early stopping: end a run when its metric no longer improves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EarlyStopping:
         return self.num_without_improvement >= self.rule.patience
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Count a validation after *step* if it measured the metric; a value that is not finite improves nothing."""
+        """Count a validation after *step* if it measured the metric. A value that is not finite improves nothing."""
         value = metrics.get(self.rule.metric)
         if value is None:
             return

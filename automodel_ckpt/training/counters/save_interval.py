@@ -7,7 +7,7 @@ import math
 from automodel_ckpt.base.units import counted
 
 FIRST_STEPS = 10
-"""Steps before the first save, whose cost is then measured."""
+"""Steps before the first save. The cost of that save is then measured."""
 # A new interval is logged if it differs from the logged one by more than this factor.
 _LOGGED_RATIO = 1.25
 

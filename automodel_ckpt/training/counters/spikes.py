@@ -32,7 +32,7 @@ class SpikeDetector:
     def __init__(self, rule: OnSpikeConfig) -> None:
         """*rule* is the section ``step_scheduler.on_spike``.
 
-        A median below zero, which some losses have, may be exceeded by factor - 1 times its size; a median of zero
+        A median below zero, which some losses have, may be exceeded by factor - 1 times its size. A median of zero
         states no scale, so there is no limit.
         """
         self.rule = rule
@@ -68,7 +68,7 @@ class SpikeDetector:
         return None
 
     def leave_out(self, step: int, before: Iterable[int] = ()) -> int:
-        """Leave out the next batches after *step*, as many as the rule asks for; returns their number.
+        """Leave out the next batches after *step*, as many as the rule asks for. Returns their number.
 
         Those that are left out already are not among them: so are the batches *before*, which a checkpoint that was
         loaded does not contain yet.
@@ -120,7 +120,7 @@ class SpikeDetector:
 
 
 def _exceeded(value: float, middle: float, factor: float) -> str:
-    """The limit that *value* is above, in words; empty if it is not. *middle* is the median of the values before."""
+    """The limit that *value* is above, in words. Empty if it is not. *middle* is the median of the values before."""
     if middle == 0:
         return ""
     # Twice a negative median is below it, so that an improvement would exceed it.

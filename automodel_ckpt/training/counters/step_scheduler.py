@@ -1,6 +1,6 @@
 """The counters of a run, which checkpoints contain, and what is due by them and by the clock.
 
-Steps are optimizer steps and count from 1; epochs count from 0. A step that ends an epoch belongs to that epoch.
+Steps are optimizer steps and count from 1. Epochs count from 0. A step that ends an epoch belongs to that epoch.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class StepScheduler:
         self.ended_early = False
         self.ran_out_of_time = False
         self.validation_is_due = False
-        """Whether the current step is to be validated; after a resume, because a signal had prevented it."""
+        """Whether the current step is to be validated after a resume, because a signal had prevented it."""
         self.benchmarks_are_due = False
         self.save_was_due = False
         self.nonfinite_steps = 0
-        """Consecutive steps up to the newest one whose loss or gradient norm was not finite, where they are counted."""
+        """Consecutive steps, up to the newest one, with a loss or gradient norm that was not finite, if counted."""
         self._follow_rules(cadence)
         self._clock = clock
         self._session_start = clock()
@@ -91,7 +91,7 @@ class StepScheduler:
         self._longest_save_seconds = 0.0
 
     def _follow_rules(self, cadence: Cadence) -> None:
-        """Create what follows the rules of the recipe; without them, their modules are not imported."""
+        """Create what follows the rules of the recipe. Without them, their modules are not imported."""
         self.early_stopping: EarlyStopping | None = None
         if cadence.early_stopping is not None:
             from automodel_ckpt.training.counters.early_stopping import EarlyStopping
@@ -125,7 +125,7 @@ class StepScheduler:
             self.early_stopping.note(self.step, metrics)
 
     def note_finite(self, is_finite: bool) -> bool:
-        """Count a step whose loss and gradient norm are finite or not. Returns whether the run has to stop.
+        """Count a step by whether its loss and gradient norm are finite. Returns whether the run has to stop.
 
         Nothing is counted without ``stop_after_nonfinite_steps``.
         """
@@ -141,7 +141,7 @@ class StepScheduler:
         return self.step != self._saved_step
 
     def start_step(self) -> None:
-        """Start to measure the duration of a step. Optional; it makes :meth:`time_is_up` more precise."""
+        """Start to measure the duration of a step. Optional. It makes :meth:`time_is_up` more precise."""
         self._step_start = self._clock()
 
     @property
@@ -181,7 +181,10 @@ class StepScheduler:
         )
 
     def apply_new_clock(self, control: Control) -> Due | None:
-        """Return what is due after the newest step by what all ranks agreed on; None if its clock was known before."""
+        """Return what is due after the newest step by what all ranks agreed on.
+
+        Returns None when the clock of the step was known before.
+        """
         if self._clock_is_known:
             return None
         return self.apply_clock(control.clock, stop=control.stop)
@@ -311,7 +314,7 @@ class StepScheduler:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters of a checkpoint. ``planned_steps`` stays that of this run.
+        """Restore the counters of a checkpoint. ``planned_steps`` keeps the value of this run.
 
         Raises :class:`CheckpointUnusable` for impossible values.
         """

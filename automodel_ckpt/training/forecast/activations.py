@@ -34,7 +34,7 @@ _BLOCKS = 1.03
 _SMALL_LOGITS = 8
 """On a CPU, up to an eighth of a chunk of logits is computed without chunks."""
 _LOSS_BYTES = 3 * 4
-"""Of a logit, if autograd computes the loss: the logarithms of probabilities, their gradient, and that of logits, in
+"""Bytes of a logit if autograd computes the loss: the log-probability, its gradient and the logit's gradient, in
 float32."""
 
 
@@ -43,11 +43,12 @@ class Activations:
     """Bytes of the activations and temporary tensors of all micro-batches in progress, without gradients.
 
     They are the peaks in the phases of a micro-batch: the forward pass up to the output layer, the loss, the backward
-    pass of the output layer, and that of the other layers. *saved* exist before the last one. *backward* has (share of
-    the gradients of the model without its output layer that were complete before, peak) of each part of it: gradients
-    take the place of activations. *step* is the peak of all phases beside the gradients that remain after the step.
-    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases. *last_other* are
-    those of one of them that is complete when there are gradients of earlier micro-batches; 0 if none is.
+    pass of the output layer, and the backward pass of the other layers. *saved* exist before the last phase. *backward*
+    has a pair for each part of the last phase: the share of the gradients of the model without its output layer that
+    were complete before, and the peak. Gradients take the place of activations. *step* is the peak of all phases in
+    addition to the gradients that remain after the step. *others* are the activations of the other micro-batches of a
+    pipeline, which exist in all phases. *last_other* are the activations of one such micro-batch that is complete when
+    there are gradients of earlier micro-batches. It is 0 if none is complete.
     """
 
     forward: int = 0
@@ -61,7 +62,7 @@ class Activations:
 
 
 def estimate_activations(rank: RankParts, traces: Traces, pipeline_rank: int) -> Activations | None:
-    """Estimate the activations of a *rank* with one of the stages of a pipeline. Returns None if they are unknown."""
+    """Estimate the activations of a *rank* with one of the stages of a pipeline. Returns None when they are unknown."""
     recipe, sizes = rank.recipe, rank.sizes
     batch = micro_batch_shape(recipe)
     if batch is None:
@@ -116,7 +117,7 @@ def _peak(rank: RankParts, trace: StepTrace, head: HeadMemory) -> int:
 
 
 def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
-    """The largest number of micro-batches whose activations a rank of a pipeline has at one time."""
+    """The largest number of micro-batches with activations on a rank of a pipeline at one time."""
     if sizes.pp == 1:
         return 1
     num_batches = num_micro_batches(config, sizes.dp)

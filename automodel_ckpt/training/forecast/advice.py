@@ -35,7 +35,7 @@ class Advice:
     """Whether a run fits into the memory of its device, and the least expensive settings that fit if it does not.
 
     *missing_bytes* is how much more memory the device would need. *overrides* are to be pasted after the command, and
-    *memory* is the forecast with them; None if no settings were found.
+    *memory* is the forecast with them. It is None when no settings were found.
     """
 
     fits: bool
@@ -49,7 +49,7 @@ def advice_for(
 ) -> Advice | None:
     """Find other settings of a dry run's *recipe*, which needs *memory*, for a device of *device_bytes*.
 
-    *config* is the recipe as it was given, before its data types were resolved. Returns None if the memory of the
+    *config* is the recipe as it was given, before its data types were resolved. Returns None when the memory of the
     device or of the run is unknown.
     """
     if device_bytes is None or memory.activations is None:
@@ -80,7 +80,7 @@ def _changed(config: RecipeConfig, changes: Changes) -> RecipeConfig:
 def _forecast(
     recipe: Any, config: RecipeConfig, sizes: Sizes, usable: float, traces: Traces
 ) -> Memory | None:
-    """The memory of a dry run's *recipe* with another *config*. Returns None if it does not fit or is unknown."""
+    """The memory of a dry run's *recipe* with another *config*. Returns None when it does not fit or is unknown."""
     device = recipe.layout.device
     # It shares the model.
     changed = copy.copy(recipe)

@@ -32,10 +32,10 @@ _COMMUNICATION_BYTES = 2**30
 class Memory:
     """Bytes of one rank at the peak of a step, by content.
 
-    *gradients*, *gathered* and *activations* are those of the phase with the peak: before the first backward pass of a
-    step, there are no gradients. *average* belongs to the section ``ema``, *others* are the weights of models that are
-    not trained. *process* is the memory of the process before the model exists. *activations* are None if they cannot
-    be estimated.
+    *gradients*, *gathered* and *activations* are the bytes in the phase with the peak: before the first backward pass
+    of a step, there are no gradients. *average* belongs to the section ``ema``, *others* are the weights of models that
+    are not trained. *process* is the memory of the process before the model exists. *activations* are None when they
+    cannot be estimated.
     """
 
     weights: int
@@ -55,7 +55,7 @@ class Memory:
 
 
 def estimate_memory(recipe: Any, traces: Traces | None = None) -> Memory:
-    """Estimate the memory of one rank of a dry run's *recipe*, whose layout has the sizes of the mesh.
+    """Estimate the memory of one rank of a dry run's *recipe*. The recipe's layout has the sizes of the mesh.
 
     The peak is in the backward pass or in the optimizer's step. With a pipeline, the result is for the rank with most.
     Without *traces*, which keep what was traced, activations count as nothing.

@@ -31,10 +31,10 @@ class MicroBatchShape:
 
 
 def micro_batch_shape(recipe: Any) -> MicroBatchShape | None:
-    """The shape of a full micro-batch. Returns None if it is unknown.
+    """The shape of a full micro-batch. Returns None when it is unknown.
 
-    Its samples are as long as the recipe allows. Their number of rows is that of the first micro-batch: a pair of
-    answers has two. So is their length if they have images, or if the recipe does not determine it.
+    Its samples are as long as the recipe allows. Their number of rows is taken from the first micro-batch: a pair of
+    answers has two. Their length is also taken from it if they have images, or if the recipe does not determine it.
     """
     packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
     arguments = recipe.config.dataset.kwargs
@@ -59,7 +59,10 @@ def micro_batch_shape(recipe: Any) -> MicroBatchShape | None:
 
 
 def _first_micro_batch(recipe: Any) -> Mapping[str, torch.Tensor] | None:
-    """The first samples of the training data, collated; None for streams, and samples that cannot be collated here."""
+    """The first samples of the training data, collated.
+
+    Returns None for streams, and for samples that cannot be collated here.
+    """
     loader = recipe.dataloader
     try:
         size = recipe.config.step_scheduler.local_batch_size

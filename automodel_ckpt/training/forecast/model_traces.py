@@ -28,11 +28,11 @@ from automodel_ckpt.training.model.sections import activation_mode
 log = logging.getLogger("automodel_ckpt")
 
 Traces = dict[tuple[Any, ...], StepTrace | None]
-"""The traces of a model by what changes a trace; None for those that cannot be traced."""
+"""The traces of a model by what changes a trace. None for steps that cannot be traced."""
 
 
 def trace_of(rank: RankParts, batch: MicroBatchShape, traces: Traces) -> StepTrace | None:
-    """The trace of a step with the rows of *batch*, without images. Returns None if the forward pass needs values."""
+    """The trace of a step with the rows of *batch*, without images. Returns None when the forward pass needs values."""
     sizes = (batch.rows, batch.tokens_per_row, batch.targets_per_row)
     key = (*sizes, activation_mode(rank.recipe.config.model), rank.is_sharded, rank.sizes.tp)
     if key not in traces:
@@ -83,9 +83,9 @@ def _is_autocast(rank: RankParts) -> bool:
 
 
 def image_bytes(rank: RankParts, images: Mapping[str, torch.Tensor]) -> int | None:
-    """Bytes that remain after a multimodal model has computed the features of *images*. Returns None if unknown.
+    """Bytes that remain after a multimodal model has computed the features of *images*. Returns None when unknown.
 
-    *images* are arguments of ``get_image_features``, of which only shapes and dtypes are used.
+    *images* are arguments of ``get_image_features``. Only their shapes and dtypes are used.
     """
     inner = model_without_adapters(rank.recipe.model)
     is_autocast = _is_autocast(rank)
@@ -132,7 +132,7 @@ def _computed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, t
 
 
 def _traced_part(model: Any) -> nn.Module:
-    """The part of a model whose activations are traced: without the output layer, with the layers of further tokens."""
+    """The part of a model that is traced: without the output layer, with the layers of further tokens."""
     model = model_without_adapters(model)
     backbone: nn.Module = getattr(model, "base_model", model)
     layers = mtp_of(model)
@@ -159,7 +159,7 @@ def _without_output_layer(backbone: Any) -> Iterator[None]:
 def _quantized(
     backbone: nn.Module, layers: Sequence[nn.Linear], is_autocast: bool
 ) -> Iterator[None]:
-    """Let *layers* of *backbone* compute as those of bitsandbytes, and their adapters as peft's for these.
+    """Let *layers* of *backbone* compute as bitsandbytes layers do, and their adapters as peft's adapters for these.
 
     Results have the type of the inputs. Under autocast, adapters do not cast their inputs.
     """

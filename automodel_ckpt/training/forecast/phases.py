@@ -1,4 +1,4 @@
-"""The memory of the phases of a step: gradients, what fsdp2 gathers beside the shards, and activations.
+"""The memory of the phases of a step: gradients, what fsdp2 gathers in addition to the shards, and activations.
 
 A group of parameters is gathered into one buffer, and copied out of it. The buffer is freed when the next group of a
 forward pass is copied out; in the backward pass, right after the copy. The gradients of a group are copied into a
@@ -120,7 +120,7 @@ def _sharded(
         Phase(in_progress, last + before, activations.others),
     ]
     trained = [each for each in parameters if each.requires_grad]
-    # fsdp2 reduces the gradients of the output layer first, and those of the root when activations are freed.
+    # fsdp2 reduces the gradients of the output layer first, and the root's gradients when activations are freed.
     complete = rank.stored_bytes(_those_in(trained, outputs))
     ends = {id(each) for each in _those_in(trained, [*modules, *embeddings, *outputs])}
     of_root = rank.stored_bytes(each for each in trained if id(each) not in ends)

@@ -30,7 +30,7 @@ from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 
 @dataclass(frozen=True, slots=True)
 class ForecastDevice:
-    """The device that a forecast is for: its *type*, ``cuda`` or ``cpu``, and its memory; None: not limited."""
+    """The device that a forecast is for: its *type*, ``cuda`` or ``cpu``, and its memory. None means not limited."""
 
     type: str
     nbytes: int | None = None
@@ -46,21 +46,21 @@ class Plan:
     num_parameters: int
     num_trained: int
     steps: int | None
-    """The steps of the run; None if they are unknown."""
+    """The steps of the run. None when they are unknown."""
     steps_per_epoch: int | None
-    """The steps of an epoch; None if they are unknown."""
+    """The steps of an epoch. None when they are unknown."""
     memory: Memory
     micro_batch: MicroBatchShape | None
-    """The size of the micro-batch that *memory* is for, with the longest samples; None if it is unknown."""
+    """The size of the micro-batch that *memory* is for, with the longest samples. None when it is unknown."""
     checkpoint_bytes: int | None
-    """The size of one checkpoint; None if the run saves none."""
+    """The size of one checkpoint. None when the run saves none."""
     config_json: bytes | None = None
-    """The content of the model's config.json; None with adapters and for a model by ``_target_``."""
+    """The content of the model's config.json. None with adapters and for a model by ``_target_``."""
     end: str = ""
     """A sentence about what will end the run."""
     device: ForecastDevice | None = None
     advice: Advice | None = None
-    """Whether the memory of the device suffices, and other settings; None if this is unknown."""
+    """Whether the memory of the device suffices, and other settings. None when this is unknown."""
 
 
 def device_here(recipe: Any) -> ForecastDevice:
@@ -72,8 +72,10 @@ def device_here(recipe: Any) -> ForecastDevice:
 
 
 def plan(recipe: Any, sizes: Sizes, device: ForecastDevice | None = None) -> Plan:
-    """Build *recipe* without weights for a mesh of *sizes*, and forecast what it needs on *device*, by default that of
-    this machine. Raises :class:`RecipeError` if it could not train."""
+    """Build *recipe* without weights for a mesh of *sizes*, and forecast what it needs on *device*.
+
+    The default is the device of this machine. Raises :class:`RecipeError` if the recipe could not train.
+    """
     device = device or device_here(recipe)
     given = recipe.config
     _build_without_weights(recipe, sizes, device)

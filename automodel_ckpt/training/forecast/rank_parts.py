@@ -51,7 +51,7 @@ class RankParts:
         self.shapes = _tensor_parallel_shapes(recipe) if sizes.tp > 1 else {}
         """The shapes of the parameters, by id, that tensor parallelism divides."""
         self.itemsizes = quantized_itemsizes(recipe)
-        """Bytes of a stored element, by the ids of parameters whose dtype is another one in a run."""
+        """Bytes of a stored element, by the ids of parameters that have another dtype in a run."""
         self._experts: set[int] = set()
         if sizes.ep > 1:
             for module in experts_of(recipe.model).values():
@@ -96,7 +96,7 @@ def quantized_layers(recipe: Any) -> list[nn.Linear]:
 
 
 def quantized_itemsizes(recipe: Any) -> dict[int, float]:
-    """Bytes of an element of each frozen parameter of a quantized base, by id; empty for other models."""
+    """Bytes of an element of each frozen parameter of a quantized base, by id. Empty for other models."""
     layers = quantized_layers(recipe)
     if not layers:
         return {}

@@ -35,10 +35,10 @@ _NAME = "automodel_ckpt_trace"
 class HeadMemory:
     """The memory of the output layer and the loss, which a trace does not run.
 
-    *peak_bytes* exist while the loss is computed, beside the gradient of the hidden states; *gradient_bytes* of them,
-    the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type or what it is
-    computed from, remain until the backward pass of the layer. *waiting_bytes* are those of a loss until its backward
-    pass begins, if other micro-batches are computed before.
+    *peak_bytes* exist while the loss is computed, in addition to the gradient of the hidden states. *gradient_bytes* of
+    them, the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type or what it
+    is computed from, remain until the backward pass of the layer. *waiting_bytes* are the bytes of a loss until its
+    backward pass begins, if other micro-batches are computed before.
     """
 
     peak_bytes: int
@@ -77,7 +77,7 @@ class StepTrace:
         return self._peak(head, max(done + peak for done, peak in self.course))
 
     def later_peak(self, head: HeadMemory) -> int:
-        """The peak of a micro-batch beside gradients that exist, or of one whose gradients are sharded elsewhere."""
+        """The peak of a micro-batch in addition to existing gradients, or with gradients that are sharded elsewhere."""
         return self._peak(head, max(peak for _, peak in self.course))
 
     def _peak(self, head: HeadMemory, backward: int) -> int:
@@ -207,8 +207,8 @@ def traced_step(
     """Count the bytes of a forward and a backward pass of *backbone*.
 
     Args:
-        backbone: The model without its output layer; its parameters may be on the meta device. It is not changed.
-        inputs: The arguments of its forward pass; only shapes and dtypes are used.
+        backbone: The model without its output layer. Its parameters may be on the meta device. It is not changed.
+        inputs: The arguments of its forward pass. Only shapes and dtypes are used.
         options: Further arguments of its forward pass.
         dtype: The dtype that the passes compute in, by default the dtype of the parameters.
         is_autocast: Whether autocast uses *dtype*; otherwise parameters are cast to it before.
@@ -292,7 +292,7 @@ def fake_parameters(
 ) -> dict[str, torch.Tensor]:
     """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*.
 
-    *shapes* and *dtypes* are those of single parameters and buffers, by id.
+    *shapes* and *dtypes* describe single parameters and buffers, by id.
     """
     own: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -61,7 +61,7 @@ def misplaced_in_data(
 
 
 def check_architecture(model_config: PreTrainedConfig | None) -> None:
-    """Raise :class:`RecipeError` for an encoder-decoder, whose decoder would need texts as well."""
+    """Raise :class:`RecipeError` for an encoder-decoder: its decoder would need texts as well."""
     if model_config is not None and getattr(model_config, "is_encoder_decoder", False):
         raise RecipeError(
             "the recipe embedding supports encoders and decoders, not both in one model",
@@ -157,7 +157,7 @@ def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
     prefixes = tuple(f"{each.base_model_prefix}." for each in classes if each.base_model_prefix)
     heads = [name for name in names if not name.startswith(prefixes)]
     # The files of a backbone have no prefix at all.
-    # Weights are compared under the names that transformers gives those of the first BERT files (gamma, beta).
+    # Weights are compared under the names that transformers gives the weights of the first BERT files (gamma, beta).
     return [*heads, *map(present_name, heads)] if len(heads) < len(names) else []
 
 
@@ -168,7 +168,7 @@ _OTHER_MODES = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
 def sentence_transformers_files(
     section: EmbeddingConfig, dataset: Target, model_config: PreTrainedConfig | None
 ) -> dict[str, bytes]:
-    """The files by relative path; empty for a model without a configuration of transformers, which has no export.
+    """The files by relative path. Empty for a model without a configuration of transformers, which has no export.
 
     *dataset* is the section of the training data: texts are truncated to its ``seq_length``.
     """
@@ -209,7 +209,7 @@ def sentence_transformers_files(
 
 
 def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None:
-    """The number of tokens that texts are truncated to; None: no limit is known."""
+    """The number of tokens that texts are truncated to. None: no limit is known."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limits = [context if limit is None else limit for limit in _limits(dataset)]
     known = [limit for limit in limits if isinstance(limit, int)]

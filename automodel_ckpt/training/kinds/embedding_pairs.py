@@ -54,13 +54,13 @@ class Parts:
 
 
 def num_pairs_of(micro_batch: Tensors) -> int:
-    """The number of pairs of a micro-batch; 0 if it only keeps this rank in step with the others."""
+    """The number of pairs of a micro-batch. 0 if it only keeps this rank in step with the others."""
     is_filler = not bool((micro_batch["labels"] != IGNORE_INDEX).any())
     return 0 if is_filler else len(micro_batch["num_negatives"])
 
 
 def parts_of(values: torch.Tensor, micro_batch: Tensors) -> Parts:
-    """Divide *values* [texts, ...] of a micro-batch; without rows if it only keeps this rank in step."""
+    """Divide *values* [texts, ...] of a micro-batch, or without rows if it only keeps this rank in step."""
     num_pairs = num_pairs_of(micro_batch)
     if num_pairs == 0:
         # A slice, so that a gradient still reaches the model: fsdp2 and ddp reduce it on all ranks.
@@ -72,10 +72,10 @@ def parts_of(values: torch.Tensor, micro_batch: Tensors) -> Parts:
 def own_candidates(
     micro_batches: Sequence[Tensors], digests: Parts, embeddings: Parts, *, hides_equal: bool
 ) -> Candidates:
-    """The candidates for the pairs of this rank's *micro_batches*: of each pair only its own documents.
+    """The candidates for the pairs of this rank's *micro_batches*: for each pair only its own documents.
 
-    *digests* and *embeddings* are those of their texts. With *hides_equal*, a negative with the text of the pair's
-    document is none.
+    *digests* and *embeddings* belong to the texts of the micro-batches. With *hides_equal*, a negative with the same
+    text as the pair's document is not a candidate.
     """
     counts = [each["num_negatives"] for each in micro_batches if num_pairs_of(each)]
     pairs = torch.arange(digests.num_pairs)
@@ -105,7 +105,7 @@ class Embedded:
     documents: torch.Tensor
 
     def candidates(self, own: torch.Tensor, *, hides_equal: bool) -> Candidates:
-        """The candidates for the pairs *own* [B]; with *hides_equal* equal texts are no negatives."""
+        """The candidates for the pairs *own* [B]. With *hides_equal*, equal texts are not negatives."""
         hides_documents, hides_queries = hidden_rows(self.texts, own, hides_equal=hides_equal)
         device = self.queries.device
         return Candidates(

@@ -35,7 +35,10 @@ def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def start_token(config: PreTrainedConfig | None) -> int | None:
-    """The token with which the decoder starts; None if the configuration does not state it (mBART: the language)."""
+    """The token with which the decoder starts.
+
+    Returns None when the configuration does not state it (mBART: the language).
+    """
     token = getattr(config, "decoder_start_token_id", None)
     if token is None:
         # T5Gemma.
@@ -49,8 +52,8 @@ _START_HINT = (
 
 
 def check_forward(config: PreTrainedConfig) -> None:
-    """Raise :class:`RecipeError` for a model whose loss differs from that of the next tokens, or depends on the passes
-    before."""
+    """Raise :class:`RecipeError` for a model with another loss than next-token prediction, or with a loss that depends
+    on earlier passes."""
     ngram = getattr(config, "ngram", 1)
     if ngram != 1:
         raise RecipeError(

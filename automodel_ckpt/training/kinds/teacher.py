@@ -57,7 +57,7 @@ _SAMPLE_BYTES = 2**20
 
 
 def teacher_config(config: RecipeConfig, layout: RankLayout) -> RecipeConfig:
-    """Return a recipe whose ``model`` is the teacher of *config*, for ``build_trainable``."""
+    """Return a recipe with the teacher of *config* as its ``model``, for ``build_trainable``."""
     distributed = config.distributed
     if _offloads(config, layout) and is_fully_sharded(config, layout):
         # fsdp2 moves one layer at a time between host and device.
@@ -112,7 +112,7 @@ class PretrainedTeacher:
 
 
 def find_teacher(config: RecipeConfig, auto_class: Any) -> PretrainedTeacher | None:
-    """Read the configuration of the teacher; None for a teacher by ``_target_``.
+    """Read the configuration of the teacher. Returns None for a teacher by ``_target_``.
 
     Raises :class:`RecipeError` if *auto_class* of transformers does not support the model.
     """
@@ -137,7 +137,7 @@ def check_vocabularies(
     *,
     tp_size: int,
 ) -> int | None:
-    """Compare the vocabularies of teacher and student; return how many of their first tokens are compared.
+    """Compare the vocabularies of teacher and student. Returns how many of their first tokens are compared.
 
     None means all tokens. Vocabularies of different sizes (padding) are accepted if the tokenizers are equal.
     Raises :class:`RecipeError` for other vocabularies.
@@ -181,7 +181,7 @@ def _vocab_size(config: PreTrainedConfig) -> int:
 
 
 def _teacher_tokenizer(teacher: PretrainedTeacher) -> Any:
-    """The tokenizer in the teacher's directory; None if it has none."""
+    """The tokenizer in the teacher's directory. Returns None when there is none."""
     name = str(Path(teacher.name).expanduser())
     options = teacher.repository
     read: Any = AutoTokenizer.from_pretrained
@@ -255,7 +255,7 @@ def _digest_of(directory: Path) -> str:
 def with_numbered_labels(
     micro_batch: Tensors,
 ) -> tuple[dict[str, torch.Tensor], np.ndarray[Any, Any]]:
-    """Replace the labels of *micro_batch* by their numbers 0 to N - 1, sample by sample; returns them beside it.
+    """Replace the labels of *micro_batch* by their numbers 0 to N - 1, sample by sample. Returns them beside it.
 
     Models lay out samples in rows differently: the numbers show which label a position of a row has. The first token of
     a row predicts nothing and gets -100.
@@ -274,7 +274,7 @@ class Teacher:
     def __init__(
         self, trainable: Trainable, layout: RankLayout, num_columns: int | None, *, offload: bool
     ) -> None:
-        """*num_columns* is the number of tokens that are compared; None: all. With *offload*, the weights are on the
+        """*num_columns* is the number of tokens that are compared. None: all. With *offload*, the weights are on the
         device only inside of :meth:`predicting`."""
         self.trainable = trainable
         self.num_columns = num_columns
@@ -288,9 +288,9 @@ class Teacher:
 
     @contextmanager
     def predicting(self, numbered: Tensors, order: Order | None) -> Iterator[LogitTargets]:
-        """Run the teacher on a micro-batch of :func:`with_numbered_labels`; its logits are available in the context.
+        """Run the teacher on a micro-batch of :func:`with_numbered_labels`. Its logits are available in the context.
 
-        *order* are the numbers of the labels [N] in the order in which they are compared; None: 0 to N - 1. A
+        *order* are the numbers of the labels [N] in the order in which they are compared. None: 0 to N - 1. A
         collective of the ranks that share the model, and so is the end of the context.
         """
         if self._host:
@@ -337,7 +337,7 @@ class Teacher:
         )
 
     def _gather_head(self) -> None:
-        """Gather the output layer, whose parameters fsdp2 has freed after the forward pass."""
+        """Gather the output layer: fsdp2 has freed its parameters after the forward pass."""
         head: Any = self.trainable.loss_head
         if head is None:
             return

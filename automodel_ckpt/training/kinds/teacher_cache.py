@@ -77,7 +77,7 @@ class TeacherCaches:
         self._collate = collate_fn
 
     def find(self, dataset: TargetedDataset) -> TargetCache | None:
-        """Open the cache of *dataset*; None if there is none, or if a file is damaged. A collective."""
+        """Open the cache of *dataset*. Returns None when there is no cache or a file is damaged. A collective."""
         check_countable(dataset.dataset)
         directory, key = self._place(dataset)
         cache = TargetCache.open(directory, key)
@@ -155,7 +155,7 @@ class TeacherCaches:
     def _compute_part(
         self, dataset: TargetedDataset, teacher: Teacher, writer: PartWriter | None
     ) -> dict[str, Any] | None:
-        """Compute the targets of this rank's samples in order, and write them; returns the entry of the manifest.
+        """Compute the targets of this rank's samples in order, and write them. Returns the entry of the manifest.
 
         A collective: all ranks make as many forward passes. An error of a rank between two of them, when it reads
         samples or writes their targets, is raised on all ranks.
@@ -218,7 +218,7 @@ class TeacherCaches:
         return tokens, log_probs, rest
 
     def _place(self, dataset: TargetedDataset) -> tuple[Path, str]:
-        """The directory and the key of the cache of *dataset*; the same on all ranks. A collective."""
+        """The directory and the key of the cache of *dataset*, the same on all ranks. A collective."""
         digest = None
         with self._raising_on_all_ranks():
             directory = self._directory or cache_directory()
@@ -239,7 +239,7 @@ class TeacherCaches:
 
 
 def _nothing() -> None:
-    """The targets before those of the first micro-batch, and of samples that only keep a rank in step."""
+    """The targets before the first micro-batch has its own, and of samples that only keep a rank in step."""
 
 
 def _write(
@@ -254,7 +254,7 @@ def _write(
 
 
 def check_countable(dataset: Any) -> None:
-    """Raise :class:`RecipeError` for an iterable data set, whose samples have no numbers."""
+    """Raise :class:`RecipeError` for an iterable data set: its samples have no numbers."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return
     raise RecipeError(

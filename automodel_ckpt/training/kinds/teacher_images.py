@@ -47,7 +47,7 @@ _VISION = (
 )
 """Settings of vision towers with which the shape of the pixels or the number of their patches changes."""
 _ANY_SIZE = frozenset({"pixtral"})
-"""Vision towers whose image_size is that of the largest image."""
+"""Vision towers with the size of the largest image as their image_size."""
 _PIXELS = (
     "model_input_names",
     "patch_size",

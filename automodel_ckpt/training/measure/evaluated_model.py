@@ -104,7 +104,7 @@ class Completions:
         self._sampling = Sampling(settings.max_new_tokens, settings.temperature)
 
     def at(self, step: int) -> list[PromptCompletion]:
-        """Generate a completion of each prompt after *step*. A collective; the same on all ranks."""
+        """Generate a completion of each prompt after *step*. A collective. The same on all ranks."""
         with self._evaluated.in_use():
             # Other tokens on one rank would be another number of forward passes, each of which is a collective.
             torch.manual_seed(step)
@@ -133,7 +133,7 @@ SECTION = "evaluation.harness"
 
 
 def find_tasks(section: HarnessConfig, group: ProcessGroup | None) -> Any:
-    """Find the tasks of *section* and read their data; returns the index of tasks. A collective of *group*.
+    """Find the tasks of *section* and read their data. Returns the index of tasks. A collective of *group*.
 
     Raises :class:`RecipeError` if lm-evaluation-harness is not installed, or has no such tasks.
     """
@@ -163,8 +163,10 @@ class HarnessBenchmark:
         self._evaluated = EvaluatedModel("the tasks", SECTION, recipe)
 
     def run(self) -> Sequence[TaskMetric] | None:
-        """Run the tasks; returns their metrics, or None if a stop was requested meanwhile. A collective; the same on
-        all ranks."""
+        """Run the tasks and return their metrics. A collective. The result is the same on all ranks.
+
+        Returns None when a stop was requested meanwhile.
+        """
         evaluated = self._evaluated
         try:
             with evaluated.in_use():
@@ -183,7 +185,7 @@ class HarnessBenchmark:
         return broadcast_object(evaluated.layout.gloo_group, found)
 
     def _autocast(self) -> torch.dtype | None:
-        """The dtype of autocast in forward passes; None if it is not enabled."""
+        """The dtype of autocast in forward passes. None when autocast is not enabled."""
         device_type = self._evaluated.layout.device.type
         with self._evaluated.trainable.compute():
             if torch.is_autocast_enabled(device_type):

@@ -39,7 +39,7 @@ class EvaluationSums:
         self._sums[name] = value if before is None else before + value
 
     def read(self) -> dict[str, list[float]]:
-        """Wait for the device, and return the sums by name; one number for a 0-dim value."""
+        """Wait for the device, and return the sums by name. One number for a 0-dim value."""
         sums = {name: value.flatten().tolist() for name, value in self._sums.items()}
         return {HITS: [float(self.hits.read())], **sums}
 
@@ -48,8 +48,8 @@ class EvaluationSums:
 class EvaluationTotals:
     """The totals of a validation set over all ranks.
 
-    *loss* is the sum over *count* terms, *num_label_tokens* the number of tokens with a label. *sums* has those of the
-    objective's metrics, by name.
+    *loss* is the sum over *count* terms, *num_label_tokens* the number of tokens with a label. *sums* has the sums
+    of the objective's metrics, by name.
     """
 
     loss: float
@@ -59,17 +59,17 @@ class EvaluationTotals:
 
     @property
     def mean_loss(self) -> float:
-        """The loss per term; NaN for a set without terms."""
+        """The loss per term. NaN for a set without terms."""
         return self.loss / self.count if self.count else math.nan
 
     def mean(self, name: str) -> float:
-        """The sum *name*, which is one number, per term; NaN for a set without terms, and if nothing was added."""
+        """The sum *name*, which is one number, per term. NaN for a set without terms, and if nothing was added."""
         values = self.sums.get(name)
         return values[0] / self.count if values and self.count else math.nan
 
 
 def sum_by_name(group: ProcessGroup | None, here: Sums) -> dict[str, list[float]]:
-    """Add up the sums of all ranks, by name. A collective; a rank may lack names that others have."""
+    """Add up the sums of all ranks, by name. A collective. A rank may lack names that others have."""
     totals: dict[str, list[float]] = {}
     for sums in gather_objects(group, dict(here)):
         for name, values in sums.items():
@@ -79,5 +79,5 @@ def sum_by_name(group: ProcessGroup | None, here: Sums) -> dict[str, list[float]
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean cross-entropy; infinite where that overflows, and NaN for NaN."""
+    """The exponential of a mean cross-entropy. Infinite where that overflows, and NaN for NaN."""
     return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)

@@ -49,13 +49,13 @@ class ValidationSets:
         self._trainable = self._objective.trainable
         self._layout = self._objective.layout
         self._sets: dict[str | None, Batches] = {}
-        """By name; the loss of the first one is ``val_loss``. The name of ``validation_dataset`` is None."""
+        """By name. The loss of the first one is ``val_loss``. The name of ``validation_dataset`` is None."""
         if loop.validation_batches is not None:
             self._sets[None] = loop.validation_batches
         self._sets.update(loop.validation_sets)
 
     def measure(self, step: int) -> Validation | None:
-        """Compute the mean loss over each set after *step*; None if a stop was requested meanwhile."""
+        """Compute the mean loss over each set after *step*. Returns None when a stop was requested meanwhile."""
         model = self._trainable.model
         totals: dict[str | None, EvaluationTotals] = {}
         if self._trainable.fake_quantization is not None:
@@ -80,16 +80,16 @@ class ValidationSets:
         return Validation(main.mean_loss, main.num_label_tokens, main.count, losses, further)
 
     def _totals_of(self, batches: Iterable[GlobalBatch], step: int) -> EvaluationTotals | None:
-        """The totals of one set over all ranks; None if a stop was requested.
+        """The totals of one set over all ranks. Returns None when a stop was requested.
 
         The sums of a batch are reduced before the next forward pass, with the stop flags: if a rank is stopped while it
-        waits for data, the others must learn of it before they enter a collective of the model without that rank.
+        waits for data, the others must know before they enter a collective of the model without that rank.
         """
         group = self._layout.gloo_group
         totals = [0.0, 0.0, 0.0]
         mine: tuple[Number, int, int] = (0.0, 0, 0)
         with self._objective.evaluating() as measured:
-            # Each round reduces the sums of the batch before; the extra round those of the last.
+            # Each round reduces the sums of the batch before. The extra round reduces the sums of the last batch.
             for batch in chain(self._loop.batches(batches), [_NO_BATCH]):
                 wants_stop = batch is None or self._loop.stop_request.wanted
                 loss_here, *counts_here = mine
@@ -104,7 +104,7 @@ class ValidationSets:
         return EvaluationTotals(loss, int(count), int(num_labels), sum_by_name(group, here))
 
     def _sums_here(self, batch: GlobalBatch, step: int) -> tuple[Number, int, int]:
-        """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them.
+        """This rank's summed loss, its count, and the label tokens of *batch*. Zeros if another rank reports them.
 
         If the host runs ahead of the device, the loss may be a tensor, which is read when the next batch is there.
         """
@@ -121,7 +121,7 @@ class ValidationSets:
     def _further_metrics(
         self, main: str | None, totals: Mapping[str | None, EvaluationTotals]
     ) -> dict[str, float]:
-        """The metrics beside the losses by their names in logs. *main* is the set without a name in them."""
+        """The metrics in addition to the losses by their names in logs. *main* is the set without a name in them."""
         values = {name: self._objective.summarize(each) for name, each in totals.items()}
         found: dict[str, float] = {}
         for measure in self._loop.measures:
@@ -135,7 +135,7 @@ class ValidationSets:
 
 
 def validation_text(validation: Validation, measures: Iterable[str]) -> str:
-    """The metrics of a validation for the log: those of the main set, then those of each named one."""
+    """The metrics of a validation for the log: first for the main set, then for each named one."""
 
     def text(loss: float, set_name: str | None) -> str:
         parts = [f"{loss:.4f}"]
@@ -179,7 +179,7 @@ class Measurements:
         """Validate, if that is due, and run the benchmarks, if they are due.
 
         Returns the content of ``losses.json`` with the metrics of benchmarks, and whether anything was measured. Raises
-        :class:`Stopped` if a stop was requested meanwhile; the next start then makes up for what is missing.
+        :class:`Stopped` if a stop was requested meanwhile. The next start then makes up for what is missing.
         """
         validation = self._validated() if validate else None
         metrics: Sequence[TaskMetric] = ()
@@ -194,7 +194,7 @@ class Measurements:
         return losses, validation is not None or bool(metrics)
 
     def make_up(self) -> None:
-        """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.
+        """Run the validation that a stop prevented before the present start. The step's checkpoint exists already.
 
         Afterwards the best value so far, and its checkpoint, are the same as in a run that was not stopped.
         """
@@ -206,7 +206,7 @@ class Measurements:
             scheduler.note_metrics(losses)
 
     def _benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
-        """The values of *metrics* by name, and null for one that the recipe names and whose benchmark has not run."""
+        """The values of *metrics* by name, and null for a metric that the recipe names if its benchmark has not run."""
         values: dict[str, float | None] = {each.name: each.value for each in metrics}
         rule = self._scheduler.cadence.early_stopping
         for name in (self._config.checkpoint.best_metric_key, "" if rule is None else rule.metric):
@@ -229,7 +229,7 @@ class Measurements:
         return validation
 
     def _run_benchmarks(self) -> Sequence[TaskMetric] | None:
-        """The metrics of the benchmarks that are due; None if a stop was requested meanwhile."""
+        """The metrics of the benchmarks that are due. Returns None when a stop was requested meanwhile."""
         scheduler = self._scheduler
         metrics: list[TaskMetric] = []
         with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():

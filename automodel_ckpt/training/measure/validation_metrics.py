@@ -44,7 +44,7 @@ _PLAIN_OPTIONS = {"reduction", "ignore_index"}
 
 
 def measures_of(objective_class: type[Objective], loss_fn: Target | None) -> tuple[str, ...]:
-    """List what a validation with this objective and ``loss_fn`` section measures beside the loss.
+    """List what a validation with this objective and ``loss_fn`` section measures in addition to the loss.
 
     The accuracy counts the labels of an objective that predicts the next token. The perplexity is the exponential of
     the mean cross-entropy, so another loss has none. An objective with ``measures`` lists them itself.
@@ -69,7 +69,7 @@ def _is_plain_cross_entropy(loss_fn: Target) -> bool:
 
 
 def metric_name(measure: str, set_name: str | None) -> str:
-    """The name of a measure of a validation set in logs and ``losses.json``; None is the main set."""
+    """The name of a measure of a validation set in logs and ``losses.json``. None is the main set."""
     name = f"val_{measure}"
     return name if set_name is None else f"{name}_{set_name}"
 
@@ -83,7 +83,7 @@ def metric_names(measures: Iterable[str], set_names: Collection[str]) -> Iterato
 
 
 def validate_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
-    """Check the keys of a recipe that name a metric; *known* are those that the run measures.
+    """Check the keys of a recipe that name a metric. *known* are those that the run measures.
 
     Raises :class:`RecipeError` for another name, and if the best value of a rising measure would be the lowest.
     """
@@ -104,7 +104,7 @@ def validate_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
         )
     rule = stopping_rule(config)
     if rule is not None:
-        # The training loss is that of one batch, and unknown after a resume.
+        # The training loss covers one batch, and is unknown after a resume.
         measured = [name for name in known if name != TRAIN_LOSS]
         _check_known("step_scheduler.early_stopping.metric", rule.metric, measured)
 
@@ -140,7 +140,7 @@ def _check_known(key: str, metric: str, known: Collection[str]) -> None:
 
 
 def rising_measure(metric: str) -> str | None:
-    """The measure of a metric, if a better model has a higher value of it; None for others."""
+    """The measure of a metric, if a better model has a higher value of it. Returns None for others."""
     if metric.startswith(BENCHMARK):
         falls = metric.endswith(_FALLING_ENDS)
         return None if falls else metric
@@ -175,7 +175,7 @@ def cadence_of(config: RecipeConfig) -> Cadence:
 
 
 def steps_per_epoch(loader: GlobalBatchLoader) -> int | None:
-    """Optimizer steps of a complete epoch; None for a stream, whose length is unknown."""
+    """Optimizer steps of a complete epoch. Returns None for a stream: its length is unknown."""
     try:
         return len(loader)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The section ``ema``: an exponential moving average of the trained weights, beside the model."""
+"""The section ``ema``: an exponential moving average of the trained weights, in addition to the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightAverage:
     """
 
     module: nn.Module
-    """The averages as parameters, under the names that checkpoints give to those of the model."""
+    """The averages as parameters, under the names that checkpoints give to the model's parameters."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class WeightAverage:
             average.copy_(weight)
 
     def update(self, step: int, grad_norm: Number) -> None:
-        """Include the weights after *step*, whose gradients had the norm *grad_norm*, if it is time.
+        """Include the weights after *step* if it is time. The gradients of the step had the norm *grad_norm*.
 
-        A step whose norm is not finite changed no weight and does not count. A norm on the device is not read.
+        A step with a norm that is not finite changed no weight and does not count. A norm on the device is not read.
         """
         is_copied = step <= self._settings.start_step
         if not is_copied and step % self._settings.update_every_steps:
@@ -156,7 +156,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> list[torch.Tensor | None]:
-        """Give the model the averages. Returns copies of the weights whose type cannot store an average exactly."""
+        """Give the model the averages. Returns copies of the weights with a type that stores averages inexactly."""
         kept: list[torch.Tensor | None] = []
         for average, weight in self._pairs:
             before = weight.clone()
@@ -179,7 +179,7 @@ class WeightAverage:
 
 
 def average_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """The bytes of the averages of those of *parameters* that are trained."""
+    """The bytes of the averages of the trained *parameters*."""
     total = 0
     for parameter in parameters:
         if parameter.requires_grad:
@@ -230,7 +230,7 @@ def _put(root: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
 def _layout(
     layout: StoredLayout, trained: Iterable[str], *, with_frozen: bool, group: ProcessGroup | None
 ) -> StoredLayout:
-    """The *layout* of a model for its averages; *trained* are the names that this rank trains. A collective of *group*
+    """The *layout* of a model for its averages. *trained* are the names that this rank trains. A collective of *group*
     if the ranks have different tensors."""
     if layout.complete is None:
         return layout

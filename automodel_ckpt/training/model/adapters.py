@@ -34,7 +34,7 @@ log = logging.getLogger("automodel_ckpt")
 
 
 def lora_of(section: PeftConfig) -> Lora:
-    """The fields of the section that describe the adapters, without those of the base."""
+    """The fields of the section that describe the adapters, without the fields that describe the base."""
     fields = {field.name: getattr(section, field.name) for field in dataclasses.fields(Lora)}
     return Lora(**fields)
 
@@ -66,7 +66,7 @@ def fresh_base(request: ModelRequest) -> None:
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for ``peft.quantize_base``; empty without it.
+    """Arguments of ``from_pretrained`` for ``peft.quantize_base``. Empty without it.
 
     Raises :class:`RecipeError` if the device or the strategy does not support it.
     """
@@ -90,9 +90,9 @@ def adapt(
     *,
     head: Sequence[str] = (),
 ) -> Adapted:
-    """Add the adapters of a ``peft`` section to *model*, in place; its base has *num_base_rows* embeddings.
+    """Add the adapters of a ``peft`` section to *model*, in place. Its base has *num_base_rows* embeddings.
 
-    The modules *head* are trained in full, in addition to those of the section.
+    The modules *head* are trained in full, in addition to the modules of the section.
     """
     # Checkpoints store only the adapters, under peft's names.
     set_stored_layout(model, StoredLayout())
@@ -128,8 +128,8 @@ def adapter_assets(
 ) -> AdapterAssets:
     """The files next to the adapters in a checkpoint.
 
-    *revision* is that of a base with a Hub name. *reads_base*: compute the digest of the base, on rank 0.
-    *has_own_config*: the config of *model* is one of these files, because that of the base has another head.
+    *revision* is the revision of a base with a Hub name. *reads_base*: compute the digest of the base, on rank 0.
+    *has_own_config*: the config of *model* is one of these files, because the config of the base has another head.
     *further* are files of the recipe, by relative path.
     """
     directory = base_directory(base_name, revision)

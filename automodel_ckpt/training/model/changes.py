@@ -51,7 +51,7 @@ class ChangedModel:
 
     deferred: DeferredModel
     adapted: Adapted | None = None
-    """The adapters; None without a ``peft`` section."""
+    """The adapters. None without a ``peft`` section."""
     resized: tuple[str, ...] = ()
     """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
     other_head: tuple[str, ...] = ()
@@ -121,13 +121,13 @@ def _num_base_rows(request: ModelRequest, model: nn.Module) -> int | None:
 
 
 def _resize(request: ModelRequest, model: nn.Module, section: ModelConfig) -> tuple[str, ...]:
-    """Apply ``model.vocab_size``; returns the FQNs of the parameters that it concerns."""
+    """Apply ``model.vocab_size``. Returns the FQNs of the parameters that it concerns."""
     size = wanted_size(section.vocab_size, text_tokenizer(request.preprocessor))
     if size is None:
         return ()
     names = tuple(vocabulary_names(model))
     if section.from_pretrained is not None:
-        # A model on the meta device has this size already; one with values has that of its files.
+        # A model on the meta device has this size already. A model with values has the size of its files.
         resize_vocabulary(model, size, section.new_tokens)
     return names
 
@@ -154,7 +154,7 @@ def _use_fp8(request: ModelRequest, model: nn.Module) -> None:
 def _freeze(
     request: ModelRequest, model: nn.Module, section: ModelConfig, directory: Path | None
 ) -> None:
-    """Apply ``model.freeze`` to *model*, whose pretrained files are in *directory* (None: fresh weights)."""
+    """Apply ``model.freeze`` to *model*. Its pretrained files are in *directory* (None: fresh weights)."""
     from automodel_ckpt.models.layers.freezing import freeze, narrow_frozen
 
     freeze(model, section.freeze, section.freeze_if_present)
@@ -169,7 +169,7 @@ def _freeze(
 def _with_adapters(
     request: ModelRequest, model: nn.Module, section: PeftConfig, num_base_rows: int | None
 ) -> Adapted:
-    """Add the adapters of *section* to *model*, in place; its base has *num_base_rows* embeddings."""
+    """Add the adapters of *section* to *model*, in place. Its base has *num_base_rows* embeddings."""
     from automodel_ckpt.training.model.adapters import adapt
 
     head: tuple[str, ...] = ()

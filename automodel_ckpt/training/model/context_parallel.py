@@ -31,7 +31,7 @@ def divide_rows(
     """Make the sharded *model* compute only this rank's slice of each row. A collective.
 
     Tokens must exchange information in attention only. A forward pass of a few tokens with *options*, of complete rows
-    and of slices, shows whether they do; *probe_model* is *model*, or its pipeline stages as a model that takes tokens.
+    and of slices, shows whether they do. *probe_model* is *model*, or its pipeline stages as a model that takes tokens.
     Raises :class:`RecipeError` if not.
     """
     context = ContextParallel(model, layout, mtp_decoders(model_without_adapters(model)))
@@ -51,7 +51,7 @@ def divide_rows(
 def _difference(
     model: nn.Module, context: ContextParallel, device: torch.device, options: Mapping[str, Any]
 ) -> str:
-    """How the logits of this rank's slice differ from those of complete rows; empty if only by rounding."""
+    """How the logits of this rank's slice differ from the logits of complete rows. Empty if only by rounding."""
     length = context.size * _TOKENS_PER_SLICE
     # Small ids, which every vocabulary has.
     tokens = torch.arange(length, device=device).remainder(5).unsqueeze(0)

@@ -79,11 +79,11 @@ def build_deferred(
     mtp: MtpPlan | None = None,
     allow_new_head: bool = False,
 ) -> DeferredModel:
-    """Build the model that a recipe's *section* describes. A collective; all ranks return the same kind of model.
+    """Build the model that a recipe's *section* describes. A collective. All ranks return the same kind of model.
 
-    *base* is the directory or Hub name of the weights: ``from_pretrained`` of the section, or ``peft.base_dir``; None:
+    *base* is the directory or Hub name of the weights: ``from_pretrained`` of the section, or ``peft.base_dir``. None:
     fresh weights.
-    A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
+    A pretrained model has an embedding of *vocab_size* rows. None: as many as its files have. Each rank builds the
     complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
     other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
     ``from_pretrained``). The reason is logged. The model gets the layers of *mtp* (None: none). With *allow_new_head*,
@@ -352,7 +352,7 @@ def _base(request: ModelRequest, section: ModelConfig) -> str | None:
 
 
 def _mtp_plan(request: ModelRequest, section: ModelConfig, base: str | None) -> MtpPlan | None:
-    """What the section ``model.mtp`` asks for; None without it. A model that is not trained gets no such layers."""
+    """What the section ``model.mtp`` requests, or None without it. A model that is not trained gets no such layers."""
     if section.mtp is None or not request.is_trained:
         return None
     if request.has_task_head:

@@ -66,7 +66,7 @@ def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageR
     how = f"{attention} attention separates them by their {kind}"
     kernel = choose_document_kernel(probed) if masks is None else ""
     if kernel:
-        # All packs in one row, whose documents the kernel finds.
+        # All packs in one row. The kernel finds the documents in it.
         in_one_row = replace(rows, one_row=True)
         apart = replace(probe, rows=in_one_row).keeps_samples_apart()
         if on_all_ranks(layout.gloo_group, bool(apart)):
@@ -114,7 +114,7 @@ class RowProbe:
         return Answer(largest <= allowed)
 
     def _without_image(self) -> ImageText:
-        """A sample without an image; with one if the processor rejects text alone."""
+        """A sample without an image, or with one if the processor rejects text alone."""
         sample = self._sample(None, "no image")
         try:
             self.collate.num_tokens(sample)
@@ -132,7 +132,7 @@ class RowProbe:
         return self.collate.unlabeled(image, text, image_is_first=is_first)
 
     def _logits(self, samples: list[ImageText], *, is_crossed: bool = False) -> torch.Tensor:
-        """The logits [T, V] of samples in one row, without those of its padding.
+        """The logits [T, V] of samples in one row, without the logits of its padding.
 
         With *is_crossed*, the positions of the text do not restart, so that attention crosses the samples.
         """
@@ -142,7 +142,7 @@ class RowProbe:
         positions = inputs["position_ids"]
         if is_crossed:
             continued = positions.clone()
-            # The first of several kinds of positions is that of the text.
+            # The first of several kinds of positions belongs to the text.
             of_text = continued[0] if continued.ndim == 3 else continued
             of_text[:] = torch.arange(of_text.shape[-1])
             inputs["position_ids"] = continued

@@ -68,7 +68,7 @@ def split_stages(
     """Remove all stages but this rank's from *model*, in place. A collective.
 
     The names and shapes of all tensors stay in the model's stored layout. Hidden states have the dtype *compute_dtype*,
-    or that of the model.
+    or by default the model's dtype.
     """
     transformers_model: Any = model
     plan = plan_for(model, tp_plan, layout.sizes.tp) if layout.sizes.tp > 1 else None
@@ -91,7 +91,7 @@ class PipelineStage:
     """This rank's stage of a pipeline, sharded, with its connections to the other stages."""
 
     def __init__(self, model: nn.Module, layout: RankLayout, stages: Stages, kind: Kind) -> None:
-        """Connect the stage; *kind* is the schedule. A collective."""
+        """Connect the stage. *kind* is the schedule. A collective."""
         group = stages.mesh["pp"].get_group()
         self.local = stages.local
         self.pipeline = Pipeline(
@@ -115,9 +115,9 @@ class PipelineStage:
     def train(
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
     ) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches; returns the summed losses, on the last stage only.
+        """Run forward and backward of all micro-batches. Returns the summed losses, on the last stage only.
 
-        The gradients are those of the losses times *weight*.
+        The gradients are the gradients of the losses times *weight*.
         """
         compute = self._compute(rows, output)
         losses = self.pipeline.train(compute, self._shapes(rows), weight)
@@ -129,7 +129,7 @@ class PipelineStage:
     def evaluate(
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
     ) -> list[torch.Tensor]:
-        """Run the forward pass of all micro-batches; returns the summed losses, on the last stage only."""
+        """Run the forward pass of all micro-batches. Returns the summed losses, on the last stage only."""
         return self.pipeline.evaluate(self._compute(rows, output), self._shapes(rows))
 
     def _compute(self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput) -> Compute:
@@ -145,7 +145,7 @@ class PipelineStage:
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
-        """Ids of parameters whose gradients the first stage counts."""
+        """Ids of parameters with gradients that the first stage counts."""
         return self._tied.counted_elsewhere if self._tied is not None else frozenset()
 
 
@@ -161,7 +161,7 @@ class FromTokens(nn.Module):
     """
 
     context: ContextParallel | None = None
-    """How context parallel ranks divide rows; None: rows are not divided."""
+    """How context parallel ranks divide rows. None: rows are not divided."""
 
     def __init__(self, model: nn.Module, stage: PipelineStage) -> None:
         super().__init__()
@@ -174,13 +174,13 @@ class FromTokens(nn.Module):
         )
 
     def get_output_embeddings(self) -> Any:
-        """The output layer; a stand-in on all but the last stage."""
+        """The output layer. A stand-in on all but the last stage."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Run the stage on token ids [B, T], which are below 8; returns what the model returns."""
+        """Run the stage on token ids [B, T], which are below 8. Returns what the model returns."""
         if position_ids is not None:
             options["position_ids"] = position_ids
         if self._local.number == 0:
@@ -197,7 +197,7 @@ class FromTokens(nn.Module):
 
 
 def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
-    """Log the share of a step in which stages wait for each other; a warning if it is half of the step or more."""
+    """Log the share of a step in which stages wait for each other. Warns if it is half of the step or more."""
     num_stages = layout.sizes.pp
     idle = idle_share(num_micro_batches, num_stages)
     message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"

@@ -61,7 +61,7 @@ class NotDeferrable(Exception):
 
 
 def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
-    """How Hugging Face files store the tensors of *model*, which is not sharded yet; *directory* has the files of a
+    """How Hugging Face files store the tensors of *model*, which is not sharded yet. *directory* has the files of a
     pretrained model."""
     found = names_in_files(model, directory)
     if not _has_mtp(model):
@@ -78,7 +78,7 @@ def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
 
 
 def _has_mtp(model: nn.Module) -> bool:
-    """Whether *model* has layers for multi-token prediction, whose module is not imported for this."""
+    """Whether *model* has layers for multi-token prediction. Their module is not imported for this check."""
     return "mtp" in model._modules
 
 
@@ -98,9 +98,9 @@ def types_in_files(model: nn.Module, directory: Path) -> dict[str, torch.dtype]:
 
 
 class PretrainedFiles:
-    """The files of a pretrained model, whose tensors are those of *model* one to one: :class:`NotDeferrable` if not.
+    """The files of a pretrained model. Their tensors match the tensors of *model* one to one.
 
-    Those of the vocabulary may have another number of rows.
+    Tensors of the vocabulary may have another number of rows. Raises :class:`NotDeferrable` for other differences.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PretrainedFiles:
             raise NotDeferrable("its files cannot be fetched, or are no safetensors")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
             raise NotDeferrable("its configuration has no dtype")
-        # model.dtype is that of the first parameter, which may be one that the class creates in float32.
+        # model.dtype is the dtype of the first parameter, which may be one that the class creates in float32.
         keep_in_float32(model, fresh_dtype(config, dtype or "float32"))
         try:
             from automodel_ckpt.convert.open import open_base
@@ -157,7 +157,7 @@ class PretrainedFiles:
 
     @property
     def drawn(self) -> set[str]:
-        """The tensors that start from the model's own initial values, or whose new rows do."""
+        """The tensors that start from the model's own initial values, at least in their new rows."""
         drawn = set(self._new_layers)
         for name in self._drawn_in_head:
             drawn.add(self._fqns.get(name, name))
@@ -188,7 +188,7 @@ class PretrainedFiles:
         return found
 
     def _compared(self, model: Any) -> Verdict:
-        """Compare the tensors of the files with those of *model*. Raises :class:`NotDeferrable` if they differ."""
+        """Compare the tensors of the files with *model*'s tensors. Raises :class:`NotDeferrable` if they differ."""
         shapes, tied = module_shapes(model)
         in_files = self._shapes_in_files()
         # Equal to the embedding and the output layer, which are read.
@@ -286,10 +286,11 @@ class PretrainedFiles:
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Read the values of this rank's shards from the files.
 
-        *modules* are those of the unsharded model, by name, that are left on this rank; adapters may wrap them now.
+        *modules* has, by name, the modules of the unsharded model that are left on this rank. Adapters may wrap them
+        now.
         """
         model = unwrap(model)
-        # The files are those of the base that the adapters are in.
+        # The files belong to the base that the adapters are in.
         adapted: Any = getattr(model, "get_base_model", None)
         model = adapted() if adapted is not None else model
         # A model with adapters has an empty layout: its checkpoints contain no experts, but its base is read with them.

@@ -56,7 +56,7 @@ def probe(
     """Find out what the *sharded* model supports, and prepare it for that. A collective.
 
     *model* is the object that was sharded in place. *options* are the arguments of each forward pass. *router*
-    describes the load balancing loss; None: there is none. Leaves a model that is not trained in evaluation mode.
+    describes the load balancing loss. None: there is none. Leaves a model that is not trained in evaluation mode.
     Returns the fields of a :class:`Trainable` that this decides. Raises :class:`RecipeError` for what the model does
     not support.
     """
@@ -103,8 +103,8 @@ def probe(
 def _check_plan(probed: ProbedModel) -> None:
     """Compute a few tokens with the tensor parallel plan. A collective.
 
-    Some plans of transformers do not fit the code of their model (Doge: the mask has all heads, the queries those of a
-    rank). Raises :class:`RecipeError` if the shapes do not fit. Models with images are not run: some need them.
+    Some plans of transformers do not fit the code of their model (Doge: the mask has all heads, the queries the heads
+    of one rank). Raises :class:`RecipeError` if the shapes do not fit. Models with images are not run: some need them.
     """
     layout, model_config = probed.layout, probed.request.model_config
     if model_config is None or model_config.get_text_config() is not model_config:
@@ -130,7 +130,7 @@ def _check_plan(probed: ProbedModel) -> None:
 
 
 def _shared_rows(probed: ProbedModel) -> Rows | None:
-    """How samples or packs with images share rows; None: each sample is padded to the longest."""
+    """How samples or packs with images share rows. None: each sample is padded to the longest."""
     request = probed.request
     if request.packs_images and request.config.packed_sequence is not None:
         from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -190,7 +190,7 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
 
 
 def _longest_row(request: ModelRequest) -> int | None:
-    """The number of tokens of the longest sample or pack that the recipe or the model allows; None: unknown."""
+    """The number of tokens of the longest sample or pack that the recipe or the model allows. None: unknown."""
     config = request.config
     if config.packed_sequence is not None:
         return config.packed_sequence.size
@@ -216,7 +216,7 @@ def remove_dropout(request: ModelRequest, model: nn.Module) -> None:
 
 
 def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSettings | None:
-    """The settings of the router's loss; None for a model without one, or if the recipe switches it off.
+    """The settings of the router's loss. Returns None for a model without one, or if the recipe switches it off.
 
     Raises :class:`RecipeError` for pipeline stages, and for ``micro_batch`` with a model that has no such loss.
     """
@@ -252,7 +252,7 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
 def build_router_loss(
     request: ModelRequest, model: nn.Module, settings: RouterSettings, options: Mapping[str, Any]
 ) -> RouterLoss:
-    """Build the load balancing loss, and compare it with that of the sharded *model* on a few tokens. A collective.
+    """Build the load balancing loss, and compare it with the sharded *model*'s loss on a few tokens. A collective.
 
     *options* are the arguments of each forward pass. Raises :class:`RecipeError` if they differ.
     """
@@ -276,7 +276,7 @@ def build_router_loss(
 
 
 def add_fake_quantization(request: ModelRequest, model: nn.Module) -> FakeQuantization | None:
-    """Let the layers of the unsharded *model* compute with rounded values; None without a ``qat`` section."""
+    """Let the layers of the unsharded *model* compute with rounded values. Returns None without a ``qat`` section."""
     section = request.config.qat
     if section is None or not request.is_trained:
         return None
@@ -286,7 +286,7 @@ def add_fake_quantization(request: ModelRequest, model: nn.Module) -> FakeQuanti
 
 
 def add_embedding_noise(request: ModelRequest, model: nn.Module) -> EmbeddingNoise | None:
-    """Add ``model.neftune_alpha`` to the sharded *model*; None without it, and on later pipeline stages."""
+    """Add ``model.neftune_alpha`` to the sharded *model*. Returns None without it, and on later pipeline stages."""
     section = request.config.model
     alpha = section.neftune_alpha if isinstance(section, ModelConfig) else None
     is_later_stage = request.layout.in_stages and request.layout.pp_rank > 0
@@ -302,9 +302,9 @@ def add_embedding_noise(request: ModelRequest, model: nn.Module) -> EmbeddingNoi
 def install_mtp(
     request: ModelRequest, model: nn.Module, context: ContextParallel | None
 ) -> MultiTokenPrediction | None:
-    """Install the layers that predict further tokens in the sharded *model*, and return them; None without any.
+    """Install the layers that predict further tokens in the sharded *model*, and return them. Returns None without any.
 
-    *context* is how context parallel ranks divide rows; None: they do not.
+    *context* is how context parallel ranks divide rows. None: they do not.
     """
     section = request.config.model
     if not isinstance(section, ModelConfig) or section.mtp is None:

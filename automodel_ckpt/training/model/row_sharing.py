@@ -59,7 +59,7 @@ class ProbedModel:
 
 
 def choose_row_layout(probed: ProbedModel) -> Rows | None:
-    """How samples share rows, if the recipe wants it and the model supports it; None: each is padded to the longest.
+    """How samples share rows, if the recipe wants it and the model supports it. None: each is padded to the longest.
 
     A collective, which runs the model. Raises :class:`RecipeError` if ``packed_sequence`` is not supported.
     """
@@ -134,7 +134,7 @@ def probe_with_masks(
 def choose_document_kernel(probed: ProbedModel) -> str:
     """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself.
 
-    A collective. Returns the label of the kernel, the same on all ranks; empty if attention uses the mask.
+    A collective. Returns the label of the kernel, the same on all ranks. Empty if attention uses the mask.
     """
     config, layout = probed.request.config, probed.layout
     section = config.model

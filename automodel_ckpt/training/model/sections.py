@@ -98,7 +98,7 @@ def is_fully_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
 
 
 def logs_mfu(section: LoggingConfig, layout: RankLayout) -> bool:
-    """Whether the floating-point operations of a step are logged; the same on all ranks."""
+    """Whether the floating-point operations of a step are logged, the same on all ranks."""
     return layout.device.type == "cuda" or section.peak_tflops is not None
 
 
@@ -127,13 +127,13 @@ class ModelRequest:
     config: RecipeConfig
     layout: RankLayout
     auto_class: Any
-    """The class of transformers; its ``from_pretrained`` and ``from_config`` make the model."""
+    """The class of transformers. Its ``from_pretrained`` and ``from_config`` make the model."""
     task_type: str | None = None
-    """peft's name of the task; None if peft has no class of models for it."""
+    """peft's name of the task. None when peft has no class of models for it."""
     preprocessor: Any = None
-    """The tokenizer or processor; None if there is none."""
+    """The tokenizer or processor. None when there is none."""
     model_config: PreTrainedConfig | None = None
-    """The transformers configuration, which is read if it is not given; None for a model by ``_target_``."""
+    """The transformers configuration, which is read if it is not given. None for a model by ``_target_``."""
     shares_rows: bool = False
     """Whether samples may share rows without padding, if the model supports it."""
     packs_images: bool = False
@@ -146,7 +146,7 @@ class ModelRequest:
     is_dry_run: bool = False
     """Whether the model stays on the meta device, complete and without values, to be counted."""
     keeps_masters: bool = False
-    """Whether parameters that are trained beside a base in 16 bits get float32."""
+    """Whether parameters that are trained in addition to a base in 16 bits get float32."""
     keeps_frozen_types: bool = False
     """Whether frozen parameters keep the 16 bits of their files."""
 
@@ -194,7 +194,7 @@ def preprocessor_options(config: RecipeConfig, name: str, where: str) -> Reposit
 def read_model_config(
     config: RecipeConfig, layout: RankLayout, *, auto_class: Any, preprocessor: Any
 ) -> PreTrainedConfig | None:
-    """Read the transformers configuration of ``config.model``; None for a model by ``_target_``.
+    """Read the transformers configuration of ``config.model``. Returns None for a model by ``_target_``.
 
     Raises :class:`RecipeError` if it does not fit the tokenizer, the data or the device mesh.
     """
@@ -266,5 +266,5 @@ def with_model_limits(section: Target, model_config: PreTrainedConfig | None) ->
 
 
 def text_tokenizer(preprocessor: Any) -> Any:
-    """The tokenizer, also of a processor; None if there is none."""
+    """The tokenizer, also of a processor. Returns None when there is none."""
     return getattr(preprocessor, "tokenizer", preprocessor)

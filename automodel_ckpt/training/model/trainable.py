@@ -72,27 +72,27 @@ class Trainable:
     compute: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of each forward pass, which sets the dtype that all ranks compute in."""
     row_layout: Rows | None = None
-    """How samples share rows; None: each sample is padded to the longest."""
+    """How samples share rows. None: each sample is padded to the longest."""
     overwrites_outputs: bool = False
     """Whether layers run as CUDA graphs, which overwrite their earlier outputs and gradients."""
     loss_head: LossHead | None = None
-    """The output layer, if it computes the loss; None: the loss is computed from full logits."""
+    """The output layer, if it computes the loss. None: the loss is computed from full logits."""
     all_up_to: int = 0
     """Number of positions in a micro-batch up to which the loss head takes those without a label too."""
     context: ContextParallel | None = None
-    """How context parallel ranks divide rows; None: rows are not divided."""
+    """How context parallel ranks divide rows. None: rows are not divided."""
     stage: PipelineStage | None = None
-    """This rank's stage of a pipeline; None: the model is complete."""
+    """This rank's stage of a pipeline. None: the model is complete."""
     router_loss: RouterLoss | None = None
-    """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
+    """The load balancing loss of a mixture of experts. None: the model has none, or the recipe switches it off."""
     embedding_noise: EmbeddingNoise | None = None
-    """The noise that training adds to embeddings (``model.neftune_alpha``); None: there is none."""
+    """The noise that training adds to embeddings (``model.neftune_alpha``). None: there is none."""
     mtp: MultiTokenPrediction | None = None
-    """The layers that predict further tokens; None without a section ``model.mtp``."""
+    """The layers that predict further tokens. None without a section ``model.mtp``."""
     adapted: Adapted | None = None
-    """The adapters and their description; None without a ``peft`` section."""
+    """The adapters and their description. None without a ``peft`` section."""
     fake_quantization: FakeQuantization | None = None
-    """The layers that compute with rounded values; None without a ``qat`` section."""
+    """The layers that compute with rounded values. None without a ``qat`` section."""
     resized: tuple[str, ...] = ()
     """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
     has_task_head: bool = False
@@ -100,7 +100,7 @@ class Trainable:
     other_head: tuple[str, ...] = ()
     """Names of tensors in which exports and the pretrained files differ because they have different heads."""
     flop_count: FlopCount | None = None
-    """The operations of a training step of the complete model; None if they are unknown."""
+    """The operations of a training step of the complete model. None when they are unknown."""
     summary: str = ""
     """The class and size of the model and how ranks share it, for the log."""
     precision: str = ""
@@ -112,7 +112,7 @@ class Trainable:
         return stored_layout(self.model)
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """Call the model with *inputs* on its device, in the dtype that all ranks compute in; returns its output."""
+        """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""
         with self.compute():
             return self.model(**inputs, **self.forward_options)
 
@@ -191,7 +191,7 @@ def build_trainable(request: ModelRequest) -> Trainable:
 
 
 def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | None:
-    """Count the operations of a step, before the model is divided; None where the log does not have them."""
+    """Count the operations of a step, before the model is divided. Returns None where the log does not have them."""
     if not logs_mfu(request.config.logging, request.layout):
         return None
     from automodel_ckpt.models.measure.flop_count import count_flops

@@ -49,7 +49,7 @@ _MAX_NAMED = 3
 
 
 def side_directory(weights: Weights, module: Tensors) -> Path | None:
-    """The directory of config.json or adapter_config.json of a *module* of *weights*; None for a single file."""
+    """The directory of config.json or adapter_config.json of a *module* of *weights*, or None for a single file."""
     if weights.checkpoint is not None:
         # Tensors without elements are in no file.
         files = (tensor.slices[0].file for tensor in module.tensors.values() if tensor.slices)
@@ -113,7 +113,7 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
 def _as_in_class(config: PreTrainedConfig, stated: dict[str, Any]) -> dict[str, Any]:
     """Return the *stated* settings under the keys that *config* has, without those that are not stated.
 
-    Other programs name models otherwise: the architecture ``llama`` of GGUF is also that of Mistral.
+    Other programs use other names for models: in GGUF, Mistral has the architecture ``llama`` too.
     """
     for key in _OF_THE_CLASS:
         stated.pop(key, None)
@@ -145,7 +145,10 @@ def _complete(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
-    """The content of the JSON file *name* of the weights in *directory*, or beside shards; None if there is none."""
+    """The content of the JSON file *name* of the weights in *directory*, or next to shards.
+
+    Returns None when there is no such file.
+    """
     for place in (directory / layout.HF_METADATA, directory):
         # The files of the Hub's cache are links.
         path = Path(os.path.realpath(place / name))
@@ -158,10 +161,10 @@ def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
 def check_scales(
     model: nn.Module, stored: Stored, directories: Mapping[int, Path | None], where: str
 ) -> None:
-    """Raise :class:`RecipeError` if adapters were trained with another scale than those of *model* have.
+    """Raise :class:`RecipeError` if adapters were trained with another scale than the adapters of *model* have.
 
     The scale, alpha / r, is in no tensor but in ``adapter_config.json``. *directories* has the one with this file for
-    each module of a source, by id; without it, nothing is compared.
+    each module of a source, by id. Without it, nothing is compared.
     """
     here = dict(_adapted_layers(unwrap(model)))
     configs: dict[int, Any] = {}
@@ -193,7 +196,7 @@ def check_scales(
 
 
 def shared_modules(model: nn.Module) -> dict[str, str]:
-    """{alias: name} of parameters that two modules trained beside adapters share, as in the files of peft.
+    """{alias: name} of parameters shared by two modules that are trained in addition to adapters, as in peft's files.
 
     peft stores such a parameter under both names.
     """

@@ -64,7 +64,7 @@ Modules = Mapping[str, nn.Module]
 
 
 class Start:
-    """The weights that a run starts from: those of one source, or of several, and how they match its *modules*."""
+    """The weights that a run starts from, of one source or several, and how they match its *modules*."""
 
     def __init__(self, section: Section, modules: Modules) -> None:
         """*section* is ``init_from`` of the recipe."""
@@ -83,7 +83,7 @@ class Start:
         """The directory with the side files of each module of a source, by id."""
         self._whole: list[Weights] = []
         self._scopes: list[str] = []
-        """The modules of the model that get weights; empty text is the whole model."""
+        """The modules of the model that get weights. Empty text is the whole model."""
         self._allow_unexpected: list[str] = []
         self.verdict: Verdict
 
@@ -93,13 +93,13 @@ class Start:
         return ", ".join(str(weights.path) for weights in self.sources)
 
     def open(self, *, fetches: bool) -> bool:
-        """Open all sources; returns False if one is not on this machine.
+        """Open all sources. Returns False if one is not on this machine.
 
         Raises :class:`RecipeError` if no name of one begins with its ``strip``.
         """
         with _config_directory(self._modules) as config:
             for one, where in self._sections:
-                # The names of a part of the model are not those of its config.
+                # The names of a part of the model are not the names of its config.
                 is_part = isinstance(one, InitFromSource) and bool(one.strip or one.into)
                 weights = _open(one, where, None if is_part else config, fetches=fetches)
                 if weights is None:
@@ -108,7 +108,7 @@ class Start:
         return True
 
     def _add(self, section: InitFromConfig, weights: Weights, where: str) -> None:
-        """Add a source. Its tensors replace those of earlier ones."""
+        """Add a source. Its tensors replace the tensors of earlier sources."""
         strip, into = "", ""
         if isinstance(section, InitFromSource):
             strip, into = (
@@ -152,7 +152,7 @@ class Start:
         self._scopes.append(into)
 
     def compare(self, resizable: Iterable[str]) -> None:
-        """Compare the tensors of the sources with those of the modules.
+        """Compare the tensors of the sources with the tensors of the modules.
 
         Raises :class:`RecipeError` for differences that the section does not allow.
         """
@@ -281,10 +281,10 @@ def start_from(
 ) -> Verdict:
     """Fill the recipe's *modules* (by attribute name) with the weights that ``init_from`` names.
 
-    Names of the module ``model`` are as they are, those of others follow their attribute's name and a dot. *resizable*
-    names those of ``model`` that may have another number of rows. Called on all ranks, each of which reads its part.
-    Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
-    :class:`CheckpointUnusable` for damaged ones.
+    Tensor names of the module ``model`` have no prefix. Names of other modules have their attribute's name and a dot as
+    a prefix. *resizable* names the tensors of ``model`` that may have another number of rows. Called on all ranks, and
+    each reads its part. Raises, the same on all ranks, :class:`RecipeError` for weights that do not match the modules,
+    and :class:`CheckpointUnusable` for damaged weights.
     """
     start = Start(section, modules)
     with raise_on_all_ranks(group):
@@ -339,7 +339,9 @@ def _qualified(attribute: str, fqn: str) -> str:
 
 @contextlib.contextmanager
 def _config_directory(modules: Modules) -> Iterator[Path | None]:
-    """Yield a temporary directory with the config.json of the module ``model``; None if no names are converted to it.
+    """Yield a temporary directory with the config.json of the module ``model``.
+
+    Yields None when no names are converted to this config.
 
     Weights of Megatron and torchtitan do not always state which model they are for. The model of the recipe does.
     """
@@ -355,9 +357,10 @@ def _config_directory(modules: Modules) -> Iterator[Path | None]:
 def _open(
     section: InitFromConfig, where: str, config: Path | None, *, fetches: bool
 ) -> Weights | None:
-    """The weights of a path or of a Hub name. Without *fetches*, None for a URL and a name that is not in the cache.
+    """The weights of a path or of a Hub name.
 
-    *config* is the directory of the config.json to whose names weights of other programs are converted.
+    Without *fetches*, returns None for a URL and for a name that is not in the cache. *config* is the directory of a
+    config.json: weights of other programs are converted to the tensor names of this config.
     """
     path = section.path
     if not fetches and is_url(path):

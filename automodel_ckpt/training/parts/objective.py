@@ -72,11 +72,11 @@ class Objective:
     """What validations measure beside the loss: keys of the result of :meth:`summarize`. None: the accuracy and the
     perplexity of the next token, unless a subclass computes another loss."""
     sums_cross_entropy: ClassVar[bool] = True
-    """Whether training minimizes the sum of cross-entropies, whose gradients the output layer can keep in 16 bits."""
+    """Whether training minimizes the sum of cross-entropies. The output layer can keep such gradients in 16 bits."""
     check_length: ContextCheck | None = None
-    """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
+    """Raises for samples that are longer than the model's context. None: nothing is known about the context."""
     evaluation: EvaluationSums | None = None
-    """Adds up what a validation set measures; None in training."""
+    """Adds up what a validation set measures. None in training."""
     z_loss: ZLoss | None = None
     """A loss beside the cross-entropy in training passes. It has a gradient, and is a separate metric in the log; the
     loss that :meth:`row_loss` returns has the gradient of both, and the value of the cross-entropy."""
@@ -92,7 +92,7 @@ class Objective:
     ) -> None:
         """*loss_fn* is the loss of full logits, if the output layer does not compute it.
 
-        *section* is the section of the recipe's kind of training, such as ``dpo``; None if there is none.
+        *section* is the section of the recipe's kind of training, such as ``dpo``. It is None when there is none.
         """
         self.section = section
         self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
@@ -112,7 +112,7 @@ class Objective:
         return BatchSize(num_labels, num_labels, num_tokens)
 
     def num_labels_of(self, micro_batch: Tensors) -> int:
-        """Count the labels of *micro_batch* that a position predicts: not those of the first positions of rows."""
+        """Count the labels of *micro_batch* that a position predicts: not the labels of the first positions of rows."""
         return num_label_tokens(micro_batch["labels"])
 
     def num_tokens_of(self, micro_batch: Tensors) -> int:
@@ -123,7 +123,7 @@ class Objective:
         )
 
     def flops_of(self, micro_batch: Tensors) -> float:
-        """Count the floating-point operations of a training pass over *micro_batch*, for the log; 0 if unknown.
+        """Count the floating-point operations of a training pass over *micro_batch*, for the log. 0 if unknown.
 
         They are unknown for an objective that overrides :meth:`loss`, which may call the model any number of times.
         """
@@ -135,10 +135,10 @@ class Objective:
         return count.of(micro_batch, num_labels) if num_labels else 0.0
 
     def size_here(self, micro_batches: Sequence[Tensors], *, with_flops: bool = False) -> BatchSize:
-        """Add up the sizes of this rank's *micro_batches*; zero if another rank reports the same rows.
+        """Add up the sizes of this rank's *micro_batches*. Zero if another rank reports the same rows.
 
         The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once. With
-        *with_flops*, it has the floating-point operations of a training pass, for the log; 0 if they are unknown.
+        *with_flops*, it has the floating-point operations of a training pass, for the log. 0 if they are unknown.
         """
         count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
         if self.layout.reports:
@@ -163,7 +163,9 @@ class Objective:
         return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))
 
     def with_aux_loss(self, loss: torch.Tensor) -> LossSum:
-        """Add the router's loss, that of further tokens and the z-loss to the metrics, in training passes with them.
+        """Add the losses of the router and of further tokens and the z-loss to the metrics.
+
+        They are added only in training passes with these losses.
 
         An objective that calls :meth:`row_loss` itself returns the value of this method.
         """
@@ -183,7 +185,7 @@ class Objective:
         return LossSum(loss, metrics)
 
     def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
-        """Compute the summed loss of each micro-batch for validation, and add its metrics to those of the set.
+        """Compute the summed loss of each micro-batch for validation, and add its metrics to the set's metrics.
 
         With stages, only the last one returns losses.
         """
@@ -201,7 +203,7 @@ class Objective:
 
     @contextmanager
     def evaluating(self) -> Iterator[EvaluationSums]:
-        """Add up the metrics of the evaluation passes inside the context: those of one validation set."""
+        """Add up the metrics of the evaluation passes inside the context, which cover one validation set."""
         sums = self.evaluation = EvaluationSums(self.layout.device)
         try:
             yield sums
@@ -232,9 +234,12 @@ class Objective:
         return row_layout(micro_batch) if row_layout is not None else micro_batch
 
     def stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run this rank's current pipeline stage: the hidden states [B, t, H] for the next stage, or on the last stage
-        the summed loss. *hidden* are those of the stage before; None on the first. t is the length of a row, or of
-        this rank's slice of it."""
+        """Run this rank's current pipeline stage.
+
+        Returns the hidden states [B, t, H] for the next stage, or on the last stage the summed loss. *hidden* are the
+        hidden states of the previous stage, and None on the first stage. t is the length of a row, or of this rank's
+        slice of it.
+        """
         stage = self.trainable.stage
         assert stage is not None
         if stage.is_last:
@@ -322,7 +327,7 @@ class Objective:
         return loss_pass.loss_in(output)
 
     def _run_model(self, inputs: Tensors, rows: Tensors, part: slice) -> Any:
-        """Call the model on *inputs*, those of *rows*, and keep what the router's loss needs of its output."""
+        """Call the model on the *inputs* of *rows*, and keep what the router's loss needs of its output."""
         output = self.model(**inputs, **self.trainable.forward_options)
         self._note_routing(output, rows, part)
         return output
@@ -345,7 +350,7 @@ class Objective:
         from automodel_ckpt.loss.mtp_loss import labels_of_depths
 
         labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
-        # The output of the model has the rows of each depth behind those of the model.
+        # The output has the model's own rows first, and the rows of each depth after them.
         num_rows = len(rows["labels"])
         by_depth = torch.split(labels, num_rows)
         if trainable.loss_head is None:
@@ -403,7 +408,7 @@ class Objective:
         return to_device(tensor, self.layout.device)
 
     def _part_of_row(self, length: int) -> slice:
-        """The positions in a row of *length* tokens whose outputs this rank computes.
+        """The positions in a row of *length* tokens for which this rank computes outputs.
 
         Raises :class:`RecipeError` for rows that cannot be divided evenly.
         """

@@ -123,7 +123,7 @@ def _build_one(
         from automodel_ckpt.optim.muon import Muon
 
         _check_matrices(groups)
-        # torch's class computes with shards, whose products it rounds before it adds them up.
+        # torch's class computes with shards: it rounds their products before it adds them up.
         section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")
     return build(section, params=params, **shared)
 

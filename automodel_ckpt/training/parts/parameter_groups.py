@@ -32,7 +32,7 @@ from automodel_ckpt.models.inspect.error_texts import did_you_mean
 Section = OptimizerConfig | OptimizerTarget
 Group = OptimizerGroup | OptionsGroup | TargetGroup
 AddUp = Callable[[list[int]], list[int]]
-"""Sums counts over the pipeline stages; without stages it returns them unchanged."""
+"""Sums counts over the pipeline stages. Without stages it returns them unchanged."""
 
 HIDDEN_MATRICES = "hidden_matrices"
 """A pattern for all matrices except embeddings and the output layer, the parameters that Muon is made for."""
@@ -129,7 +129,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
     """Put each of the *trained* parameters into one group, and return the groups that have parameters.
 
     A parameter belongs to the first of ``optimizer.groups`` that matches it, or to the rest. Each of these is two
-    groups: of parameters with weight decay, and of those whose weight decay ``no_decay`` takes away. A collective where
+    groups: parameters with weight decay, and parameters for which ``no_decay`` disables it. A collective where
     *add_up* is one. Raises :class:`RecipeError` for globs that match nothing, and for a group that earlier ones leave
     without parameters.
     """
@@ -161,7 +161,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
 
 
 def _empty_groups(key: str, group: Group | None, section: Section) -> list[PlannedGroup]:
-    """The groups of an entry of ``optimizer.groups`` at *key*; None: of what matches no entry."""
+    """The groups of an entry of ``optimizer.groups`` at *key*. None: of what matches no entry."""
     options: dict[str, Any] = {}
     if isinstance(group, OptimizerGroup):
         for name in ("lr", "betas", "eps", "weight_decay"):

@@ -44,8 +44,8 @@ def find_preprocessor(
 ) -> tuple[str | None, str]:
     """(directory or Hub name, dotted key that gives it) of the section *key*, else of the pretrained model.
 
-    The name is None if neither gives one. Raises :class:`RecipeError` for a path that does not exist, and
-    :class:`CheckpointUnusable` for an export whose files are damaged.
+    The name is None when neither gives one. Raises :class:`RecipeError` for a path that does not exist, and
+    :class:`CheckpointUnusable` for an export with damaged files.
     """
     name, where = getattr(config, key).from_pretrained, f"{key}.from_pretrained"
     if name is None and isinstance(config.model, ModelConfig):

@@ -1,4 +1,4 @@
-"""Learning rates and initial values by width, so that the best learning rate of a narrow model is that of a wide one.
+"""Learning rates and initial values by width, so that narrow and wide models have the same best learning rate.
 
 This is the maximal update parametrization of arXiv:2203.03466 (table 8) for AdamW. With the factor r = base width /
 width, for widths that only change the number of heads and not their size:
@@ -47,7 +47,7 @@ def factor_of(config: PreTrainedConfig, base_width: int) -> float:
 
 
 def scale_initial_values(model: nn.Module, factor: float) -> None:
-    """Scale the initial values of *model*, sharded or not, in place. *factor* is that of :func:`factor_of`."""
+    """Scale the initial values of *model*, sharded or not, in place. *factor* is the result of :func:`factor_of`."""
     num_hidden = num_output = 0
     with torch.no_grad():
         for each in trained_parameters(model):

@@ -25,7 +25,7 @@ AVERAGED = "averaged"
 def average_last(run: Path, count: int) -> Path | None:
     """Average the newest *count* complete checkpoints of *run* into ``run/averaged``. Returns the new checkpoint.
 
-    With fewer checkpoints, all of them are averaged; with fewer than two, nothing is, and a warning is logged. An
+    With fewer checkpoints, all of them are averaged. With fewer than two, nothing is, and a warning is logged. An
     average of the same checkpoints that exists already is returned. Raises :class:`SaveFailed` or
     :class:`CheckpointUnusable`.
     """
@@ -44,7 +44,7 @@ def average_last(run: Path, count: int) -> Path | None:
         # The run went back to an earlier checkpoint, and has saved this step again.
         commit.supersede(target.parent, target.name)
     newest = Summary.read(sources[-1])
-    # Counters, such as those of batch normalization: the newest ones.
+    # Counters, such as the counters of batch normalization: the newest ones.
     planned = prepare(sources, target.parent, integers="last")
     assert planned.checkpoint.name == (newest.step, newest.epoch)
     path = write_checkpoint(planned.checkpoint)

@@ -49,7 +49,7 @@ def model_layout(config: RecipeConfig) -> Literal["shards", "hf", "adapter"]:
 
 
 def export_assets(recipe: Any) -> dict[str, Assets]:
-    """What an export of *recipe*'s module ``model`` needs besides its weights; empty for a model by ``_target_``.
+    """What an export of *recipe*'s module ``model`` needs besides its weights. Empty for a model by ``_target_``.
 
     Raises :class:`RecipeError` for what transformers could not write.
     """
@@ -119,7 +119,7 @@ def check_export(config: RecipeConfig, assets: Mapping[str, Assets]) -> None:
 
 
 def check_without_shared_storage(config: RecipeConfig) -> None:
-    """Check a recipe whose nodes share no storage, so that none has all files of a checkpoint.
+    """Check a recipe for nodes without shared storage: no node has all files of a checkpoint.
 
     Logs what is different by default. Raises :class:`RecipeError` for a key that needs all files on a node.
     """
@@ -183,9 +183,9 @@ def open_checkpointer(
 def open_memory(
     config: RecipeConfig, layout: RankLayout, checkpointer: Checkpointer, resources: ExitStack
 ) -> MemorySaves | None:
-    """Create what saves to memory, by the section ``checkpoint.memory``; None without it. Collective.
+    """Create what saves to memory, by the section ``checkpoint.memory``. Returns None without it. Collective.
 
-    *checkpointer* is that of the run directory. *resources* gets what closes the result.
+    *checkpointer* writes to the run directory. *resources* gets what closes the result.
     """
     section = config.checkpoint.memory
     if section is None:
@@ -209,9 +209,9 @@ def open_memory(
 def replica_check(
     config: RecipeConfig, layout: RankLayout, model: nn.Module
 ) -> ReplicaCheck | None:
-    """Create what compares the replicas of *model* before each save; None without ``checkpoint.verify_replicas``.
+    """Create what compares the replicas of *model* before each save.
 
-    Raises :class:`RecipeError` if the strategy has no replicas.
+    Returns None without ``checkpoint.verify_replicas``. Raises :class:`RecipeError` if the strategy has no replicas.
     """
     if not config.checkpoint.verify_replicas:
         return None

@@ -24,7 +24,7 @@ class HubUploads:
         self._pushes: Pushes | None = None
 
     def start(self, resumed_step: int | None) -> None:
-        """Start the uploading process. The run continues from *resumed_step*; None if it begins.
+        """Start the uploading process. The run continues from *resumed_step*, which is None for a new run.
 
         Raises :class:`SaveFailed` on all ranks if it cannot be started.
         """
@@ -54,7 +54,7 @@ class HubUploads:
             self._pushes.note_saved(name)
 
     def finish(self, name: str, must_end: Callable[[], bool]) -> None:
-        """Upload the last model, that of the checkpoint *name*, and wait until *must_end* returns true at the latest.
+        """Upload the last model, from the checkpoint *name*, and wait until *must_end* returns true at the latest.
 
         Raises :class:`SaveFailed` with ``hub.required``.
         """

@@ -118,11 +118,11 @@ class MemorySaves:
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """What saves to memory; None after a failure."""
+        """What saves to memory. None after a failure."""
         return self._checkpointer
 
     def share_notes(self, disk: Checkpointer) -> None:
-        """Give memory checkpoints the files beside the weights, and the notes, of those of *disk*. Local."""
+        """Give memory checkpoints the notes of *disk*'s checkpoints, and their files in addition to weights. Local."""
         if self._checkpointer is not None:
             self._checkpointer.assets.update(disk.assets)
             self._checkpointer.notes.update(disk.notes)
@@ -199,7 +199,7 @@ class MemorySaves:
         """Save the present *step* with *save*. It first waits for an earlier save that is still in progress.
 
         Where that one failed, the present step is saved in its place. After _MAX_FAILURES in a row, saves to memory end
-        with a warning; training continues.
+        with a warning. Training continues.
         """
         assert self._checkpointer is not None, "it was due"
         # A save in progress does it when it is published.
@@ -218,7 +218,7 @@ class MemorySaves:
         self._next_step = step + self._every_steps
 
     def _saved(self, save: SaveState, outcome: str) -> bool:
-        """Call *save*; returns False if it failed and can be repeated. *outcome* is what the warning says then."""
+        """Call *save*. Returns False if it failed and can be repeated. *outcome* is what the warning says then."""
         checkpointer = self._checkpointer
         assert checkpointer is not None
         try:
@@ -233,7 +233,7 @@ class MemorySaves:
         return True
 
     def _note_failure(self, failure: AutomodelError, outcome: str) -> None:
-        """Count a failed save, and warn of it with its *outcome*; after _MAX_FAILURES in a row, save no more."""
+        """Count a failed save, and warn of it with its *outcome*. After _MAX_FAILURES in a row, save no more."""
         self._num_failures += 1
         self._last_failed = True
         if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):
@@ -259,7 +259,7 @@ class MemorySaves:
         self._every_steps = agree.broadcast_object(self._group, every_steps)
 
     def _give_up(self, failure: AutomodelError, count: str = "no more") -> None:
-        """Continue without checkpoints in memory; the warning says that there are *count*."""
+        """Continue without checkpoints in memory. The warning says that there are *count*."""
         checkpointer, self._checkpointer = self._checkpointer, None
         assert checkpointer is not None
         self._gave_up = True
@@ -295,7 +295,7 @@ class MemorySaves:
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             if self.nodes is not None:
-                # It could wait forever for the files of a node whose process has ended already.
+                # It could wait forever for the files of a node if the process there has ended already.
                 checkpointer.abandon_save()
             checkpointer.close()
         self._release_nodes()

@@ -72,7 +72,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _measured(method: _Method) -> _Method:
-    """Count the time in a method of :class:`Saves` as that of saves."""
+    """Count the time in a method of :class:`Saves` as time of saves."""
 
     @functools.wraps(method)
     def measured(self: Saves, *arguments: Any, **keywords: Any) -> Any:
@@ -90,17 +90,17 @@ class Saves:
     """
 
     failure: AutomodelError | None
-    """The last save's failure, if training continues after it; the run ends with it."""
+    """The last save's failure, if training continues after it. The run ends with it."""
     last_save: SaveReport | None
     """The newest checkpoint of this process. An asynchronous one may still fail, until :meth:`wait` returns."""
     resumed: Resumed | None
     """The checkpoint that this process resumed from. ``training/start/resume.py`` sets it, and :meth:`roll_back`."""
     memory: MemorySaves | None
-    """The section ``checkpoint.memory``, set at the resume; None without it."""
+    """The section ``checkpoint.memory``, set at the resume. None without it."""
     recipe_yaml: str
     """The recipe that checkpoints contain. A resume sets in it the values that it takes from its checkpoint."""
     replica_check: ReplicaCheck | None
-    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe; None
+    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe. None
     without it."""
 
     def __init__(
@@ -265,7 +265,7 @@ class Saves:
         return self._scheduler.cadence.ckpt_on_best
 
     def note_late_validation(self, losses: Mapping[str, Any]) -> None:
-        """Record *losses* of the resumed step, whose validation a signal had prevented, for its checkpoint."""
+        """Record *losses* of the resumed step for its checkpoint. A signal had prevented this step's validation."""
         is_wanted = self.note_if_best(losses) or self._scheduler.save_was_due
         if is_wanted and self.checkpointer is not None and self.resumed is not None:
             measured = {key: value for key, value in losses.items() if value is not None}
@@ -384,7 +384,7 @@ class Saves:
         """Wait for a save in the background, and handle its failure.
 
         Raises :class:`LeaseLost` if another run took over the run directory, and :class:`SaveFailed` if
-        ``on_save_failure`` is ``stop``; the same on all ranks.
+        ``on_save_failure`` is ``stop``, the same on all ranks.
         """
         if self.checkpointer is None:
             return

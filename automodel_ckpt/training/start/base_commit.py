@@ -84,7 +84,7 @@ class HubName:
 
 
 def hub_names(config: Any) -> Iterator[HubName]:
-    """Yield the names in a recipe that may be those of repositories, the model first. Paths and URLs are among them."""
+    """Yield the names in a recipe that may name repositories, the model first. Paths and URLs are among them."""
     model = config.model
     of_model: Sequence[Any] = ()
     if isinstance(model, ModelConfig):
@@ -154,7 +154,7 @@ def _of_target(target: Target, where: str) -> Iterator[HubName]:
 
 
 def is_repository(name: str) -> bool:
-    """Whether *name* can be that of a repository, and is not a path in a local directory."""
+    """Whether *name* can be the name of a repository, and is not a path in a local directory."""
     is_in_local_directory = "/" in name and Path(name).expanduser().parent.is_dir()
     return is_hub_name(name) and not is_in_local_directory
 
@@ -162,7 +162,7 @@ def is_repository(name: str) -> bool:
 COMMIT, REVISION = "base_commit", "base_revision"
 """Notes in a manifest's ``environment``: NAME@COMMIT, and the revision that the recipe asked for."""
 FURTHER = "hub_commits"
-"""Note about other names: NAME@REVISION=COMMIT, with a comma between them; names of data sets follow datasets/."""
+"""Note about other names: NAME@REVISION=COMMIT, with a comma between them. Names of data sets follow datasets/."""
 _DATA = "datasets/"
 _MODEL_KEYS = ("model.from_pretrained", "model.from_config")
 
@@ -208,9 +208,9 @@ def pin_base(
 
 
 def commits_of_run(config: RecipeConfig) -> Recorded | None:
-    """Return the commits that a dry run expects the run to continue with; None in a new run.
+    """Return the commits that a dry run expects the run to continue with. Returns None in a new run.
 
-    They are those of the checkpoint to resume from, if it is on this machine.
+    They are recorded in the checkpoint to resume from, if it is on this machine.
     """
     section = with_local_directory(config).checkpoint
     if not section.enabled:
@@ -226,7 +226,7 @@ def commits_of_run(config: RecipeConfig) -> Recorded | None:
 
 
 def recorded_commits(summary: Summary | None) -> Recorded | None:
-    """Return the commits that a checkpoint to resume from records; None without one."""
+    """Return the commits that a checkpoint to resume from records. Returns None without one."""
     if summary is None:
         return None
     environment = summary.environment
@@ -271,7 +271,7 @@ def _commits(
 
 
 def _commit_of(name: HubName, recorded: Recorded | None) -> str | None:
-    """Return the commit of a repository; None if it is unknown."""
+    """Return the commit of a repository. Returns None when it is unknown."""
     commit = None if recorded is None else recorded.get(name.asked)
     if commit is not None and name.is_optional:
         # This start does not read it, and must not fail if it is gone.

@@ -39,9 +39,9 @@ def with_local_weights(
     """Yield the section ``init_from`` with paths in place of URLs. Collective.
 
     A rank that *downloads* copies the weights into the run directory, or without checkpoints into the user's cache:
-    rank 0, and one rank of each further node whose ranks do not see that directory of rank 0. They are removed at the
-    end of the context. Raises, the same on all ranks,
-    :class:`CheckpointUnusable` for a URL without weights, :class:`SaveFailed` without space, and :class:`StoreError`.
+    rank 0, and one rank of each further node if the ranks there do not see that directory of rank 0. The copies are
+    removed at the end of the context. Raises, the same on all ranks, :class:`CheckpointUnusable` for a URL without
+    weights, :class:`SaveFailed` without space, and :class:`StoreError`.
     """
     sources = [section] if isinstance(section, InitFromConfig) else section
     urls = [one.path for one in sources if is_url(one.path)]

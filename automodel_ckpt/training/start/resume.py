@@ -65,7 +65,7 @@ def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
     memory: MemorySaves | None = recipe.memory
     run_log: RunLog = recipe.run_log
     checkpointer.check(state)
-    # Made before the checkpoint's options are loaded into the optimizer: it records those of the recipe.
+    # Made before the checkpoint's options are loaded into the optimizer: it records the recipe's options.
     recipe_options = RecipeOptions(
         recipe.optimizer, recipe.lr_scheduler, recipe.config.optimizer, recipe.overridden
     )

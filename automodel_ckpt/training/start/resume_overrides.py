@@ -46,7 +46,7 @@ SCHEDULE = "lr_scheduler"
 
 
 class RecipeComparison:
-    """Compares the recipe of a checkpoint with that of this start, which *recipe* has."""
+    """Compares the recipe of a checkpoint with the recipe of this start, which *recipe* has."""
 
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
@@ -147,7 +147,7 @@ class RecipeOptions:
     def compare(self, scheduler: StepScheduler, saved: Collection[str], checkpoint: Path) -> None:
         """Give the optimizer its options and its rate after *checkpoint* was loaded, and log what changes.
 
-        *saved* are the names of the attributes whose state the checkpoint has. Raises :class:`RecipeError` if the
+        *saved* are the names of the attributes with state in the checkpoint. Raises :class:`RecipeError` if the
         command line gives an option and the saved one is used instead. The checkpoint's config.yaml does not show
         that: it is the recipe of its run, which may have used other options after an earlier resume.
         """
@@ -194,7 +194,7 @@ class RecipeOptions:
         return f" of parameter group {number}" if len(self._groups) > 1 else ""
 
     def _scheduled_options(self) -> tuple[str, ...]:
-        """Options that a schedule sets in each step; without a schedule there are none."""
+        """Options that a schedule sets in each step. Without a schedule there are none."""
         if self._schedule is None:
             return ()
         # OneCycleLR moves the momentum, too.
@@ -259,7 +259,7 @@ class RecipeOptions:
             raise RecipeError.all_of([problem])
 
     def _take_options(self) -> None:
-        """Replace all options that were loaded; a schedule computes its rates again."""
+        """Replace all options that were loaded. A schedule computes its rates again."""
         scheduled = self._scheduled_options()
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         for number, (group, options) in enumerate(pairs):
@@ -276,7 +276,7 @@ class RecipeOptions:
             self._schedule.base_lrs = list(self._rates)
 
     def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
-        """Use the recipe's constant rate; the checkpoint has the last rate of its schedule, which may be 0.0."""
+        """Use the recipe's constant rate. The checkpoint has the last rate of its schedule, which may be 0.0."""
         saved = current_rate(self._optimizer)
         self._restore()
         log.warning(
@@ -287,7 +287,7 @@ class RecipeOptions:
         )
 
     def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
-        """Continue the recipe's schedule at the present step; the checkpoint has no state of a schedule."""
+        """Continue the recipe's schedule at the present step. The checkpoint has no state of a schedule."""
         self._restore()
         fast_forward(schedule, scheduler.step)
         message = (
@@ -298,14 +298,14 @@ class RecipeOptions:
     def _replay(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
         """Set *schedule* and what it sets in the optimizer to the recipe's, at the present step.
 
-        A schedule computes a rate from the one before it: the rates that were saved are those of other settings.
+        A schedule computes a rate from the one before it: the saved rates belong to other settings.
         """
         self._restore(self._scheduled_options())
         schedule.load_state_dict(copy.deepcopy(self._new_schedule))
         fast_forward(schedule, scheduler.step)
 
     def _restore(self, names: Collection[str] = ("lr", "initial_lr")) -> None:
-        """Set the options *names* that the recipe built; a schedule changes its rates in place."""
+        """Set the options *names* that the recipe built. A schedule changes its rates in place."""
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in names:
                 if name in options:
@@ -314,7 +314,7 @@ class RecipeOptions:
                     group.pop(name, None)
 
     def _follow(self, schedule: LRScheduler, scheduler: StepScheduler, saved_rate: float) -> None:
-        """Set the rates of *schedule* at the present step, and log if that of the next step is not *saved_rate*."""
+        """Set the rates of *schedule* at the present step, and log if the next step's rate is not *saved_rate*."""
         if self._rates != schedule.base_lrs:
             self._check_override("lr", schedule.base_lrs, self._rates)
             message = (
@@ -341,7 +341,7 @@ class RecipeOptions:
 
 
 def _numbers(value: Any) -> list[float]:
-    """A number or a switch, or several, as a list; empty for anything else."""
+    """A number or a switch, or several, as a list. Empty for anything else."""
     values = value if isinstance(value, tuple | list) else [value]
     # bool is a subclass of int.
     return list(values) if all(isinstance(each, int | float) for each in values) else []

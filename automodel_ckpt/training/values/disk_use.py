@@ -60,7 +60,7 @@ def warn_of_little_space(
 ) -> None:
     """Warn if the disk of the run *directory* cannot hold all that the run will keep.
 
-    *forecast* is that of one checkpoint. *exports_at_end*: models are exported when the run ends, not for each
+    *forecast* is the forecast of one checkpoint. *exports_at_end*: models are exported when the run ends, not for each
     checkpoint. Raises OSError if the directory cannot be read.
     """
     existing = [name.step for name in checkpoint_names(directory)]

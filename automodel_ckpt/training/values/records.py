@@ -17,7 +17,7 @@ Number = float | torch.Tensor
 Z_LOSS = "z_loss"
 """The metric of a micro-batch that is its z-loss, times its coefficient."""
 LABEL_TOKENS = "label_tokens"
-"""What the loss of predicting the next token is a mean over; both logs have the count under this name."""
+"""What the loss of predicting the next token is a mean over. Both logs have the count under this name."""
 AUX_LOSS = "aux_loss"
 """The metric of a micro-batch that is its share of the router's load balancing loss."""
 
@@ -36,7 +36,7 @@ class ClockReading:
 class BatchSize:
     """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens.
 
-    *flops* are the floating-point operations of a training pass over it; 0 if they are unknown or not logged.
+    *flops* are the floating-point operations of a training pass over it. 0 if they are unknown or not logged.
     """
 
     count: int
@@ -49,8 +49,8 @@ class BatchSize:
 class LossSum:
     """The loss of a micro-batch, summed over its terms (0-dim, on the device), and metrics by name.
 
-    The metric ``aux_loss`` has a gradient, which the loop adds to that of the loss. Other metrics are sums over the
-    same terms, under the same names on all ranks; the log has their means.
+    The metric ``aux_loss`` has a gradient, which the loop adds to the loss's gradient. Other metrics are sums over the
+    same terms, under the same names on all ranks. The log has their means.
     """
 
     loss: torch.Tensor
@@ -60,8 +60,8 @@ class LossSum:
 @dataclass(frozen=True, slots=True)
 class Control:
     """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
-    background has failed. The loss of the global batch is a mean over *count* terms; *flops* are the floating-point
-    operations of training on it, 0 if they are unknown or not logged. *clock* is that of rank 0 after the step before.
+    background has failed. The loss of the global batch is a mean over *count* terms. *flops* are the floating-point
+    operations of training on it, 0 if they are unknown or not logged. *clock* is from rank 0 after the previous step.
     """
 
     count: int
@@ -75,7 +75,7 @@ class Control:
     def summed(
         self, group: ProcessGroup | None, further: Sequence[float] = ()
     ) -> tuple[Control, list[float]]:
-        """Combine the values of all ranks. A collective; returns the control, and the sums of *further* numbers.
+        """Combine the values of all ranks. A collective. Returns the control, and the sums of *further* numbers.
 
         Counts are summed, and a flag is set if any rank sets it. Only one rank may pass a clock. All ranks pass equally
         many further numbers.
@@ -111,7 +111,7 @@ class Control:
 class StepResult:
     """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
 
-    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
+    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient. None where there is none.
     *metrics* are the means of the objective's metrics over the *count* terms of the loss.
     """
 
@@ -131,10 +131,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The mean loss over the validation set, the number of its label tokens, and that of the terms of its loss.
+    """The mean loss over the validation set, the number of its label tokens, and the number of terms of its loss.
 
-    *losses* are the mean losses over the sets in ``validation_datasets``, by name. *further* are the metrics beside the
-    losses, by the names that logs have.
+    *losses* are the mean losses over the sets in ``validation_datasets``, by name. *further* are the metrics in
+    addition to the losses, by the names that logs have.
     """
 
     loss: float

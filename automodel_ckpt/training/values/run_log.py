@@ -64,15 +64,15 @@ class RunLog:
 
     progress: Progress
     timeline: Timeline
-    """Measures the phases of this start on each rank; rank 0 writes them."""
+    """Measures the phases of this start on each rank. Rank 0 writes them."""
     terms: str = LABEL_TOKENS
-    """What the loss is a mean over; both logs have the count under this name."""
+    """What the loss is a mean over. Both logs have the count under this name."""
     training: JsonlLog | None
-    """Rank 0's ``training.jsonl``; None before :meth:`open`, and on other ranks."""
+    """Rank 0's ``training.jsonl``. None before :meth:`open`, and on other ranks."""
     validation: JsonlLog | None
-    """Rank 0's ``validation.jsonl``; None before :meth:`open`, and on other ranks."""
+    """Rank 0's ``validation.jsonl``. None before :meth:`open`, and on other ranks."""
     device_rate: float | None
-    """What the logged MFU is relative to, in FLOP/s; None if it is unknown."""
+    """What the logged MFU is relative to, in FLOP/s. None when it is unknown."""
 
     def __init__(self, settings: LoggingConfig, layout: RankLayout) -> None:
         """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
@@ -98,7 +98,7 @@ class RunLog:
 
     @property
     def logs_mfu(self) -> bool:
-        """Whether the floating-point operations of a step are logged; the same on all ranks."""
+        """Whether the floating-point operations of a step are logged, the same on all ranks."""
         return logs_mfu(self._settings, self._layout)
 
     def measure_device(self, dtype: torch.dtype) -> None:
@@ -111,7 +111,7 @@ class RunLog:
     def open(self, directory: Path, check_lease: Callable[[], None]) -> None:
         """Write the logs in *directory* from here on.
 
-        *check_lease* is called before each change of a file; it raises :class:`LeaseLost` if another run took over
+        *check_lease* is called before each change of a file. It raises :class:`LeaseLost` if another run took over
         the directory.
         """
         if self._layout.is_rank0:
@@ -122,7 +122,7 @@ class RunLog:
     def resume(self, scheduler: StepScheduler, resumed_from: str | None) -> None:
         """Remove the lines of steps after the present one, and start the trackers. Call it after :meth:`open`.
 
-        *resumed_from* is the name of the checkpoint that was loaded, which is logged; None if the run starts.
+        *resumed_from* is the name of the checkpoint that was loaded, which is logged. It is None for a new run.
         Collective. Raises :class:`SaveFailed` on all ranks if a file cannot be rewritten.
         """
         with self._changing_on_rank0("continuing the logs of the run") as logs:
@@ -343,7 +343,7 @@ class RunLog:
         tear_down_logging(self._handler)
 
     def log_failure(self, text: str) -> None:
-        """Write the error that ends the run to ``log.txt`` of rank 0; the launcher prints it."""
+        """Write the error that ends the run to ``log.txt`` of rank 0. The launcher prints it."""
         self._text_log.write(text)
 
     def figures(self, losses: Mapping[str, Any]) -> str:
@@ -360,7 +360,7 @@ class RunLog:
 
 
 def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler | None:
-    """Build what traces the steps of the ``profile`` section on this rank; None if nothing is traced."""
+    """Build what traces the steps of the ``profile`` section on this rank. Returns None when nothing is traced."""
     section = config.profile
     if section is None:
         return None

@@ -90,7 +90,7 @@ class LaunchedStep:
 
     @property
     def seconds(self) -> float:
-        """The duration of the step, whose numbers must have been read."""
+        """The duration of the step. Its numbers must have been read."""
         return self.numbers.end.seconds_since(self.start)
 
 
@@ -139,7 +139,7 @@ class Divergence:
             self._note_finite(step)
 
     def go_back(self) -> bool:
-        """Go back because of the spike that was found; returns whether the run did. A collective.
+        """Go back because of the spike that was found. Returns whether the run did. A collective.
 
         All steps that were made must have been judged. Without a checkpoint that is old enough, training continues.
         Raises :class:`TrainingDiverged` after too many spikes.
@@ -156,7 +156,7 @@ class Divergence:
         return False
 
     def _restore_before(self, spike: Spike) -> bool:
-        """Load the checkpoint of some steps before *spike*; returns False if there is none."""
+        """Load the checkpoint of some steps before *spike*. Returns False if there is none."""
         spikes = self._scheduler.spikes
         assert spikes is not None
         target = spike.step - spikes.rule.rollback
@@ -271,7 +271,7 @@ def _text(step: StepResult) -> str:
 
 
 class StepNumbers:
-    """Sums over the ranks what each knows between two steps, and reports a step whose numbers are then known."""
+    """Sums over the ranks what each knows between two steps, and reports a step when its numbers are then known."""
 
     def __init__(self, loop: Any) -> None:
         """*loop* is the training loop, which has the parts of the run."""
@@ -282,9 +282,9 @@ class StepNumbers:
         self.pending = loop.errors.pending
         """Steps that are counted but not logged, oldest first."""
         self.newest: StepResult | None = None
-        """The newest reported step of this process; None before there is one, and after the run went back."""
+        """The newest reported step of this process. None before there is one, and after the run went back."""
         self.straggler_watch: StragglerWatch | None = None
-        """Gets the times of this rank, and compares those of all ranks."""
+        """Gets the times of this rank, and compares the times of all ranks."""
 
     def launch(
         self,
@@ -323,10 +323,10 @@ class StepNumbers:
         )
 
     def exchange(self, size: BatchSize | None, *, stop: bool, wait: bool = False) -> Control:
-        """Exchange with all ranks, and report the oldest step that is done. One small reduction; a collective.
+        """Exchange with all ranks, and report the oldest step that is done. One small reduction. A collective.
 
-        *size* is the size of the next batch on this rank; None if no step follows. *stop*: whether this rank stops for
-        another reason than a request. *wait*: wait for a step that the device may still compute.
+        *size* is the size of the next batch on this rank, or None when no step follows. *stop*: whether this rank stops
+        for another reason than a request. *wait*: wait for a step that the device may still compute.
         """
         num_unfinished = 0 if wait else self._num_in_progress
         finished = self.pending[0] if len(self.pending) > num_unfinished else None
@@ -375,7 +375,7 @@ class StepNumbers:
             raise
 
     def _report(self, step: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
-        """Log a *step* that is done, and judge it. *sums* are those of all ranks."""
+        """Log a *step* that is done, and judge it. *sums* are sums over all ranks."""
         loop, count = self._loop, step.control.count
         total, aux_loss, *metrics = sums
         if step.may_be_skipped and not math.isfinite(grad_norm):

@@ -57,7 +57,7 @@ class BatchErrors:
     def out_of_memory(self, doing: str, micro_batches: Sequence[Tensors] = ()) -> Iterator[None]:
         """Raise :class:`DeviceMemoryError` if the device runs out of memory inside the context.
 
-        *doing* states when, such as ``in step 7``; *micro_batches* are computed there.
+        *doing* states when, such as ``in step 7``. *micro_batches* are computed there.
         """
         try:
             yield
@@ -179,8 +179,8 @@ def check_all_trained(
 ) -> None:
     """Look for parameters of *model* that need a gradient and have none after the first step's backward passes.
 
-    Raises :class:`RecipeError` with *is_error*, and with ddp, which waits for each gradient of a model whose parameters
-    are known to be used for each batch. Otherwise logs a warning: a later batch may use them.
+    Raises :class:`RecipeError` with *is_error*, and with ddp, which waits for each gradient of a model if all
+    its parameters are known to be used for each batch. Otherwise logs a warning: a later batch may use them.
 
     With *is_resumed*, it is an error only with ddp: the checkpoint, which another program may have written, has these
     parameters among those that are trained, and would not match a recipe that leaves them out.

@@ -75,9 +75,9 @@ class HangWatch:
     ) -> None:
         """The stacks are written to the directory *run*.
 
-        *timeout_seconds* is that of the collectives. *arrival_seconds* is how long a file takes until all ranks see it:
-        nodes without shared storage send each other what they write. After a *stop_request*, a hang is found sooner,
-        and ends the run.
+        *timeout_seconds* is the timeout of collectives. *arrival_seconds* is how long a file takes until all ranks see
+        it: nodes without shared storage send each other what they write. After a *stop_request*, a hang is found
+        sooner, and ends the run.
         """
         self._settings = settings
         self._layout = layout
@@ -151,7 +151,7 @@ class HangWatch:
 
     @property
     def _usual(self) -> float | None:
-        """The median of the steps, which the present one is compared with; None at the start."""
+        """The median of the steps, which the present one is compared with. None at the start."""
         others = list(self._others)
         return median(others) if len(others) >= _MIN_STEPS else None
 
@@ -240,7 +240,7 @@ class HangWatch:
         )
 
     def _report(self, step: int, seconds: float) -> None:
-        """Write the state of this rank, wait for those of the others, and report if this is the lowest overdue rank."""
+        """Write the state of this rank and wait for the other ranks' states. Only the lowest overdue rank reports."""
         directory = self._root / f"step_{step}"
         mine = self._state(is_overdue=True)
         hangs.write_state(directory, mine)
@@ -291,7 +291,7 @@ class HangWatch:
     def _examine(
         self, directory: Path, silent: Sequence[int], overdue: Sequence[int]
     ) -> dict[int, str]:
-        """Find out what the *silent* ranks of this node do; returns notes about them, by rank.
+        """Find out what the *silent* ranks of this node do. Returns notes about them, by rank.
 
         Only the lowest of the *overdue* ranks of a node does it: each dump takes a while.
         """

@@ -81,7 +81,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def _difference(
     step: int, shards: Sequence[tuple[int, ...]], sums: Sequence[Mapping[str, int]]
 ) -> AutomodelError:
-    """Return the error for replicas that differ: *shards* and *sums* are those of all ranks, in their order."""
+    """Return the error for replicas that differ: *shards* and *sums* have an entry for each rank, in order."""
     differing: dict[int, str] = {}
     by_shard: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(shards):
@@ -102,7 +102,7 @@ def _difference(
 
 
 def outliers(values: Mapping[int, int]) -> set[int]:
-    """Return the ranks whose value differs from that of most ranks; all ranks if no value is the most frequent.
+    """Return the ranks that differ from the most frequent value, or all ranks if no value is the most frequent.
 
     *values* has the value of each rank.
     """

@@ -24,7 +24,7 @@ from automodel_ckpt.training.watch.batch_errors import in_all_layers
 _MAX_STEPS = 10
 _NUM_SUMS = 8
 _NEGLIGIBLE = 1e-6
-"""A gradient whose norm is below this part of the largest one may be rounding only, which differs between ranks."""
+"""A gradient with a norm below this part of the largest one may be rounding only, which differs between ranks."""
 _MAX_NAMED = 5
 
 
@@ -56,7 +56,7 @@ class ReplicatedGradients:
             self._num_steps_left = 0
 
     def _is_done_after_comparison(self) -> bool:
-        """Compare the gradients within this rank's group; returns whether each parameter has been compared."""
+        """Compare the gradients within this rank's group. Returns whether each parameter has been compared."""
         if not self._pending:
             return True
         found = self._compare()
@@ -68,7 +68,7 @@ class ReplicatedGradients:
         return not self._pending
 
     def _compare(self) -> dict[str, float]:
-        """The largest difference of each gradient between ranks as a part of its norm; without negligible gradients."""
+        """The largest difference of each gradient between ranks as a part of its norm, without negligible gradients."""
         rows = []
         for parameter in self._pending.values():
             complete_gradient(parameter)
@@ -82,7 +82,7 @@ class ReplicatedGradients:
         # One collective for the largest and the smallest values.
         extremes = torch.cat([here, -here])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=first.device_mesh.get_group("tp"))
-        # A step whose gradients are not finite changes no weight.
+        # A step with gradients that are not finite changes no weight.
         if not torch.isfinite(extremes).all():
             return {}
         largest, negated_smallest = extremes.cpu().chunk(2)
@@ -99,8 +99,8 @@ class ReplicatedGradients:
 def _tolerance(model: nn.Module, config: RecipeConfig) -> float:
     """The difference between gradients, as a part of their norm, that rounding in the run's data types can explain.
 
-    The values are far above the differences of kernels whose order of additions varies, and far below those of ranks
-    that see other heads or columns.
+    The values are far above the differences between kernels that add in varying order, and far below the differences
+    between ranks that see other heads or columns.
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     compute_type = compute_dtype(config.distributed)
@@ -140,7 +140,7 @@ def _summary(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _error(differing: Mapping[str, float]) -> RecipeError:
-    """The error for parameters whose gradients differ by these parts of their norms."""
+    """The error for parameters with gradients that differ by these parts of their norms."""
     names: dict[str, None] = {}
     # The backward pass starts at the loss: the last modules are the closest to the cause.
     for name in reversed([*differing]):

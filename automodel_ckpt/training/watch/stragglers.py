@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """A forward pass between two marks; *waits* are the intervals in it in which this rank waited for others.
+    """A forward pass between two marks. *waits* are the intervals in it in which this rank waited for others.
 
     *num_tokens* is the number of elements of its rows, padding included.
     """
@@ -62,7 +62,7 @@ class ForwardTimer:
     """Times the first forward pass of each step. It does not wait for the device: it only records marks."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Measure forward passes of *model*, whose modules get hooks."""
+        """Measure forward passes of *model*. Its modules get hooks."""
         self._device = device
         self._waits: list[tuple[Mark, Mark]] | None = None
         self._begin: Mark | None = None
@@ -111,7 +111,7 @@ class ForwardTimer:
             self._waits = None
 
     def measured(self, compute: Callable[..., Result]) -> Callable[..., Result]:
-        """Return *compute*, whose first argument is a micro-batch, with its first call of a step measured."""
+        """Return *compute* with its first call of a step measured. Its first argument is a micro-batch."""
 
         def call(rows: Rows, *arguments: Any) -> Result:
             with self.measuring(rows):
@@ -120,7 +120,7 @@ class ForwardTimer:
         return call
 
     def take(self) -> ForwardTime | None:
-        """Return the time of this step, and begin a new step. None if nothing was computed."""
+        """Return the time of this step, and begin a new step. Returns None when nothing was computed."""
         newest, self._newest = self._newest, None
         return newest
 
@@ -128,7 +128,7 @@ class ForwardTimer:
 def build_forward_timer(
     model: nn.Module, layout: RankLayout, config: RecipeConfig
 ) -> ForwardTimer | None:
-    """Build what measures forward passes of *model* to find slow ranks. Returns None if that would cost too much."""
+    """Build what measures forward passes of *model* to find slow ranks. Returns None when that would cost too much."""
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     # Hooks would interrupt the graphs of compiled layers.
     if is_sharded and config.compile.enabled:
@@ -186,8 +186,8 @@ def slower_ranks(
 ) -> list[Straggler]:
     """Return the ranks that are slower than the median of the others by more than a *share*.
 
-    *figures* and *stages* are by rank. A rank's forward passes are compared with those of its pipeline *stage*. Rows
-    have different lengths, so that it must be slower by its time as well as by its time for each token.
+    *figures* and *stages* are by rank. A rank's forward passes are compared with other passes of its pipeline *stage*.
+    Rows have different lengths, so a rank must be slower by its time as well as by its time for each token.
     """
     waits = sorted(each.wait for each in figures)
     forwards: dict[int, list[float]] = {}
@@ -294,7 +294,7 @@ class StragglerWatch:
         return figures
 
     def compare(self, step: int, sums: Sequence[float]) -> None:
-        """Report ranks that were slow in two windows in a row. *sums* are those of :meth:`figures_here`."""
+        """Report ranks that were slow in two windows in a row. *sums* are the sums of :meth:`figures_here`."""
         if not sums:
             return
         num_steps = self._num_steps
