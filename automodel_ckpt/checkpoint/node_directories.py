@@ -301,7 +301,7 @@ class NodeDirectories:
     def _restore_logs(self, step: int) -> None:
         """If the run continues from the postponed checkpoint, bring the logs of its generation to rank 0's node.
 
-        Those of the starts since do not have its steps. Collective.
+        The logs of the starts since do not have its steps. Collective.
         """
         found, postponed = self._checkpoint_at(step), self._generation.postponed
         if found is None or found.digest != postponed.digest:

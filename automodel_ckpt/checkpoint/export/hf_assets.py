@@ -81,8 +81,8 @@ class HFAssets:
     model's class, if transformers does not define it. *prefix* is the prefix of the backbone's
     tensors. Names in the base can lack it, or have it in excess. *declared* are names, or globs over them, of tensors
     that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative path,
-    that take precedence over the base's files. *float32_in* has the names of tensors that the model keeps in float32 if the others are cast
-    to a dtype (by its safetensors code).
+    that take precedence over the base's files. *float32_in* has the names of tensors that the model keeps in float32
+    if the others are cast to a dtype (by its safetensors code).
     """
 
     config: Any

@@ -291,7 +291,8 @@ def _with_checksums(
 ) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks, Checksums]]:
     """Each chunk with its bytes and their checksums, which threads of the *pool* compute where they are many.
 
-    Those of *contiguous* chunks, which are in the memory, are begun ahead. Others are fetched as late as possible.
+    The checksums of *contiguous* chunks, which are in the memory, are begun ahead. Other chunks are fetched as late as
+    possible.
     """
     has_crc = any(chunk.crc_at for chunk in chunks)
     most_ahead = 0 if contiguous is None or pool is None else _AHEAD_BYTES
