@@ -86,15 +86,15 @@ class Checkpointer:
         directory: The run directory. For the URL of an object store, checkpoints are written to a local directory
             (``scratch_dir`` of *options*) and uploaded from there.
         ranks: This process's position among the ranks. By default, all ranks are data-parallel.
-        group: A gloo process group of all ranks, which nothing else uses during a call. Without *ranks*, it is by
-            default that of all ranks of torch.distributed, if it is initialized.
+        group: A gloo process group of all ranks, which nothing else uses during a call. Without *ranks*, the default
+            is a group of all ranks of torch.distributed, if it is initialized.
         options: The ``checkpoint:`` section of a recipe, or
             :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`, by default the latter without arguments.
         assets: What the exports of modules need, by attribute name. Entries may be added to :attr:`assets` before the
             first save. Modules without an entry are not exported.
         timeout_seconds: A background save has failed if all ranks wait for it and no writer makes progress for so long.
         is_quiet: Whether saves are logged at the level debug instead of info.
-        nodes: The nodes over whose directories checkpoints are distributed, if *directory* is not shared: each has one.
+        nodes: If *directory* is not shared, each of these nodes has one, and checkpoints are distributed over them.
 
     Raises :class:`RecipeError` for options that exclude each other.
     """
@@ -310,7 +310,7 @@ class Checkpointer:
             config_yaml: The content of config.yaml in the checkpoint.
             losses: Numbers by name, for losses.json.
             progress: Numbers by name, for the manifest, such as the consumed tokens.
-            validated: Whether *losses* are those of a validation, by which the checkpoint is ranked (``keep_best``).
+            validated: Whether *losses* are from a validation, by which the checkpoint is ranked (``keep_best``).
             last: Whether this is the last save of a run that completes.
             before_publishing: Called on rank 0 when all files are written.
             on_saved: Called on rank 0 with the report after publishing; by an asynchronous save in another thread.

@@ -177,7 +177,7 @@ class CheckpointLoader:
         skipped: list[resume.Rejected] = []
         for path in request.candidates:
             manifest, problems = self._examine(path, self.on_nodes.get(path, fetched))
-            # *problems* are those of all ranks: a rank that could read everything must skip the
+            # *problems* are from all ranks: a rank that could read everything must skip the
             # checkpoint, too.
             if manifest is not None and not problems:
                 return path, manifest
@@ -218,7 +218,7 @@ class CheckpointLoader:
     ) -> tuple[Manifest | None, list[Problem]]:
         """Verify a checkpoint; each rank reads a part of its files. Collective.
 
-        Returns the manifest (None if it cannot be read) and the problems found by all ranks.
+        Returns the manifest (None when it cannot be read) and the problems found by all ranks.
         """
         manifest: Manifest | None = None
 

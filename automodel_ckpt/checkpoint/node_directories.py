@@ -1,4 +1,4 @@
-"""The directories of a run whose nodes share no storage: each node has its own, beside a store that has all.
+"""The directories of a run on nodes without shared storage: each node has its own, and a store has all files.
 
 A checkpoint is distributed over the nodes (:mod:`.memory.nodes`), and each of them uploads its files. A start finds the
 checkpoints that the nodes have completely together, whatever nodes there are now, and sets the rest aside. If that has
@@ -113,7 +113,7 @@ class NodeDirectories:
             shares_manifest=True,
         )
         self._last_here = RunGeneration.read(root)
-        """The generation of the last start of this node, which may be an earlier one than that of the run."""
+        """The generation of the last start of this node. It may be earlier than the run's generation."""
         generations = agree.gather_objects(group, self._last_here)
         self._generation = max(generations, key=lambda generation: generation.number)
         self.on_nodes: Mapping[Path, CheckpointOnNodes] = {}
@@ -157,7 +157,7 @@ class NodeDirectories:
             )
 
     def _bring_logs(self, generations: Sequence[RunGeneration]) -> None:
-        """Bring the logs of the last start to rank 0's node, with those of the *generations* of all ranks' nodes.
+        """Bring the logs of the last start to rank 0's node. *generations* are the generations of all ranks' nodes.
 
         If no node has them, rank 0's node has none afterwards: the store has them up to its newest checkpoint.
         """
@@ -261,8 +261,8 @@ class NodeDirectories:
     def _later_checkpoint(self, step: int, *, has_gone_on: bool) -> Summary | None:
         """The newest checkpoint after *step* that was set aside because files of it are missing. Collective.
 
-        Not the postponed one, if the run *has_gone_on* without it. None if the nodes have the checkpoint of *step*:
-        their disks may have no space for what they have of a third one.
+        Not the postponed one, if the run *has_gone_on* without it. Returns None when the nodes have the checkpoint of
+        *step*: their disks may have no space for the files that they have of a third one.
         """
         own: list[Summary] = []
         with agree.raise_on_all_ranks(self._group, self._convert):
@@ -301,7 +301,7 @@ class NodeDirectories:
     def _restore_logs(self, step: int) -> None:
         """If the run continues from the postponed checkpoint, bring the logs of its generation to rank 0's node.
 
-        Those of the starts since do not have its steps. Collective.
+        The logs of the starts since do not have its steps. Collective.
         """
         found, postponed = self._checkpoint_at(step), self._generation.postponed
         if found is None or found.digest != postponed.digest:
@@ -376,7 +376,7 @@ def ranks_without_storage(directory: Path, rank: int, group: ProcessGroup | None
             (directory / name).touch()
         except OSError as error:
             failure = error
-    # Each rank drew another name; that of rank 0 counts. The broadcast also orders its touch()
+    # Each rank drew another name; rank 0's name counts. The broadcast also orders its touch()
     # before the other ranks' checks.
     name = agree.broadcast_object(group, name)
     # If rank 0 cannot write, no rank waits for the file.
@@ -401,7 +401,7 @@ def no_shared_storage(directory: Path, without: Sequence[int]) -> RecipeError:
 
 
 def not_without_storage(key: str, value: object) -> RecipeError:
-    """The error of a *key* that needs storage that all nodes share, in a run whose checkpoints are in a store only."""
+    """The error of a *key* that needs storage that all nodes share, in a run with checkpoints in a store only."""
     return RecipeError(
         "the nodes share no storage, so none has all files of a checkpoint",
         where=key,

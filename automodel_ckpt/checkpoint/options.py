@@ -168,7 +168,7 @@ def _check_values(options: CheckpointOptions) -> None:
 
 
 def validate_options(options: CheckpointOptions) -> None:
-    """Raise :class:`RecipeError` for invalid options, and for those of the model's files that exclude each other."""
+    """Raise :class:`RecipeError` for invalid options, and for options of the model's files that exclude each other."""
     _check_values(options)
     if options.incremental is True and options.model_layout == "hf":
         raise RecipeError(

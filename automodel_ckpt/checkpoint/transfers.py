@@ -304,7 +304,7 @@ def with_local_directory(
 ) -> tuple[Path, CheckpointOptions]:
     """Replace a URL as *directory* by a local one, and the URL of a checkpoint of the same run by its name.
 
-    *options* are those of a checkpointer, or a recipe's section. Raises :class:`RecipeError` for a URL that cannot be
+    *options* are a checkpointer's options, or a recipe's section. Raises :class:`RecipeError` for a URL that cannot be
     used.
     """
     url = os.fspath(directory)
@@ -321,7 +321,7 @@ def with_local_directory(
 
 
 def is_scratch_directory(directory: Path, options: CheckpointOptions) -> bool:
-    """Whether *directory* is the local one of a run whose directory is the URL of ``remote``."""
+    """Whether *directory* is the local directory of a run, and the run's own directory is the URL of ``remote``."""
     if options.remote is None:
         return False
     local = scratch_directory(options.remote.url, options.scratch_dir)

@@ -88,7 +88,7 @@ def consolidate(
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. Without it, tensors have the dtypes of
-    the base, or with *keep_dtypes* those of the checkpoint. There are *num_threads* times *num_procs* threads. *log*
+    the base, or with *keep_dtypes* of the checkpoint. There are *num_threads* times *num_procs* threads. *log*
     gets a line for each warning and each kind of cast; an exception that *before_publishing* raises ends the export.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or does not match its base,
@@ -206,7 +206,7 @@ def _check_source(source: Source, num_threads: int) -> None:
         return
     if problems := _problems(source, num_threads, "size"):
         raise CheckpointUnusable.all_of(problems)
-    # Slices are verified during the copy, except those of whole files, which are read from headers without digests.
+    # Slices are verified during the copy, except the slices of whole files, which come from headers without digests.
     # After damage here, all files are compared, to report all damage.
     copied = set() if source.finished else files_covered_by_slices(source.root, source.manifest)
     if _problems(source, num_threads, "digest", copied):

@@ -78,11 +78,11 @@ class HFAssets:
     *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
     maps each other name to the stored one it shares its memory with. *code_dir* has the Python files that define the
-    model's class, if transformers does not define it. *prefix* is that of the backbone's tensors, which the names of
-    the base can lack, or have in excess. *declared* are names, or globs over them, of tensors that differ from the
-    base's intentionally: new, resized or omitted. *further* are other files, by relative path, that take precedence
-    over those of the base. *float32_in* has the names of tensors that the model keeps in float32 if the others are cast
-    to a dtype (by its safetensors code).
+    model's class, if transformers does not define it. *prefix* is the prefix of the backbone's
+    tensors. Names in the base can lack it, or have it in excess. *declared* are names, or globs over them, of tensors
+    that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative path,
+    that take precedence over the base's files. *float32_in* has the names of tensors that the model keeps in float32
+    if the others are cast to a dtype (by its safetensors code).
     """
 
     config: Any
@@ -416,7 +416,7 @@ def _tokenizer_of(tokenizer: Any) -> Any:
 
 
 def _files_of(tokenizer: Any) -> tuple[str, ...]:
-    """The names of a tokenizer's or processor's files, also those of a class that transformers does not have."""
+    """The names of a tokenizer's or processor's files, also of a class that transformers does not have."""
     stated: list[Any] = []
     for attribute in ("vocab_files_names", "resource_files_names"):
         stated += (getattr(_tokenizer_of(tokenizer), attribute, None) or {}).values()

@@ -128,7 +128,7 @@ def make_plan(
     """Plan an export. Needs names, dtypes and shapes, but no slices.
 
     *tied* maps names that were not stored to stored names; *where* is for messages. Raises :class:`CheckpointUnusable`
-    if names or shapes are not those of the base.
+    if names or shapes differ from the base.
     """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
@@ -166,7 +166,7 @@ def export_names(
 ) -> dict[str, Tensor]:
     """Return the stored tensor of each name in the export: the names of the base if known, or else the stored ones.
 
-    Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
+    Raises :class:`CheckpointUnusable` if names or shapes differ from the base.
     """
     if maps.names is None:
         return dict(tensors)

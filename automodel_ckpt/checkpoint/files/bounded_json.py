@@ -2,8 +2,8 @@
 
 The parser of the standard library can allocate 30 times the size of its input: an empty list of two characters takes 60
 bytes. :func:`parse_json` estimates the memory from the number of brackets, quotes, commas and keys before it parses
-anything. A value that does not match raises TypeError or ValueError, whose message does not contain more than a few
-characters of it.
+anything. A value that does not match raises TypeError or ValueError. The message does not contain more than a few
+characters of the value.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def block_of(nbytes: int) -> memoryview:
 
 
 def begins_at_a_sector(memory: memoryview) -> bool:
-    """Whether *memory* is aligned for O_DIRECT; false for read-only memory, whose address is unknown."""
+    """Whether *memory* is aligned for O_DIRECT; false for read-only memory, because its address is unknown."""
     if memory.readonly or not memory:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % SECTOR_BYTES == 0
@@ -72,8 +72,9 @@ METER = Meter()
 class DirectStream:
     """Buffers consecutive writes to a file in two blocks: one is written to disk while the other is filled.
 
-    Whole sectors bypass the page cache where the file system supports it. The ends of a byte range, whose sectors
-    other ranks may share, are written through it. The caller fsyncs and closes *descriptor*.
+    Whole sectors bypass the page cache where the file system supports it. The ends of a byte range
+    are written through the cache, because other ranks may share their sectors. The caller fsyncs and closes
+    *descriptor*.
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
@@ -157,7 +158,7 @@ class DirectStream:
         inner = min(high, -(-low // SECTOR_BYTES) * SECTOR_BYTES)
         last = high // SECTOR_BYTES * SECTOR_BYTES
         reached = self._past_cache(block, base, inner, last)
-        # The rest, whose sectors can contain other data, is written through the page cache.
+        # The rest is written through the page cache: its sectors can contain other data.
         write_all(self._descriptor, block[low:inner], base + low)
         write_all(self._descriptor, block[reached:high], base + reached)
 

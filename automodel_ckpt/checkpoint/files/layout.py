@@ -35,8 +35,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 AUTOMODEL_PEFT_CONFIG = "automodel_peft_config.json"
 """What peft's files do not contain of an adapter, such as the digest of its base."""
 ADAPTER_MODEL_CONFIG = "model_config.json"
-"""The config of a model with adapters and its own head. peft would take a config.json for that of a complete
-model in the same directory."""
+"""The config of a model with adapters and its own head. peft would take a config.json for the config of a
+complete model in the same directory."""
 DCP_METADATA = ".metadata"
 SLICE_TABLE = ".slices"
 FURTHER_BITS = "further_bits"
@@ -246,12 +246,12 @@ def state_directory(attribute: str) -> str:
 
 
 def state_file(attribute: str) -> str:
-    """Return the file of an object whose state is the same on all ranks."""
+    """Return the file of an object with the same state on all ranks."""
     return f"{attribute}.pt"
 
 
 def rank_file(attribute: str, scope: Scope, rank: int, dp_rank: int, *, only_dp: bool) -> str:
-    """Return a rank's file of an object whose state differs between ranks. *only_dp*: all ranks are data-parallel."""
+    """Return a rank's file of an object with a different state per rank. *only_dp*: all ranks are data-parallel."""
     if scope == "dp_rank" or (scope == "rank_rng" and only_dp):
         return f"{attribute}/{attribute}_dp_rank_{dp_rank}.pt"
     return f"{attribute}/{attribute}_global_rank_{rank}.pt"
@@ -264,7 +264,7 @@ def shard_file(
 
     The *kind* is ``model``, or the kind of tensors that do not train (``frozen``, ``buffers``).
     """
-    # The names of PyTorch's HuggingFaceStorageWriter, whose reader can read these files.
+    # The names of PyTorch's HuggingFaceStorageWriter: PyTorch's reader of them can read these files.
     return f"{directory}/shard-{rank + 1:05}-{kind}-{file_index:05}-of-{num_files:05}.safetensors"
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import xxhash
 
 ABANDONED_SECONDS = 86400.0
-"""A leftover whose owner cannot be determined (another node, before a restart) is removed when untouched for a day."""
+"""If the owner of a leftover cannot be determined (another node, before a restart), the leftover is removed when
+untouched for a day."""
 UNLOCKED_SECONDS = 5.0
 """What a live process has just made is without its lock for a moment."""
 _NO_LOCKS_HERE = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)

@@ -92,7 +92,7 @@ class CallingThread(Executor):
 
 
 def started_pool(num_threads: int, name: str) -> Pool | None:
-    """A pool whose threads have all started; None when they cannot start, so that no later call of ``submit`` fails.
+    """A pool with all threads started, so that no later call of ``submit`` fails. None when they cannot start.
 
     A process cannot start threads at a limit of the machine, and after the end of its main thread: in functions of
     ``atexit``, and in other threads that still run.

@@ -1,7 +1,7 @@
 """Reading weight maps: the index that names the file of each tensor of a Hugging Face model. Imports no torch.
 
-``model.safetensors.index.json`` and ``pytorch_model.bin.index.json`` have the same content: a JSON mapping whose
-``weight_map`` maps tensor names to file names, and ``metadata``, which is not read.
+``model.safetensors.index.json`` and ``pytorch_model.bin.index.json`` have the same content: a JSON mapping. Its
+``weight_map`` maps tensor names to file names. Its ``metadata`` is not read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_weight_map(
     check_bytes: Callable[[str, bytes], None] | None = None,
     kind: type[AutomodelError] = CheckpointUnusable,
 ) -> dict[str, str] | None:
-    """Return {tensor name: file name} from the file *index*, or None if there is no such file.
+    """Return {tensor name: file name} from the file *index*, or None when there is no such file.
 
     None also if ``model.safetensors`` (or ``pytorch_model.bin``) is beside *index*, which does not name it:
     transformers reads this file then, and does not remove the index of an earlier, larger model when it saves a smaller

@@ -43,8 +43,8 @@ class Assignment:
     """All tensors of a tree, with the slices of all ranks, and which rank writes what.
 
     *tensors* have regular slices, *irregular* have lists; neither has files yet. *writers* has the rank of each slice
-    of an irregular tensor, by its name and offsets, *values* that of each value. *paths* and *kinds* are those of all
-    descriptions.
+    of an irregular tensor, by its name and offsets. *values* has the rank of each value. *paths* and *kinds* are from
+    all descriptions.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -207,8 +207,8 @@ def _balanced(
     """Yield each tensor with the first rank of the replica that writes it: the largest tensors first, each to the
     replica with the fewest bytes.
 
-    The first replica writes all buffers. Ranks may have different ones: those of batch normalization are of the rank's
-    own samples, until DDP broadcasts those of its first rank with the next forward pass.
+    The first replica writes all buffers. Ranks may have different ones: the buffers of batch normalization are computed
+    from the rank's own samples, until DDP broadcasts its first rank's buffers with the next forward pass.
     """
     if len(replicas) == 1:
         yield from ((fqn, replicas[0]) for fqn in names)

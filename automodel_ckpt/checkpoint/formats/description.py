@@ -53,7 +53,7 @@ class Described(NamedTuple):
 class TreeDescription:
     """A rank's tensors with regular shardings, names of the others (*irregular*), and names of values.
 
-    *paths* are the keys of each name in the nested state dict, *kinds* are those of tensors that do not train.
+    *paths* are the keys of each name in the nested state dict, *kinds* the kinds of the tensors that do not train.
     *origins* has the first rank of each mesh, and is the only part that depends on the rank.
     """
 

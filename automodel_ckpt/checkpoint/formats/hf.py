@@ -104,7 +104,7 @@ def lay_out_tensors(
     *tied* and *maps*, which have no dtypes, decide names, tying and split as in an export (:func:`make_plan`). Each
     tensor keeps its dtype.
 
-    Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
+    Raises :class:`CheckpointUnusable` where names or shapes differ from the base.
     """
     # All ranks must get the same files and offsets, or they overwrite each other's slices. Nothing
     # here may depend on the rank or on the order of a set.
@@ -147,7 +147,7 @@ def _mark_copies(fqn: str, positions: list[FilePosition]) -> tuple[FilePosition,
 
 
 def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, str]) -> FileLayout:
-    """The files of a partitioned plan in *directory*. The arguments are those of :func:`lay_out_tensors`.
+    """The files of a partitioned plan in *directory*. The other arguments are as for :func:`lay_out_tensors`.
 
     Raises :class:`SaveFailed` where they do not match the base.
     """

@@ -57,10 +57,10 @@ class Fetch:
 
 @dataclass(slots=True)
 class TreePlan:
-    """The state dict of one tree and what this rank writes of it. *kinds* are those of tensors that do not train.
+    """The state dict of one tree and what this rank writes of it. *kinds* has the kinds of tensors that do not train.
 
-    The result of :meth:`describe` is compared with that of the other ranks (``saving/agreement.py``); :meth:`assign`
-    takes the shares that result. Every rank computes the same assignment, so nothing is scattered.
+    The results of :meth:`describe` are compared between ranks (``saving/agreement.py``). :meth:`assign`
+    takes the resulting shares. Every rank computes the same assignment, so nothing is scattered.
     """
 
     name: str
@@ -92,7 +92,7 @@ class TreePlan:
     def assign(self, shares: Sequence[Share], rank: int) -> None:
         """Assign each slice, and each value that is not a tensor, to exactly one rank.
 
-        *shares* are those of all ranks. Raises :class:`SaveFailed` where they do not match.
+        *shares* are the shares of all ranks. Raises :class:`SaveFailed` where they do not match.
         """
         self.assignment = assign(self.name, shares)
         self.paths, self.kinds = self.assignment.paths, self.assignment.kinds
@@ -104,7 +104,7 @@ class TreePlan:
         self._own = self.tensors_of(rank)
 
     def tensors_of(self, rank: int) -> list[Tensor]:
-        """The slices that *rank* writes, as :meth:`tensors` has those of this rank."""
+        """The slices that *rank* writes, as :meth:`tensors` has the slices of this rank."""
         found: list[Tensor] = []
         for tensor in self.assignment.tensors.values():
             stored = _slice_of(tensor, rank)
@@ -147,7 +147,7 @@ class TreePlan:
         return self._flat
 
     def set_values(self, state: Mapping[str, Any]) -> None:
-        """Replace the values that are fetched by those of *state*, a flat state dict of the same names and shapes."""
+        """Fetch the values from *state* from now on: a flat state dict with the same names and shapes."""
         self._flat = dict(state)
 
     def release_values(self) -> None:

@@ -91,7 +91,7 @@ class _Read(NamedTuple):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the stored bytes are those of the target's memory."""
+        """Whether the stored bytes can be read into the target's memory as they are."""
         target = self.target
         return (
             self.is_on_cpu

@@ -32,7 +32,7 @@ class ShardFiles:
     """How a tree is divided into files; the same on all ranks.
 
     *file_mapping* has the number (from 1) of the base model's file for each tensor; a rank's tensors are split into the
-    same number of files. *untrained* has the kind of each tensor that does not train; those of each kind are stored in
+    same number of files. *untrained* has the kind of each tensor that does not train. Each kind is stored in
     separate files, which can be reused.
     """
 

@@ -1,7 +1,7 @@
 """PyTorch DCP's own format: ``__{rank}_0.distcp`` files and a ``.metadata`` that torch's ``FileSystemReader`` reads.
 
 We write it ourselves, because torch's writer fsyncs ``.metadata`` before it is flushed, keeps no digests, and publishes
-in place. Each item of a ``.distcp`` file is one ``torch.save`` archive: a zip whose record ``data/0`` holds the
+in place. Each item of a ``.distcp`` file is one ``torch.save`` archive: a zip. Its record ``data/0`` holds the
 tensor's raw bytes, uncompressed. Their position is in the manifest, so that our own reader needs neither the archive
 nor the pickle in ``.metadata``.
 """
@@ -201,7 +201,7 @@ def regular_boxes(sharding: Sharding, shape: tuple[int, ...]) -> RegularBoxes:
 
 
 class Columns(NamedTuple):
-    """The slices of a table: those of its tensor n have the indices ``bounds[n] .. bounds[n + 1]``, in the order of
+    """The slices of a table. The slices of tensor n have the indices ``bounds[n] .. bounds[n + 1]``, in the order of
     their coordinates.
 
     *files* are indices into the files of the table, *starts* the first bytes, *nbytes* the lengths. The tensors are in

@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """The regular tensors of a tree and their copies, by name; those of a part in the order of a rank's file."""
+    """The regular tensors of a tree and their copies, by name. Those in a part have the order of a rank's file."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     copies: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Digests and CRC-32 checksums that other threads compute while the bytes are written. Imports no torch.
 
 The zlib of many systems computes 1 to 2 GB/s of CRC-32, less than a disk writes. Python's functions release the GIL for
-large buffers, and the CRC-32 of a long range follows from those of its pieces.
+large buffers, and the CRC-32 of a long range follows from the CRC-32s of its chunks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _joined(crc: int, pieces: Iterable[tuple[Future[int], int]]) -> int:
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two byte ranges, one after the other, from that of each and the length of the second.
+    """The CRC-32 of two consecutive byte ranges, from the CRC-32 of each and the length of the second.
 
     The first one is multiplied by x to the power of the second range's bits (source: crc32_combine of zlib).
     """
@@ -113,7 +113,7 @@ def _power(nbytes: int) -> int:
 
 
 def _product(left: int, right: int) -> int:
-    """The product of two polynomials over GF(2), modulo that of CRC-32."""
+    """The product of two polynomials over GF(2), modulo the polynomial of CRC-32."""
     result = 0
     bit = _ONE
     while bit:

@@ -1,6 +1,6 @@
 """Write the tree of an optimizer from a description: slices of files that another program wrote, and plain values.
 
-The tree is a DCP directory like that of a save (``formats/torch_save.py``), and torch reads it. No tensor is read
+The tree is a DCP directory as a save writes it (``formats/torch_save.py``), and torch reads it. No tensor is read
 before it is written, and a tensor that is stored in several slices is written in blocks, so that memory does not grow
 with the state. Imports no torch, which would take longer than copying gigabytes.
 """
@@ -49,7 +49,7 @@ class DescribedTree:
     objects: Mapping[KeyPath, Any]
 
     def jobs(self) -> Iterator[FileJob]:
-        """Yield the job that writes all values, and that of ``.metadata``, with which torch reads the directory.
+        """Yield the job that writes all values, and the job of ``.metadata``, which torch needs to read the directory.
 
         Raises TypeError for an object that is not plain, and ValueError for two values of one name.
         """
@@ -102,7 +102,7 @@ class _Plan:
         box: Box,
         read: Callable[[], memoryview],
     ) -> DcpChunk:
-        """Add the archive of a part of a tensor, whose bytes are read when they are written."""
+        """Add the archive of a part of a tensor. Its bytes are read when they are written."""
         archive = described_archive(dtype, box.sizes)
         nbytes = nbytes_of(dtype, box.sizes)
         start = self.end

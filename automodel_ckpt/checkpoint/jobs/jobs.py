@@ -171,7 +171,7 @@ class FileJob:
 
 
 def with_data(job: FileJob, data: Sequence[Data]) -> FileJob:
-    """A copy of *job* whose chunks have other *data*, one for each chunk."""
+    """A copy of *job* with other *data* in its chunks, one for each chunk."""
     chunks: list[Chunk] = []
     for old, new_data in zip(job.chunks, data, strict=True):
         chunks.append(old if new_data is old.data else old._replace(data=new_data))
@@ -187,8 +187,8 @@ def run_all(
 ) -> None:
     """Run *jobs* and add what they wrote to *written*. Spans refer to *memory*.
 
-    *previous* is the checkpoint whose unchanged files are shared. Other threads compute the digests of what may be
-    shared, while the other jobs are written in their order: the former needs the processor, the latter the disk.
+    Unchanged files are shared with the checkpoint *previous*. Other threads compute the digests of files that may be
+    shared, while the other jobs are written in their order. The digests need the processor, the writes need the disk.
     """
     view = memoryview(b"") if memory is None else memory
     reusable: ReusableFiles | None = None
@@ -228,7 +228,7 @@ def _is_large(job: FileJob) -> bool:
 
 
 def _length(data: Data) -> int:
-    """Bytes of *data*; 0 for a function, whose length is not known before it is called."""
+    """Bytes of *data*; 0 for a function, because its length is not known before it is called."""
     if isinstance(data, bytes):
         return len(data)
     return int(getattr(data, "nbytes", 0))
@@ -291,7 +291,8 @@ def _with_checksums(
 ) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks, Checksums]]:
     """Each chunk with its bytes and their checksums, which threads of the *pool* compute where they are many.
 
-    Those of *contiguous* chunks, which are in the memory, are begun ahead. Others are fetched as late as possible.
+    The checksums of *contiguous* chunks, which are in the memory, are begun ahead. Other chunks are fetched as late as
+    possible.
     """
     has_crc = any(chunk.crc_at for chunk in chunks)
     most_ahead = 0 if contiguous is None or pool is None else _AHEAD_BYTES

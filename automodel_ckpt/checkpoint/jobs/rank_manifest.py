@@ -65,13 +65,13 @@ class RankTree:
         return found
 
     def irregular(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of *tensors* whose slices are listed."""
+        """The *tensors* with listed slices."""
         return [tensor for tensor in tensors if tensor.fqn not in self.rows]
 
 
 @dataclass(slots=True)
 class RankManifest:
-    """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
+    """What one rank wrote of a checkpoint. Rank 0 merges the rank manifests of all ranks into the manifest.
 
     *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
     The names of the fields are keys of the file.

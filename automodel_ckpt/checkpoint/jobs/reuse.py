@@ -1,4 +1,4 @@
-"""Incremental saves: a new checkpoint shares files whose content is unchanged with an earlier one. Imports no torch.
+"""Incremental saves: a new checkpoint shares unchanged files with an earlier one. Imports no torch.
 
 A format stores the tensors that do not train in separate files. Such a file becomes a hard link to the file of the same
 name in an earlier checkpoint if the digest of what the save would write, computed from memory, equals the digest in
@@ -35,7 +35,7 @@ MAX_AGE_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A published checkpoint of the same run, whose unchanged files a save may share.
+    """A published checkpoint of the same run. A save may share its unchanged files.
 
     Files that it shares with the checkpoint *avoid* are not shared once more. Both are absolute paths.
     """
@@ -66,7 +66,7 @@ class ReusableFiles:
 
     @classmethod
     def open(cls, previous: Previous | None) -> ReusableFiles | None:
-        """Read the manifest of *previous*; None if there is none, or if it cannot be read any more."""
+        """Read the manifest of *previous*. Returns None when there is none, or when it cannot be read any more."""
         if previous is None:
             return None
         try:
@@ -76,7 +76,7 @@ class ReusableFiles:
             return None
 
     def record(self, file: str) -> FileRecord | None:
-        """The size and digest of a file of the previous checkpoint; None if it cannot be shared."""
+        """The size and digest of a file of the previous checkpoint. Returns None when it cannot be shared."""
         record = self._manifest.files.get(file)
         if record is None or size_problem(self._root, file, record) is not None:
             return None

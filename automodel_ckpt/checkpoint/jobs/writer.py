@@ -37,7 +37,7 @@ from automodel_ckpt.errors import SaveFailed
 class Write:
     """Run the pickled *jobs* below *staging* on the first *memory_bytes* of shared memory; write the rank manifest.
 
-    *previous* is the checkpoint whose unchanged files are shared.
+    Unchanged files are shared with the checkpoint *previous*.
     """
 
     staging: str
@@ -160,7 +160,7 @@ class SharedMemory:
 
 
 def main(arguments: list[str]) -> None:
-    """Run commands. *arguments*: those of :func:`~.python_child.run_commands`; the descriptor of the memory."""
+    """Run commands. *arguments*: as for :func:`~.python_child.run_commands`, then the descriptor of the memory."""
     descriptor, trainer, memory = arguments
     shared = SharedMemory(int(memory))
     bytes_before = 0

@@ -1,1 +1,1 @@
-"""Checkpoints in the memory of several nodes: each node has the files of its ranks, and copies of those of others."""
+"""Checkpoints in the memory of several nodes: each node has its ranks' files, and copies of other nodes' files."""

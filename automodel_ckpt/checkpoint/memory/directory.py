@@ -36,7 +36,7 @@ _PRIVATE = 0o700
 GENERATION = "memory_generation"
 """The key in the manifest's ``environment`` with the generation that saved a memory checkpoint."""
 UNREACHABLE_SECONDS = 7 * 86400.0
-"""The memory checkpoints of a run whose disk cannot be found are removed when untouched for a week."""
+"""If the disk of a run cannot be found, its memory checkpoints are removed when untouched for a week."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class MemoryRecord:
 
     @classmethod
     def read(cls, run: Path) -> MemoryRecord | None:
-        """Read the record of the directory *run*; None if it has none."""
+        """Read the record of the directory *run*. Returns None when it has none."""
         found = read_note(run, layout.MEMORY, _MAX_BYTES)
         try:
             identity = uuid.UUID(hex=found["id"]).hex
@@ -77,7 +77,7 @@ class MemoryRecord:
         return MemoryRecord(self.identity, uuid.uuid4().hex, base)
 
     def write(self, run: Path) -> None:
-        """Replace the record of the directory *run*, whose lease the caller holds. Raises OSError."""
+        """Replace the record of the directory *run*. The caller holds its lease. Raises OSError."""
         fields = {"id": self.identity, "generation": self.generation, "base": self.base}
         write_note(run / layout.MEMORY, fields)
 
@@ -118,7 +118,7 @@ def claim_directory(directory: Path, run: Path, identity: str) -> None:
 
 
 def memory_of(run: Path, parent: Path) -> Path | None:
-    """Return the directory of *run*'s memory checkpoints in *parent*; None if there is none."""
+    """Return the directory of *run*'s memory checkpoints in *parent*, or None when there is none."""
     identity = _identity(run)
     if identity is None or is_outdated(parent, identity, run):
         return None
@@ -143,8 +143,8 @@ def remove_memory(directory: Path) -> None:
 def remove_orphans(parent: Path) -> None:
     """Remove this user's directories of memory checkpoints in *parent* that no run refers to any more.
 
-    Those of a live run stay, since its run directory may be visible only in another container. Those of a stopped run
-    whose disk may only be unmounted stay until they were not touched for a week.
+    The memory checkpoints of a live run stay, since its run directory may be visible only in another container. If a
+    stopped run's disk may only be unmounted, they stay until they were not touched for a week.
     """
     for entry in os.scandir(parent):
         directory = Path(entry.path)
@@ -165,7 +165,7 @@ def remove_orphans(parent: Path) -> None:
 class _Owner:
     """The *run* directory that memory checkpoints were created for, their *identity*, and where the run is stored.
 
-    *file_system* is that of the run directory when it was last started (``ownership.file_system_at``); None: unknown.
+    *file_system* is the run directory's file system at the last start (``ownership.file_system_at``); None: unknown.
     """
 
     run: Path
@@ -174,7 +174,7 @@ class _Owner:
 
 
 def _owner(directory: Path) -> _Owner | None:
-    """Return what *directory* was created for; None if it has no record of it."""
+    """Return what *directory* was created for, or None when it has no record of it."""
     record = read_note(directory, _OWNER, _MAX_BYTES)
     with contextlib.suppress(*Damaged):
         run, identity = text(record["run"]), text(record["id"])
@@ -232,7 +232,7 @@ def is_outdated(parent: Path, identity: str, run: Path) -> bool:
 
 
 def _identity(run: Path) -> str | None:
-    """Return the identity in the run directory; None if it has none."""
+    """Return the identity in the run directory, or None when it has none."""
     record = MemoryRecord.read(run)
     return None if record is None else record.identity
 

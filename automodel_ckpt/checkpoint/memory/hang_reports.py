@@ -1,4 +1,4 @@
-"""Reports on hangs of a run whose nodes share no storage: each node sends its files to all others.
+"""Reports on hangs of a run on nodes without shared storage: each node sends its files to all others.
 
 When a step hangs, the ranks exchange their states through files in the run directory
 (:mod:`automodel_ckpt.parallel.ranks.hangs`). The processes of the nodes copy them, since ranks may be suspended or hold
@@ -54,7 +54,7 @@ class HangReports:
         self._send = send
         self._lock = threading.Lock()
         self._of_others = self._stamps()
-        """Files that are not sent: those of earlier starts, and what other nodes have sent."""
+        """Files that are not sent: files of earlier starts, and files that other nodes have sent."""
         self._targets: Sequence[Address] = ()
         self._sent: dict[Address, dict[str, Stamp]] = {}
         self._sending: dict[Address, Future[None]] = {}

@@ -185,7 +185,7 @@ class NodeProcess:
 def main(arguments: list[str]) -> None:
     """Serve, and run the commands of the trainer. The first one is the :class:`Settings`.
 
-    *arguments* are those of :func:`~.python_child.run_commands`, and no secret: everybody can read them.
+    *arguments* are as for :func:`~.python_child.run_commands`, and not secret: everybody can read them.
     """
     descriptor, trainer = arguments
     sender: Sender | None = None

@@ -70,7 +70,7 @@ class NodeServer(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        # Not that of HTTPServer, which looks up the name of this host: a name server may take seconds.
+        # Not HTTPServer's method, which looks up the name of this host: a name server may take seconds.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: NodeServer
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: the terminal is that of the run."""
+        """Print nothing: the terminal belongs to the run."""
 
     def _answer(self) -> None:
         # The body of a request that is refused was not read, so the connection cannot be used again.

@@ -2,8 +2,8 @@
 
 Each node has a directory on its own tmpfs, or on its own disk if the run is stored in an object store. A checkpoint is
 distributed over them: the ranks of a node write their files there, and the node sends copies to the next ``replicas``
-nodes. The saves follow the protocol of
-saves on a shared disk, with three additions. Those of asynchronous saves run in background threads:
+nodes. The saves follow the protocol of saves on a shared disk, with three additions. In asynchronous saves, the
+additions run in background threads:
 
 1. When the ranks of a node have written, the node sends its files to the next nodes, and then its rank manifests to the
    node of rank 0. When rank 0 has all rank manifests, all copies exist.
@@ -87,7 +87,7 @@ def nodes_of_ranks(
 class Nodes:
     """The nodes of a run with several nodes, from the side of one rank.
 
-    *directory* is that of this node's checkpoints; it has the same path on all nodes. *of_ranks* are the groups of
+    *directory* has this node's checkpoints. It has the same path on all nodes. *of_ranks* are the groups of
     :func:`nodes_of_ranks`. Each node's files are copied to the memory of *replicas* others, with at most
     *bytes_per_second* from each node. With *shares_manifest*, every node gets the manifest.
 
@@ -120,7 +120,7 @@ class Nodes:
         with agree.raise_on_all_ranks(group, convert):
             if self.is_leader:
                 self._process = NodeProcess(directory, host, self.token, bytes_per_second)
-                # Otherwise, another run would remove the directory. Rank 0's checkpointer holds that of its node.
+                # Otherwise, another run would remove the directory. Rank 0's checkpointer holds its node's lease.
                 if rank != 0:
                     self._lease = Lease(directory)
         own = Address(host, 0) if self._process is None else self._process.address
@@ -244,9 +244,9 @@ class OpenedMemory:
 def open_memory(
     run: Path, parent: Path, group: ProcessGroup | None = None, convert: Convert | None = None
 ) -> OpenedMemory:
-    """Create the directories of *run*'s memory checkpoints in *parent*, or find those of an earlier start. Collective.
+    """Create *run*'s directories of memory checkpoints in *parent*, or find the ones of an earlier start. Collective.
 
-    *run* is an existing run directory, whose lease rank 0 holds. A node that has none gets one; if no node has one, the
+    *run* is an existing run directory. Rank 0 holds its lease. A node that has none gets one; if no node has one, the
     run gets a new identity. Directories in *parent* that no run refers to are removed. Raises OSError, and
     :class:`RecipeError` if another user owns a directory, on all ranks; converted by *convert*.
     """

@@ -1,7 +1,7 @@
 """Copy memory checkpoints to the disk of their run, when it ends with a failure that no restart follows.
 
 The launcher of each node copies what the memory of its node has. With several nodes, all copy into one staging
-directory, whose name follows from the save. One of them publishes the checkpoint when all parts are there. Where a node
+directory. Its name follows from the save. One of them publishes the checkpoint when all parts are there. Where a node
 was lost without a copy, it stays incomplete, and the next start removes it. Imports no torch.
 """
 
@@ -88,7 +88,7 @@ def copy_to_disk(directory: Path, run: Path, wait_seconds: float = _WAIT_SECONDS
     another live run uses *run*, OSError.
     """
     record = MemoryRecord.read(run)
-    # Those of a start that has failed before it trained: its nodes did not have them completely.
+    # Checkpoints of a start that has failed before it trained: its nodes did not have them completely.
     bring_back(directory)
     copies: list[_Copy] = []
     on_disk = next(_complete_names(run), None)
@@ -133,7 +133,7 @@ def _publish_first(copies: Sequence[_Copy], run: Path, wait_seconds: float) -> P
 def _copy_missing(source: Path, copy: _Copy) -> None:
     """Copy all files of *source* that the staging directory does not have. Each appears complete and durable there.
 
-    After a failure, the copies are removed; those of other nodes stay. Raises OSError.
+    After a failure, the copies are removed. Copies of other nodes stay. Raises OSError.
     """
     # Not below the directory that all nodes have in common: another one may publish that at any time.
     own = copy.staging.with_name(layout.staging_name(copy.final.name, uuid.uuid4().hex))

@@ -21,9 +21,9 @@ RECEIVING = ".receiving-"
 _NO_PARTS = frozenset({SAVE, f".{SAVE}", f".{layout.MANIFEST}"})
 """Files that are not of the checkpoint: the record, and what a killed process leaves of it or of the manifest."""
 SET_ASIDE = ".unusable-"
-"""How the names of checkpoints begin that the nodes of a start do not have completely."""
+"""The prefix of checkpoints that the nodes of a start do not have completely."""
 EARLIER_LOGS = ".earlier-logs-"
-"""How the names of directories begin with the logs of a generation of the run, whose number follows."""
+"""The prefix of directories with the logs of a generation of the run. The generation's number follows."""
 _SAVE_BYTES = 256
 
 
@@ -64,7 +64,7 @@ def set_aside(path: Path) -> None:
 
 
 def bring_back(directory: Path) -> None:
-    """Undo :func:`set_aside` for all checkpoints in *directory* whose names are free. Raises OSError."""
+    """Undo :func:`set_aside` for all checkpoints in *directory* if their names are free. Raises OSError."""
     for path in _set_aside_in(directory):
         target = path.with_name(path.name.removeprefix(SET_ASIDE))
         if not os.path.lexists(target):

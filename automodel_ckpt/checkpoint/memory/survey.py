@@ -174,7 +174,7 @@ def _examine(
 ) -> CheckpointOnNodes | None:
     """Find where the files of a save are. Collective.
 
-    *holdings* are those of all nodes. Returns None if it is incomplete or not of the present generation.
+    *holdings* are the holdings of all nodes. Returns None when the save is incomplete or not of the present generation.
     """
     name, digest = save
     sources = [

@@ -33,7 +33,7 @@ _MAX_NAME_BYTES = 200
 class Item:
     """One stateful attribute: its *name* (``heads.0`` for an element of a list), *kind* and *scope*.
 
-    *aliases* are other names of the same object; *owner* is the optimizer whose directory a LR scheduler shares.
+    *aliases* are other names of the same object. A LR scheduler shares the directory of the optimizer *owner*.
     """
 
     name: str

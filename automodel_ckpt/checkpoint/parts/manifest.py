@@ -65,7 +65,7 @@ Files = Mapping[str, FileRecord]
 Trees = Mapping[str, Tree]
 """The trees of a checkpoint, by the name of their attribute."""
 
-# The scope of an attribute whose state is not in the checkpoint.
+# The scope of an attribute without state in the checkpoint.
 NOT_SAVED = "not saved"
 _PLAIN_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "step": integer,
@@ -253,7 +253,7 @@ class Manifest(_Plain):
 
     @property
     def saved(self) -> frozenset[str]:
-        """The names, aliases included, of the attributes whose state is in the checkpoint."""
+        """The names, aliases included, of the attributes with state in the checkpoint."""
         names: set[str] = set()
         for name, record in self.state.items():
             if record.scope != NOT_SAVED:

@@ -79,7 +79,7 @@ class Sharding:
         return sum(map(int.__mul__, coordinate, self.strides))
 
     def coordinate(self, offset: int) -> Coordinate | None:
-        """Return the coordinate of the rank at distance *offset* from the first rank; None if it is not in the mesh."""
+        """Return the coordinate of the rank at distance *offset* from the first rank, or None outside the mesh."""
         if offset < 0:
             return None
         found = [0] * len(self.mesh)
@@ -121,7 +121,7 @@ class Sharding:
         yield from itertools.product(*(range(size) for size in self.mesh))
 
     def overlapping(self, shape: Sequence[int], box: Box) -> Iterator[Coordinate]:
-        """Yield the coordinates whose boxes may share elements with *box*, without visiting the others."""
+        """Yield the coordinates of boxes that may share elements with *box*, without visiting the others."""
         ranges: list[Sequence[int]] = [range(size) for size in self.mesh]
         for dim, mesh_dims in self.split:
             # Only the outermost division is used: the inner ones are visited completely.
@@ -220,7 +220,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegularSlices(ComputedSlices):
-    """The slices of a tensor with a regular *sharding*, whose mesh begins at the rank *first*.
+    """The slices of a tensor with a regular *sharding*. Its mesh begins at the rank *first*.
 
     The slices are in files of the ranks, or at a common *position*. *part* numbers the file of a rank, if it stores the
     tensors of a tree in several. *records* has what a save wrote of the tensor *number*; None before the save.

@@ -1,6 +1,6 @@
 """Slice tables: what a save wrote of each regular slice, in 20 bytes per slice. Imports no torch.
 
-A table describes the slices of a tree whose shardings are formulas (``sharding.py``). It has a *row* for each slice:
+A table describes the slices of a tree that have formulas as shardings (``sharding.py``). It has a *row* for each slice:
 the digest of its bytes, and the bytes between the slice before in the same file and this one. Rows are grouped into
 *segments*: consecutive slices that one rank stores in one file. The head of the table lists the segments, each with
 the digest of its rows, so that a reader verifies what it reads without reading the rest. Integers are little-endian.
@@ -37,7 +37,7 @@ SEGMENT = np.dtype(
     ]
 )
 NO_FILE = 2**32 - 1
-"""The file of a segment whose tensors have positions in files that several ranks write."""
+"""The file of a segment if its tensors have positions in files that several ranks write."""
 MIN_TABLE_ROWS = 4096
 """A tree with fewer regular slices has no table: its manifest lists them, which takes up to a megabyte."""
 _PREFIX = "xxh3_128:"

@@ -45,7 +45,7 @@ class Slice:
     """A box of the tensor *fqn*, stored row-major in *file* at bytes ``start .. start + nbytes``.
 
     *file* is relative to the checkpoint (or to the bare directory it was found in). *dtype* is a safetensors code.
-    *digest* is computed from the slice's bytes, row-major; None if the source has no digests. The bytes of an
+    *digest* is computed from the slice's bytes, row-major. It is None when the source has no digests. The bytes of an
     *interleaved* slice are located at their positions in the whole tensor, which begins at *start*. If one slice of a
     tensor is interleaved, all of them are.
 

@@ -124,7 +124,8 @@ def _sharding_to_json(sharding: Sharding) -> dict[str, Any]:
 
 
 def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> dict[str, Any]:
-    """Convert a tensor to JSON. *shardings* numbers those of a tree with a table, and is extended; None without one."""
+    """Convert a tensor to JSON. *shardings* numbers the shardings of a tree with a table, and is extended. It is None
+    without a table."""
     described: dict[str, Any] = {"dtype": tensor.dtype, "shape": tensor.shape}
     if shardings is None or not isinstance(tensor.slices, RegularSlices):
         return described | {"slices": _slices_to_json(tensor)}

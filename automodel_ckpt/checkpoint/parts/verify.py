@@ -118,13 +118,13 @@ def head_fits(root: Path, path: str, record: FileRecord, slices: Sequence[FileSl
 
 
 def damaged(root: Path, path: str, slices: Iterable[FileSlice]) -> list[FileSlice]:
-    """Return the slices of a file whose bytes do not match their digests. Raises OSError."""
+    """Return the slices of a file with bytes that do not match their digests. Raises OSError."""
     with _opened(root, path) as descriptor:
         return [one for one in slices if _digest(descriptor, one) != one.stored.digest]
 
 
 def damage_text(slices: Sequence[FileSlice]) -> str:
-    """Name the damaged slices of a file whose digest differs."""
+    """Name the damaged slices of a file with a different digest."""
     if not slices:
         return "the damage is in no tensor"
     names = ", ".join(map(str, slices[:_NAMED]))
@@ -200,8 +200,8 @@ def verify(
 
 
 def _table_problems(checkpoint: Path, manifest: Manifest) -> list[Problem]:
-    """Return the problem of the first table whose file has another size. Raises :class:`CheckpointUnusable` for the
-    first whose head does not match the tensors."""
+    """Return the problem of the first table with a file of another size. Raises :class:`CheckpointUnusable` for the
+    first table with a head that does not match the tensors."""
     for tree in manifest.trees.values():
         if tree.table is None:
             continue
@@ -232,7 +232,7 @@ def _tasks(manifest: Manifest, contents: FileContents) -> Iterator[_Task]:
     """Yield the work of verifying all files. Files with a Merkle digest are divided into tasks of about 64 MiB."""
     for path, record in manifest.files.items():
         if not has_merkle_digest(record):
-            # One task: XXH3 digests of parts cannot be combined into that of the file.
+            # One task: XXH3 digests of parts cannot be combined into the file's digest.
             yield _Task(path, record.size)
             continue
         slices = contents.listed(path)

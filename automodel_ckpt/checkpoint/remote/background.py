@@ -88,7 +88,7 @@ class Uploads:
     # ---------------------------------------------------------------- the start
 
     def start(self, resumed_step: int | None, resumed_name: str | None = None) -> None:
-        """Start the uploading process. The run continues from *resumed_step*; None if it begins.
+        """Start the uploading process. The run continues from *resumed_step*, which is None when the run begins.
 
         Checkpoints after this step that were to be uploaded are not: the run went back to a step before them.
         *resumed_name* is the checkpoint of this step in the run directory, if it is there. It is uploaded unless the

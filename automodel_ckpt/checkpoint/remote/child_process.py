@@ -70,7 +70,7 @@ class Status:
 
     @classmethod
     def read(cls, root: Path, file: str) -> Status:
-        """Read the status of the process of a run; that of one that has not begun if there is none."""
+        """Read the status of a run's process. Without a file, returns the status of a process that has not begun."""
         try:
             return cls(**read_note(root, file))
         except TypeError:
@@ -80,7 +80,8 @@ class Status:
 class UploadLoop:
     """Uploads the pending checkpoints of the run in *root* until :meth:`finish` or :meth:`stop` is called.
 
-    *prefix* is that of the links of what is pending, and *status_file* the name of the file with the :class:`Status`.
+    *prefix* is the prefix of the links to pending checkpoints, and *status_file* the name of the file with the
+    :class:`Status`.
     """
 
     def __init__(self, root: Path, prefix: str, status_file: str) -> None:
@@ -159,7 +160,7 @@ class UploadLoop:
 
 
 def print_line(text: str) -> None:
-    """Report to the terminal of the run, in a line that looks as those of the trainer.
+    """Report to the terminal of the run, in a line that looks like the trainer's lines.
 
     On a terminal it is written over the live line of the trainer, which the trainer writes again below.
     """
@@ -182,8 +183,8 @@ def note_newest(root: Path, lock_file: str, token: str) -> None:
 def only_one(root: Path, lock_file: str, token: str) -> Iterator[Callable[[], bool]]:
     """Wait until no other process uploads the checkpoints of this run.
 
-    Yield a function that reads whether *token* is that of the newest process. One of an earlier start may get the lock
-    late, and would undo what the later one has uploaded.
+    Yield a function that reads whether *token* is the newest process's token. A process of an earlier start may get the
+    lock late, and would undo what the later one has uploaded.
     """
     with _open_lock(root, lock_file) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

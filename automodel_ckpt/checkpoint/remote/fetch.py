@@ -63,7 +63,7 @@ class Fetched:
         return replace(manifest, files=files, trees={}, state={})
 
     def bring(self, root: Path) -> None:
-        """Download the files of the local directory to that of another node, with the run directory *root*.
+        """Download the files of the local directory to another node's directory, with the run directory *root*.
 
         Raises :class:`StoreError`, and what :func:`~.pull.pull_files` raises.
         """
@@ -72,7 +72,7 @@ class Fetched:
         _pull_files_without_tensors(run, self.path.name, root, self.num_threads)
 
     def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
-        """Open the other files, to read them by byte ranges; None if there are none."""
+        """Open the other files, to read them by byte ranges. Returns None when there are none."""
         if not self.is_streamed:
             return None
         store = Store(self.url, self.options, where=_KEY)
@@ -98,9 +98,10 @@ class Fetcher:
     def fetch(self, restore_from: str | None, memory: Path | None = None) -> Fetched | None:
         """Fetch the checkpoint to resume from, if a store has it and the run directory does not.
 
-        Without *restore_from*, that is the newest one, if it is newer than those of the run directory; otherwise the
-        one that it names. It is downloaded into the run directory if the disk has the space, and else returned. A
-        checkpoint of another run is returned, too. *memory* is the directory of the run's memory checkpoints.
+        With *restore_from*, this is the checkpoint that it names. Otherwise, it is the newest one, if it is newer than
+        the checkpoints of the run directory. It is downloaded into the run directory if the disk has the space, and
+        else returned. A checkpoint of another run is returned, too. *memory* is the directory of the run's memory
+        checkpoints.
 
         A store of the run that cannot be read is a warning if there is a local checkpoint. Raises :class:`StoreError`
         otherwise, and what :func:`~.pull.pull_checkpoint` raises.
@@ -120,7 +121,7 @@ class Fetcher:
     def fetch_up_to(self, step: int, memory: Path | None = None) -> Fetched | None:
         """Fetch the newest checkpoint of *step* or an earlier one, if the store of the run has it and *root* does not.
 
-        For a run that goes back while it trains: it keeps its logs. *memory* and the returned value are as those of
+        For a run that goes back while it trains: it keeps its logs. *memory* and the returned value are as for
         :meth:`fetch`. A store that cannot be read is a warning.
         """
         remove_fetched(self._root)
@@ -139,7 +140,7 @@ class Fetcher:
             return None
 
     def expected(self, restore_from: str | None, memory: Path | None = None) -> Summary | None:
-        """Read the summary of the checkpoint that :meth:`fetch` would fetch. Returns None if it would fetch none.
+        """Read the summary of the checkpoint that :meth:`fetch` would fetch. Returns None when it would fetch none.
 
         Raises as :meth:`fetch`.
         """
@@ -158,8 +159,9 @@ class Fetcher:
     ) -> tuple[RemoteRun, str] | None:
         """Find the checkpoint that :meth:`fetch` fetches: its run and its name.
 
-        Returns None if it is in the run directory, or in no store; also, and logs it at *level*, if the store cannot be
-        read and a local checkpoint is the one to resume from, as far as this can be known without the store. Raises
+        Returns None when it is in the run directory, or in no store. Also returns None, and logs this at *level*, when
+        the store cannot be read and a local checkpoint is the one to resume from, as far as this can be known without
+        the store. Raises
         :class:`StoreError`, and :class:`CheckpointUnusable` if *restore_from* is the URL of no checkpoint.
         """
         name = own_name(restore_from, self._settings)
@@ -233,7 +235,7 @@ def _pull_files_without_tensors(
 def _wanted(
     run: RemoteRun, root: Path, restore_from: str | None, local: policy.Record | None
 ) -> RemoteCheckpoint | None:
-    """Return the checkpoint of *run* to resume from; None if it is in the run directory *root*, or in no store.
+    """Return the checkpoint of *run* to resume from, or None when it is in the run directory *root*, or in no store.
 
     *local* is the newest checkpoint there. As in a run directory, *restore_from* applies until the run has saved a
     newer checkpoint under the same request.

@@ -18,7 +18,7 @@ def locate_run(
 ) -> tuple[RemoteRun, str | None]:
     """Open the run that *url* is, or is inside of, and return the name of the checkpoint that it names, if any.
 
-    A pointer, such as ``s3://bucket/run/LATEST``, names its target. *options* are those of the store, and *where* is
+    A pointer, such as ``s3://bucket/run/LATEST``, names its target. *options* are the store's options, and *where* is
     the key or argument that has the URL. Raises :class:`RecipeError` for a URL that cannot be used, and
     :class:`CheckpointUnusable` for a pointer without a target.
     """
@@ -55,8 +55,8 @@ def locate_weights(
 ) -> tuple[RemoteRun, str | None]:
     """Open the weights that *url* names: a checkpoint, of a run its newest one, or a directory of another program.
 
-    The name is None for such a directory, whose store is the returned run's. Arguments and errors as of
-    :func:`locate_run`.
+    For a directory of another program, the name is None, and the returned run has the directory's store. Arguments
+    and errors are as for :func:`locate_run`.
     """
     run, name = locate_run(url, options, where=where)
     if name is None:

@@ -1,4 +1,4 @@
-"""The upload of a checkpoint whose files are on several nodes: each node uploads its own.
+"""The upload of a checkpoint with files on several nodes: each node uploads its own.
 
 The coordinator, the uploading process of rank 0's node, writes an object ``NAME/.parts/request.json`` in the store. The
 processes of the other nodes answer it with ``NAME/.parts/node_N.json`` when their files have arrived. When all files
@@ -55,7 +55,7 @@ class PartRequest:
 
     @classmethod
     def read(cls, store: Store, name: str) -> PartRequest | None:
-        """Read the request for the checkpoint *name*; None if there is none. Raises :class:`StoreError`."""
+        """Read the request for the checkpoint *name*. Returns None when there is none. Raises :class:`StoreError`."""
         return _read(cls, store, _place(name, _REQUEST))
 
 

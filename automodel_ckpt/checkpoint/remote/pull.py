@@ -44,9 +44,10 @@ def pull_checkpoint(
 ) -> Path:
     """Download the checkpoint *name* into the run directory *root*, and return its path.
 
-    It appears under its name when all its files are there, verified and durable; *with_exports*, also those of its
-    complete exports. *on_file* is called with the name of each file of the checkpoint that has arrived. Another thread
-    can end the download with *stopping*: it then raises InterruptedError soon. Nothing is left of one that fails.
+    It appears under its name when all its files are there, verified and durable. With *with_exports*, the files of its
+    complete exports are there, too. *on_file* is called with the name of each file of the checkpoint that has arrived.
+    Another thread can end the download with *stopping*: it then raises InterruptedError soon. Nothing is left of a
+    download that fails.
 
     Raises:
         CheckpointUnusable: if the store has no complete checkpoint of this name, or its files do not match it or, of an

@@ -94,7 +94,7 @@ def push_checkpoint(
         _wait_for(others, run, checkpoint, manifest.files.keys() - local.files.keys())
     _check_sizes(run, name, manifest, memory)
     run.publish(name, data)
-    # Of attempts whose memory was lost: no run continues them.
+    # Uploads of attempts that lost their memory: no run continues them.
     abort_uploads(run.store, name)
     memory.forget()
     if others is not None:

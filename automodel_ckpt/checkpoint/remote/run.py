@@ -76,7 +76,7 @@ class RemoteRun:
             raise conflict(self.store, OWNER)
         self._is_owner = True
         if not is_written:
-            # By another start; or by an attempt of this one whose reply was lost.
+            # By another start; or by an attempt of this one, if its reply was lost.
             self.check_owner()
         if self.store.is_conditional and self.store.replace(OWNER, data, _NO_VERSION):
             # It has written although the version is another one.
@@ -103,7 +103,7 @@ class RemoteRun:
             )
 
     def owner(self) -> dict[str, Any] | None:
-        """Read the start that writes here: ``start``, ``host`` and ``time``; None if there is none."""
+        """Read the start that writes here: ``start``, ``host`` and ``time``. Returns None when there is none."""
         try:
             owner = parse_json(self.store.read(OWNER))
         except (FileNotFoundError, ValueError):
@@ -127,7 +127,7 @@ class RemoteRun:
         return sorted({name for name in found if name is not None}, reverse=True)
 
     def manifest(self, name: str) -> bytes | None:
-        """Read the manifest of a checkpoint; None if it is absent or incomplete."""
+        """Read the manifest of a checkpoint. Returns None when it is absent or incomplete."""
         try:
             return self.store.read(f"{name}/{layout.MANIFEST}")
         except FileNotFoundError:
@@ -153,11 +153,11 @@ class RemoteRun:
         return data, Manifest.parse(data, f"{self.store}/{name}/{layout.MANIFEST}", read)
 
     def checkpoint(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
-        """Read the summary of a checkpoint; None if it is absent, incomplete, damaged or superseded."""
+        """Read the summary of a checkpoint. Returns None when it is absent, incomplete, damaged or superseded."""
         return None if self.is_superseded(str(name)) else self.complete(name)
 
     def complete(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
-        """Read the summary of a checkpoint; None if it is absent, incomplete or damaged."""
+        """Read the summary of a checkpoint. Returns None when it is absent, incomplete or damaged."""
         known = self._known.get(str(name))
         if known is not None:
             return known
@@ -178,7 +178,7 @@ class RemoteRun:
                 yield found
 
     def newest(self) -> RemoteCheckpoint | None:
-        """Return the newest complete checkpoint; None if there is none."""
+        """Return the newest complete checkpoint, or None when there is none."""
         return next(self.checkpoints(), None)
 
     def pointed(self, pointer: str) -> str | None:
@@ -197,7 +197,7 @@ class RemoteRun:
     # ---------------------------------------------------------------- writing
 
     def publish(self, name: str, manifest: bytes) -> None:
-        """Complete a checkpoint whose files are all in the store.
+        """Complete a checkpoint that has all its files in the store.
 
         Raises :class:`LeaseLost`, and :class:`CheckpointUnusable` if another writer published one of this name.
         """

@@ -161,7 +161,7 @@ class Uploader(StoreLoop):
             print_line(f"marked {self.store}/{name} as superseded")
 
     def _other_nodes(self) -> OtherNodes | None:
-        """The nodes that upload their parts of a checkpoint. Returns None if this one has all files."""
+        """The nodes that upload their parts of a checkpoint. Returns None when this one has all files."""
         if self.job.num_nodes == 1:
             return None
         before = self._sent_by_others

@@ -163,7 +163,7 @@ class RunDirectory:
     ) -> None:
         """Rename a finalized checkpoint to its final name and update the pointers.
 
-        *losses* are those of the checkpoint's step, if it was validated. After a resume from an earlier step, the
+        *losses* are the losses of the checkpoint's step, if it was validated. After a resume from an earlier step, the
         checkpoints of later steps are renamed first. Raises OSError if the checkpoint cannot be published,
         :class:`LeaseLost` if another run took over the directory.
         """
@@ -227,7 +227,7 @@ class RunDirectory:
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Record the losses of a validation that ran after the checkpoint *name* was published.
 
-        *digest* is that of its manifest. A failed write is logged. Raises :class:`LeaseLost`.
+        *digest* is the manifest's digest. A failed write is logged. Raises :class:`LeaseLost`.
         """
         try:
             self.check_lease()
@@ -245,7 +245,7 @@ class RunDirectory:
     def _point_to_best(self, changed: str | None) -> None:
         """Update LOWEST_VAL.
 
-        *changed* is the only checkpoint whose metric changed, so that only it is compared with the current best. With
+        *changed* is the only checkpoint with a changed metric, so that only it is compared with the current best. With
         None, or without a current best, all checkpoints are compared.
         """
         before = best = self.best()

@@ -1,4 +1,4 @@
-"""Which checkpoints are of the present generation of a run whose nodes have separate directories.
+"""Which checkpoints are of the present generation of a run on nodes with separate directories.
 
 A node that was absent for some time may have checkpoints that the run has abandoned meanwhile. Each start begins a new
 generation. It has a random name, which the manifests of its checkpoints contain, and a record in the directory of each
@@ -27,7 +27,7 @@ NOTE = "generation"
 class Postponed:
     """A later checkpoint, by the *digest* of its manifest, of which absent nodes may have the missing files.
 
-    *number* is that of the generation whose logs it continues. Without a digest, there is no such checkpoint.
+    It continues the logs of the generation with this *number*. Without a digest, there is no such checkpoint.
     """
 
     digest: str = ""
@@ -39,10 +39,11 @@ class RunGeneration:
     """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
 
     The number is the time in nanoseconds since 1970 at which the generation began, or one more than the number of the
-    generation before. The kept checkpoints are those of earlier generations that it continues. Without a record, a run
-    is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs of the run
-    are on this node, because rank 0 was there. The run continues from the *postponed* checkpoint if the nodes of a
-    start have it completely before the generation publishes a checkpoint, which removes what the nodes have of it.
+    generation before. The kept checkpoints are the checkpoints of earlier generations that it continues. Without a
+    record, a run is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs
+    of the run are on this node, because rank 0 was there. The run continues from the *postponed* checkpoint if the
+    nodes of a start have it completely before the generation publishes a checkpoint. The publication removes what the
+    nodes have of it.
     """
 
     number: int = 0
@@ -53,7 +54,10 @@ class RunGeneration:
 
     @classmethod
     def read(cls, run: Path) -> RunGeneration:
-        """Read the record in the directory *run*; that of a run without one if it is missing or damaged."""
+        """Read the record in the directory *run*.
+
+        When it is missing or damaged, returns the generation of a run without a record.
+        """
         found = read_note(run, layout.GENERATION)
         postponed = found.get("postponed", {"digest": "", "number": 0})
         try:
@@ -79,7 +83,7 @@ class RunGeneration:
 
     def next(self, kept: Iterable[str], postponed: Postponed | None = None) -> RunGeneration:
         """Return the generation of the next start, which continues the checkpoints with the digests *kept*."""
-        # The clock of this node may be behind that of the start before.
+        # This node's clock may be behind the clock of the start before.
         number = max(self.number + 1, time.time_ns())
         name = uuid.uuid4().hex
         return RunGeneration(number, name, tuple(kept), postponed=postponed or Postponed())

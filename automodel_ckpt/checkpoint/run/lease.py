@@ -244,7 +244,7 @@ class Lease:
     def _lock_existing(self) -> tuple[int, bool] | None:
         """Open and lock the existing lock file. Returns its descriptor, and whether the file system supports locks.
 
-        Returns None if there is no lock file. Raises :class:`RecipeError` if another run has locked it.
+        Returns None when there is no lock file. Raises :class:`RecipeError` if another run has locked it.
         """
         reject_special_file(self._path)
         try:
@@ -273,7 +273,7 @@ class Lease:
         try:
             lock(descriptor)
             os.pwrite(descriptor, self._record(descriptor).to_bytes(), 0)
-            # The owner of the directory removes temporary files, which usually are those of killed runs.
+            # The owner of the directory removes temporary files, which usually are from killed runs.
             with contextlib.suppress(FileNotFoundError):
                 if replace:
                     os.rename(temporary, self._path)

@@ -56,7 +56,7 @@ def protected_names(root: Path) -> set[str]:
 def withdraw_unprotected(root: Path, name: str) -> Path | None:
     """Rename a checkpoint to a trash directory, which :func:`commit.discard` deletes, unless a link protects it.
 
-    Returns the trash directory; None if the checkpoint is protected. Raises OSError.
+    Returns the trash directory, or None when the checkpoint is protected. Raises OSError.
     """
     if name in protected_names(root):
         return None
@@ -144,7 +144,7 @@ def _redirect(root: Path, old: str, new: str) -> None:
 
 
 def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | None:
-    """Return the link's target after *old* in the run directory is renamed to *new*; None if it points elsewhere."""
+    """Return the link's target after *old* in the run directory is renamed to *new*, or None for other targets."""
     parts = PurePosixPath(_text_of(link)).parts
     for index, part in enumerate(parts):
         if part != old:

@@ -45,7 +45,7 @@ class Holder:
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
-        """Read the record at the start of an open lock file; None if the content is not a record."""
+        """Read the record at the start of an open lock file. Returns None when the content is not a record."""
         try:
             # A record can exceed its padding: JSON escapes the command's non-ASCII characters.
             raw = parse_json(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
@@ -104,7 +104,7 @@ def is_beating(path: Path, seconds: float) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return the current record in the lock file; None if it cannot be read."""
+    """Return the current record in the lock file, or None when it cannot be read."""
     try:
         descriptor = open_lock_file(path, os.O_RDONLY)
     except OSError:
@@ -184,7 +184,7 @@ def rejection(path: Path, holder: Holder | None, hint: str) -> RecipeError:
 
 
 def lost(path: Path, holder: Holder | None) -> LeaseLost:
-    """The error of a run whose lock file has the record *holder* of another run, or is gone (None)."""
+    """The error of a run if its lock file has the record *holder* of another run, or is gone (None)."""
     if holder is None and not os.path.lexists(path):
         return LeaseLost(
             "this run lost the lock on its directory: its lock file was removed, by a user or by another run "

@@ -41,7 +41,7 @@ def unpin(root: Path, name: str) -> bool:
 
 
 def pin_at(path: Path) -> tuple[Path, str] | None:
-    """Return (run directory, name) of a pinned checkpoint, from its path or the pin's; None if it has no pin.
+    """Return (run directory, name) of a pinned checkpoint, from its path or the pin's, or None when it has no pin.
 
     The checkpoint itself may be missing.
     """
@@ -72,7 +72,7 @@ def removable(
 ) -> list[Removal]:
     """List the checkpoints that :func:`remove` should remove, oldest first; with *superseded*, also superseded ones.
 
-    Never included: the newest checkpoint whose files all exist with their sizes, targets of links, what the policy
+    Never included: the newest checkpoint that has all files with their sizes, targets of links, what the policy
     keeps, and directories that are not complete checkpoints.
     """
     records = [*resume.records(root, metric_key)]
@@ -170,7 +170,7 @@ def without_optimizer(manifest: Manifest) -> Manifest:
 def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
     """Hard-link the files of *source*, exports included, below *target*, except those in *omit*.
 
-    Raises OSError also for a directory that cannot be read, whose files would be lost.
+    Raises OSError also for a directory that cannot be read: its files would be lost.
     """
     for parent, directories, names in walk(source):
         relative = Path(parent).relative_to(source)

@@ -13,7 +13,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The step and epoch of a checkpoint, and the metric that ranks it (None if its step was not validated)."""
+    """The step and epoch of a checkpoint, and the metric that ranks it (None when its step was not validated)."""
 
     name: str
     step: int
@@ -27,7 +27,7 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
 
 
 def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
-    """Return the metric *key* in a checkpoint's losses; None if it is missing or not a finite number."""
+    """Return the metric *key* in a checkpoint's losses, or None when it is missing or not a finite number."""
     value: Any = losses.get(key)
     # Not isinstance: True would rank as 1.0. Comparing does not convert an integer of hundreds of digits, and is False
     # for NaN.
@@ -66,8 +66,8 @@ def best(records: Iterable[Record], mode: Mode) -> Record | None:
 class KeepPolicy:
     """Which checkpoints are kept.
 
-    These are the *last* ones (None: all of them), the *best* ones by metric, and milestones: those whose step is a
-    multiple of *every_steps* or in *steps*.
+    These are the *last* ones (None: all of them), the *best* ones by metric, and milestones: checkpoints at a step that
+    is a multiple of *every_steps* or in *steps*.
     """
 
     last: int | None = None

@@ -80,7 +80,7 @@ def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator
 def newest(
     root: Path, memory: Path | None = None, newest_step: int | None = None
 ) -> policy.Record | None:
-    """Return the newest complete checkpoint of a run, without its metric; None if there is none.
+    """Return the newest complete checkpoint of a run, without its metric, or None when there is none.
 
     *memory* is the directory of the run's memory checkpoints. With *newest_step*, later steps are left out.
     """
@@ -92,7 +92,7 @@ def newest(
 
 
 def skipped_warning(root: Path, used: policy.Record) -> str | None:
-    """Describe the checkpoints that are newer than *used*, the newest complete one; None if there is none.
+    """Describe the checkpoints that are newer than *used*, the newest complete one. Returns None when there is none.
 
     A command that is given a run must not silently use the weights of an earlier step.
     """
@@ -113,7 +113,7 @@ def skipped_warning(root: Path, used: policy.Record) -> str | None:
 
 
 def expected(root: Path, restore_from: str | None, memory: Path | None = None) -> Summary | None:
-    """Read the summary of the first of :func:`candidates` that can be read; None if there is none. Verifies nothing."""
+    """Read the summary of the first of :func:`candidates` that can be read, or return None. Verifies nothing."""
     # The load reports a missing or damaged one.
     with contextlib.suppress(CheckpointUnusable):
         for path in candidates(root, restore_from, memory).candidates:
@@ -123,7 +123,7 @@ def expected(root: Path, restore_from: str | None, memory: Path | None = None) -
 
 
 def validated_losses(root: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the losses of each complete checkpoint of a run whose step was validated, newest first."""
+    """Yield the losses of each complete checkpoint of a run at a validated step, newest first."""
     for name in checkpoint_names(root):
         checkpoint = root / str(name)
         with contextlib.suppress(OSError, CheckpointUnusable):
@@ -134,7 +134,7 @@ def validated_losses(root: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
-    """Return the record of the checkpoint *name*; None if the checkpoint is missing or damaged.
+    """Return the record of the checkpoint *name*, or None when the checkpoint is missing or damaged.
 
     It is taken from *known* if the manifest has not changed.
     """
@@ -302,7 +302,7 @@ def named_checkpoint(root: Path, name: str) -> Path:
 
 
 def pointed_path(path: Path) -> Path | None:
-    """Return the path of a checkpoint, given its path or that of a pointer, as link or text file.
+    """Return the path of a checkpoint, given its path or a pointer's path. A pointer is a link or a text file.
 
     Returns None for a pointer to nothing.
     """

@@ -47,7 +47,7 @@ def read_timeline(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """Return the newest state of the last start, as the line of its end; None if it cannot be read."""
+    """Return the newest state of the last start, as the line of its end, or None when it cannot be read."""
     try:
         data = _read(directory / layout.TIMELINE_STATE)
     except OSError:
@@ -63,7 +63,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a line as a record whose fields have the right types and are in range; None for any other text."""
+    """Return a line as a record. All fields have the right types and are in range. Returns None for any other text."""
     try:
         record = parse_json(line)
     except ValueError:

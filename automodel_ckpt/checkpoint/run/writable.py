@@ -82,7 +82,7 @@ class DanglingLink(NamedTuple):
 
 
 def dangling_link(path: Path) -> DanglingLink | None:
-    """The first dangling link among *path* and its parents; None if there is none."""
+    """The first dangling link among *path* and its parents, or None when there is none."""
     for each in reversed([path, *path.parents]):
         # Unlike Path.exists(), this is False and not an error in a directory that cannot be searched.
         if os.path.exists(each):

@@ -1,8 +1,8 @@
 """Exchange between the ranks what they have of each tree, so that each can compute which rank writes what.
 
 Every rank sends a digest of its description and the first ranks of its meshes. Usually all digests of a tree are equal,
-and nothing else is sent. Otherwise (stages of a pipeline), one rank of each digest sends its description. Only slices
-whose sharding is no formula are listed.
+and nothing else is sent. Otherwise (stages of a pipeline), one rank of each digest sends its description. Slices are
+listed only if no formula describes their sharding.
 
 What each rank has as a whole is stored by one of them. Another digest shows whether the ranks have the same; if not, a
 warning names what differs.

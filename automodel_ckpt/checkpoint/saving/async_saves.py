@@ -326,7 +326,7 @@ class AsyncSaves:
 
     @property
     def _absent_ranks(self) -> set[int]:
-        """The ranks whose parts of the save in progress are not on this node."""
+        """The ranks that have no part of the save in progress on this node."""
         save = self._in_flight
         # The directory was renamed if it is published.
         if save is None or not save.staging.path.is_dir():
@@ -335,14 +335,14 @@ class AsyncSaves:
         return {rank for rank, path in enumerate(paths) if not path.exists()}
 
     def _lacks_node(self) -> bool:
-        """Whether a node has ended that this one waits for: rank 0's, or one whose files rank 0 does not have yet."""
+        """Whether a node has ended that this one waits for: rank 0's, or one with files that rank 0 does not have."""
         nodes = self._nodes
         if nodes is None or self._in_flight is None or not nodes.is_leader:
             return False
         return nodes.have_ended(self._absent_ranks if self._is_rank0 else [0])
 
     def _await_publication(self) -> None:
-        """Wait until rank 0 has published the save in progress on this node, whose process serves it until then."""
+        """Wait until rank 0 has published the save in progress. Until then, this node's process serves the save."""
         save = self._in_flight
         if save is None or self._nodes is None or self._is_rank0 or not self._nodes.is_leader:
             return

@@ -79,7 +79,7 @@ class Background:
         """Copy the state that *layouts* describe; return their pickled jobs for :meth:`start`.
 
         On CUDA the copies may still be in progress on return: the state may change only after :meth:`await_copies`.
-        Tensors whose data pointer is in *copy_now* are copied before the return. Raises :class:`OSError` where memory
+        Tensors with a data pointer in *copy_now* are copied before the return. Raises :class:`OSError` where memory
         is short.
         """
         self._staged_bytes = max(layout.end for layout in layouts)
@@ -128,7 +128,7 @@ class Background:
     # ---------------------------------------------------------------- write
 
     def fail(self, failure: AutomodelError) -> None:
-        """Mark the save as failed with *failure*, for a save whose state could not be copied."""
+        """Mark the save as failed with *failure*, because its state could not be copied."""
         self._failure = failure
 
     def start(

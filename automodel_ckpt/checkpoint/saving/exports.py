@@ -66,7 +66,7 @@ class Exports:
         return all(_export_of(checkpoint, name).is_dir() for name in self._settings.assets)
 
     def export_if_missing(self, checkpoint: Path, *, last: bool) -> None:
-        """Export a checkpoint whose export was prevented by a kill, a signal or a failure. Collective.
+        """Export a checkpoint if a kill, a signal or a failure prevented its export. Collective.
 
         Does nothing where the options ask for no export of this checkpoint (*last*: the last one of a run), or where it
         belongs to another run. Raises :class:`ExportFailed` on all ranks.

@@ -148,7 +148,7 @@ def _state_entries(
     state = optimizer.state.get(parameter)
     shape = list(parameter.shape)
     if not state and hasattr(optimizer, "state_like"):
-        # An optimizer whose state depends on the size of a parameter describes it, in tensors without values.
+        # If the state depends on the size of a parameter, the optimizer describes it, in tensors without values.
         state = optimizer.state_like(parameter)
     elif not state:
         pairs = zip(parameter.shape, _TRIAL_EXTENTS, strict=False)

@@ -54,7 +54,7 @@ class _ReuseProposal:
     *digests* are as in :class:`~automodel_ckpt.checkpoint.saving.save.Proposal`, None where the plan does not
     match that rank's state; *replicated* has a digest by tree of what one rank stores; *staging*
     is the path of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the
-    checkpoint whose files are shared.
+    checkpoint that files are shared with.
     """
 
     digests: dict[str, str] | None = None
@@ -109,7 +109,7 @@ class PlanReuse:
         proposals: Sequence[Proposal],
         values: MemoryLayout,
     ) -> None:
-        """Keep the plan of *save*, whose state was *live* (see :meth:`live_state`). Collective."""
+        """Keep the plan of *save*. Its state was *live* (see :meth:`live_state`). Collective."""
         # All ranks keep the plan, or none does: `agree` calls a collective only with a plan, so that
         # a rank without one would leave the others waiting.
         is_reusable = agree.gather_objects(self._group, live is not None)
@@ -241,7 +241,7 @@ def inspect_state(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
     for item in items:
         found.signature.append((item.name, item.kind, item.scope, item.aliases, item.owner))
         if item.kind == "module":
-            # keep_vars: without it, the values are detached copies whose ids are not the
+            # keep_vars: without it, the values are detached copies. Their ids are not the
             # parameters'.
             state = unwrap(item.value).state_dict(keep_vars=True)
             layout = stored_layout(item.value)

@@ -169,7 +169,7 @@ class Planner:
         return str(staging)
 
     def _find_previous(self, staging: Path) -> Previous | None:
-        """The checkpoint whose files a save in *staging* can share; None when there is none."""
+        """A save in *staging* can share files of this checkpoint. Returns None when there is none."""
         if self.settings.incremental is False or not self._has_reusable_files:
             return None
         previous = self.settings.previous()

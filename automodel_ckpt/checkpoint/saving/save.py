@@ -71,7 +71,7 @@ class SaveSettings:
         )
         """Which checkpoints are exported: ``final``, ``every`` or ``never``."""
         self.nodes: Nodes | None = None
-        """The nodes over whose directories checkpoints are distributed; None when all ranks share the run directory."""
+        """The nodes that checkpoints are distributed over. None when all ranks share the run directory."""
 
     def use_nodes(self, nodes: Nodes) -> None:
         """Distribute checkpoints over the directories of *nodes*. No file then has parts of ranks on different nodes,
@@ -88,7 +88,7 @@ class SaveSettings:
         return has_shards and self.incremental is not False
 
     def previous(self) -> Previous | None:
-        """The checkpoint whose files the next save can share, where hard links are supported; None when there is none.
+        """The next save can share files of this checkpoint, where hard links are supported. None when there is none.
 
         By default it is not the one before: after damage to one of the newest two checkpoints, a start uses the other.
         """
@@ -184,8 +184,8 @@ class Staging:
 class SaveReport:
     """The result of a save. *published* is false for an asynchronous save in progress: only its stall is known.
 
-    Training waits for *stall_seconds*; the checkpoint is published after *total_seconds* (wall time). *nbytes* are
-    those of all its files, *pruned* the checkpoints that the keep policy removed. *export* is the directory of the
+    Training waits for *stall_seconds*; the checkpoint is published after *total_seconds* (wall time). *nbytes* is
+    the size of all its files, *pruned* the checkpoints that the keep policy removed. *export* is the directory of the
     export, where one was made, and *export_failure* the reason where one failed. *export_command* is the shell command
     that exports the checkpoint, None where there is nothing to export.
     """
@@ -223,7 +223,7 @@ class Proposal:
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
     """Tied names of the tensors in these files, by tree."""
     previous: Previous | None = None
-    """The earlier checkpoint whose unchanged files the save shares."""
+    """The save shares unchanged files with this earlier checkpoint."""
 
 
 @dataclass(slots=True)
@@ -265,7 +265,7 @@ class Save:
 
     staging: Staging = field(default_factory=Staging)
     previous: Previous | None = None
-    """The earlier checkpoint whose unchanged files the save shares; None when there is none."""
+    """The save shares unchanged files with this earlier checkpoint. None when there is none."""
 
     # The state of this rank.
     items: list[Item] = field(default_factory=list)

@@ -123,7 +123,7 @@ def save_preprocessor(preprocessor: Any, directory: Path) -> None:
 
 
 def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern.
+    """The files at the top of *directory*, or in a folder that a pattern names, if their relative name fits a pattern.
 
     Raises :class:`CheckpointUnusable` for a file that cannot be read, and for a link that
     :func:`~automodel_ckpt.checkpoint.files.safe_open.model_file` does not follow.

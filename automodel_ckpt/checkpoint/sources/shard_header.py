@@ -1,4 +1,4 @@
-"""The header of a shard: writing it, and finding the files whose header is exactly what a save writes. No torch."""
+"""The header of a shard: writing it, and finding the files with exactly the header that a save writes. No torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def shard_header(entries: Sequence[Entry]) -> tuple[bytes, dict[str, int]]:
 
 
 def files_covered_by_slices(root: Path, manifest: Manifest) -> set[str]:
-    """Return the files that consist of exactly the header that a save writes, and slices up to the end; of those of
-    several ranks, the ones whose header fits to their digest.
+    """Return the files that consist of exactly the header that a save writes, and slices up to the end. A file that
+    several ranks wrote is returned if its header matches its digest.
 
     The digests of their slices then verify every byte after the header, so the digest of the file needs no second
     read. A file that cannot be read, or has another header, is not among them.

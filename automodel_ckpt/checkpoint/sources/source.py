@@ -43,9 +43,9 @@ class Source:
     *finished* source consists of Hugging Face files: its tensors are whole and have the names of these files. *files*
     lists them, unless the manifest does. *side_files* is a directory of another program, which contains the model's
     config and tokenizer among other files. If they are an export, *export* is its manifest, and the slices have its
-    digests. *averaged* is the model whose weights these are averages of: it has the metadata, and exports have its
-    dtypes. *stated_config* is what the files themselves state of the model's config, under the keys of config.json.
-    *misplaced* are tensors that are not in the file that an index names.
+    digests. If these are averages of the weights of a model, *averaged* is that model: it has the metadata, and
+    exports have its dtypes. *stated_config* is what the files themselves state of the model's config, under the keys
+    of config.json. *misplaced* are tensors that are not in the file that an index names.
     """
 
     root: Path

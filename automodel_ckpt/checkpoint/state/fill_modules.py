@@ -214,7 +214,7 @@ def set_module_state(
 ) -> None:
     """Load a *state* into a *module*: what ``module_state`` (``checkpoint/state/module_tensors.py``) returned.
 
-    *tied* and *layout* are those of that call. With *strict*, a missing or unknown name is an error of torch.
+    *tied* and *layout* are from that call. With *strict*, a missing or unknown name is an error of torch.
     Nothing is left to do where the module's own tensors have the values already, because they were read in place.
     """
     layout = layout or stored_layout(module)
@@ -265,7 +265,7 @@ def _was_read_in_place(
 
 
 def _standard_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The parameters and persistent buffers of *module* by FQN; None if a module inside changes what loading does."""
+    """The parameters and persistent buffers of *module* by FQN. None when a module inside changes what loading does."""
     tensors: dict[str, torch.Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         if _customizes_loading(part):
@@ -286,8 +286,8 @@ def _customizes_loading(module: nn.Module) -> bool:
         is_overridden = getattr(type(module), method) is not getattr(nn.Module, method)
         if method in vars(module) or is_overridden:
             return True
-    # Those of fsdp2 free gathered parameters before a load, as the hook of state_dict() did, and note the memory of a
-    # parameter after it, which is the same.
+    # The hooks of fsdp2 free gathered parameters before a load, as the hook of state_dict() did, and note the memory of
+    # a parameter after it, which is the same.
     hooks = [
         *module._load_state_dict_pre_hooks.values(),
         *module._load_state_dict_post_hooks.values(),

@@ -273,8 +273,8 @@ class Loader:
         return file is not None, None if file is None else read_value(self._path, file)
 
     def _name_of(self, record: StateRecord, digests: Mapping[str, str]) -> str | None:
-        """The name of this rank's state among those of *digests*; any where all are equal; None where the number of
-        ranks must be the saved one."""
+        """The name of this rank's state among the names in *digests*. Any name where all digests are equal. None where
+        the number of ranks must be the saved one."""
         scope: Any = record.scope
         saved, ranks = self._manifest, self._ranks
         same_ranks = saved.world_size == ranks.world_size and saved.dp_size == ranks.dp_size

@@ -40,7 +40,7 @@ def check_differences(
     further: Iterable[str] = (),
     cast: Collection[str] = (),
 ) -> None:
-    """Raise :class:`CheckpointUnusable` if the *state* of *item* is not that of *tree*, in the checkpoint *path*.
+    """Raise :class:`CheckpointUnusable` if the *state* of *item* differs from *tree*, in the checkpoint *path*.
 
     Names, shapes and dtypes are compared, except the dtypes of the tensors *cast*. *further* are differences that the
     caller has found, one line each.

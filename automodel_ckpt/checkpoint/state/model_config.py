@@ -1,7 +1,7 @@
 """Check that a model computes the function of the saved one, where tensor shapes cannot show it.
 
 A different number of attention heads, rope theta or activation leaves every shape unchanged: the weights load, but
-compute a different function. The config.json of the checkpoint is therefore compared with that of the model. Imports
+compute a different function. The checkpoint's config.json is therefore compared with the model's config. Imports
 no torch.
 """
 

@@ -128,9 +128,9 @@ def module_state(
     """A module's persistent state by stored name, each memory once: (state dict of the live tensors, {tied name that is
     left out: stored name}).
 
-    *detached* is that of :func:`model_state_dict`. *layout* replaces the module's :func:`stored_layout`. If
+    *detached* is as for :func:`model_state_dict`. *layout* replaces the module's :func:`stored_layout`. If
     several names share a tensor, the first one in the module's own order is stored, unless the module declares another
-    (transformers' ``_tied_weights_keys``). If rows are separate tensors in files (experts), a rank has those of its
+    (transformers' ``_tied_weights_keys``). If rows are separate tensors in files (experts), a rank has the rows of its
     shard. The state of a PEFT model is only the content of its adapter file, under the names in that file.
     """
     layout = layout or stored_layout(module)

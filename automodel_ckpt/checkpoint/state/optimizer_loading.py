@@ -130,8 +130,8 @@ class OptimizerLoader:
         schedules &= self._allow_missing
 
         def is_needed(key: str, others: Collection[str]) -> bool:
-            """Whether a value must be on both sides: not those of an LR scheduler that only one side has, and the
-            options that it adds to the groups."""
+            """Whether a value must be on both sides. Exceptions are the values of an LR scheduler that only one side
+            has, and the options that it adds to the groups."""
             is_of_schedule = key in schedules or key.startswith(f"{name}.param_groups.")
             return key in others or not (schedules and is_of_schedule)
 

@@ -27,7 +27,7 @@ Groups = list[dict[str, torch.Tensor]]
 def trained_by_all(optimizer: Optimizer) -> Groups | None:
     """Return the parameters that all ranks train together, if their optimizers train different ones; else None.
 
-    The names are those of :class:`Owners`. The recipe stores them in the optimizer's attribute ``whole``.
+    The names are as in :class:`Owners`. The recipe stores them in the optimizer's attribute ``whole``.
     """
     groups: Groups | None = getattr(optimizer, "whole", None)
     return groups
@@ -143,7 +143,7 @@ def optimizer_tree(
 ) -> dict[str, Any]:
     """The state of an optimizer and of its LR schedulers, by attribute name.
 
-    That of a scheduler is in a tuple, which DCP stores whole (it would turn the integer keys of a MultiStepLR into
+    The state of a scheduler is in a tuple, which DCP stores whole (it would turn the integer keys of a MultiStepLR into
     text). A parameter that was never updated has no state, unless *create* is true.
     """
     tree: dict[str, Any] = {item.name: {}}
@@ -184,8 +184,8 @@ def _state_creation(item: Item) -> Iterator[None]:
 
     It creates state for all parameters or for none, and for none where one has a gradient. A gradient would belong to
     weights other than those that are read. It creates state by a step with a closure, which not every optimizer
-    accepts. A step that fails (those of LBFGS and SparseAdam do: one needs losses, the other sparse gradients) ends the
-    block, and leaves the optimizer without state.
+    accepts. A step that fails ends the block, and leaves the optimizer without state. The steps of LBFGS (needs losses)
+    and SparseAdam (needs sparse gradients) fail.
     """
     optimizer = item.value
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -27,8 +27,8 @@ DIVIDED = "with different options"
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """*sources* has, for each parameter group of the optimizer *name*, the number of the saved group whose options it
-    takes; None for a new one without parameters. *mismatched* names the groups that cannot be matched."""
+    """*sources* has, for each parameter group of the optimizer *name*, the number of the saved group that it takes the
+    options from; None for a new one without parameters. *mismatched* names the groups that cannot be matched."""
 
     name: str
     sources: tuple[int | None, ...]
@@ -38,7 +38,7 @@ class GroupMatch:
     def renumbered(self, tree: Tree) -> Tree:
         """The saved *tree* with each group's options under the number that the group has here.
 
-        The lists of parameters are omitted: those of the optimizer are right.
+        The lists of parameters are omitted: the optimizer's own lists are right.
         """
         prefix = f"{self.name}.param_groups."
         tensors = {key: value for key, value in tree.tensors.items() if not key.startswith(prefix)}
@@ -80,7 +80,7 @@ class GroupMatch:
 
 
 def other_kind(saved: Mapping[str, Any], scheduler: Any) -> str | None:
-    """Describe what shows that the *saved* state is that of another kind of LR scheduler; None: nothing does.
+    """Describe what shows that the *saved* state is from another kind of LR scheduler. Returns None when nothing does.
 
     The classes of torch differ in their settings. The state of an imported run has no settings. A class of the
     user may have gained or lost some since it was saved.
@@ -142,7 +142,7 @@ def match_groups(
 
 
 def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
-    """Return those of *fqns* for which the optimizer *name* has no tensors in *tree*; none if it has no tensors."""
+    """Return the *fqns* for which the optimizer *name* has no tensors in *tree*; an empty set if it has no tensors."""
     found = {fqn for fqn, _ in saved_entries(name, tree.tensors)}
     return fqns - found if found else set()
 

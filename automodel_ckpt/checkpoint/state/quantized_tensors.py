@@ -193,7 +193,7 @@ def _float8_rows(
         factors = _as_factors(read_rows(source, scales, first, stop))
         rows = torch.arange(quantized.shape[-2], device="cpu") // block_rows
     else:
-        # The scales of the first block that the rows are in, up to those of the last.
+        # The scales of the blocks that the rows are in, from the first to the last.
         first_block = first // block_rows
         last_block = (stop - 1) // block_rows
         factors = _as_factors(read_rows(source, scales, first_block, last_block + 1))

@@ -170,7 +170,7 @@ class VerifiedRanges:
             raise self._unusable("a file of the checkpoint is missing", file, "") from None
 
     def _receive(self, batch: _Batch) -> None:
-        """Wait for the bytes of *batch*, and verify them. Those of the batch before are dropped."""
+        """Wait for the bytes of *batch*, and verify them. The bytes of the batch before are dropped."""
         self._request(batch)
         if self._waiting:
             # While this one is verified and used.
@@ -211,7 +211,7 @@ def files_with_tensors(manifest: Manifest) -> set[str]:
 
 
 def _damaged(part: Part, content: memoryview) -> list[FileSlice]:
-    """Return the slices and values in *part* whose bytes in *content* do not match their digests."""
+    """Return the slices and values in *part* that do not match their digests, by their bytes in *content*."""
     found = []
     for one in part.slices:
         hashed = xxhash.xxh3_128()

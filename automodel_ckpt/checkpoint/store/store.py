@@ -239,7 +239,7 @@ class Store:
     def replace(self, name: str, data: bytes, version: str | None) -> bool:
         """Write a small object if it still has *version*; None: if there is none. Return whether it was written.
 
-        False may also mean that an earlier attempt wrote it, whose reply was lost.
+        False may also mean that an earlier attempt wrote it, and its reply was lost.
         """
         with self.reporting("written", name):
             self._make_parent(name)
@@ -277,7 +277,7 @@ class Store:
                 self.fs.rm_file(self.key(name))
 
     def delete_directory(self, name: str) -> None:
-        """Remove what is left of a directory whose objects are deleted; object stores have no directories."""
+        """Remove what is left of a directory after its objects are deleted; object stores have no directories."""
         if self._has_directories and name:
             with self.reporting("deleted", name), contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.key(name), recursive=True)

@@ -70,7 +70,7 @@ class Throttle:
 class UploadMemory:
     """What an interrupted upload of one checkpoint has sent, in a file on the local disk.
 
-    It belongs to the checkpoint whose manifest has the *digest*, and to the store at *url*. *done* are the files that
+    It belongs to the checkpoint with a manifest of this *digest*, and to the store at *url*. *done* are the files that
     are in the store. *parts* are uploads of large files in parts: the ID of the upload and the bytes of a part, by
     file.
     """

@@ -154,7 +154,7 @@ def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
 
 
 def require_intact(root: Path, tensor: Tensor) -> None:
-    """Raise :class:`CheckpointUnusable` for a tensor whose stored bytes are damaged."""
+    """Raise :class:`CheckpointUnusable` if the stored bytes of a tensor are damaged."""
     problem = damage_problem(root, tensor)
     if problem is not None:
         raise CheckpointUnusable.all_of([problem])

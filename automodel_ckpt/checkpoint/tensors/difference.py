@@ -44,7 +44,7 @@ class StoredTensors:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor whose values differ.
+    """A tensor with different values on both sides.
 
     *max_abs* is the largest absolute difference, and *relative* the norm of the difference divided by the norm of the
     first tensor. Both are None for dtypes that are only compared bit by bit (8-bit floats, complex).
@@ -62,9 +62,10 @@ class TensorDifference:
     """The differences between two sets of tensors.
 
     *redescribed* maps names to dtype and shape on both sides. *num_equal* counts equal tensors; of these, *num_unread*
-    were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors whose bytes
-    do not match their digests; their values are not compared. If values are not read at all, *differing* names the
-    tensors with other digests, and *undecided* those that are stored in other slices, whose digests cannot be compared.
+    were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors with bytes
+    that do not match their digests. Their values are not compared. If values are not read at all, *differing* names
+    the tensors with other digests, and *undecided* the tensors that are stored in other slices, because the digests of
+    different slices cannot be compared.
     """
 
     only_first: tuple[str, ...]
@@ -232,7 +233,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def changed_leaves(
     first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys whose values differ, with both values. The value of a missing key is None."""
+    """Return the dotted keys with different values, and both values. The value of a missing key is None."""
     before = dict(flatten(first))
     after = dict(flatten(second))
     pairs = {key: (before.get(key), after.get(key)) for key in sorted({*before, *after})}

@@ -22,7 +22,7 @@ class Statistics:
     """Statistics of a tensor, in double precision.
 
     *min*, *max*, *mean*, *std* (of the population) and *norm* (Euclidean) are computed from the finite values. They are
-    None if there are none, or if the dtype is complex.
+    None when there are none, or when the dtype is complex.
     """
 
     min: float | None = None
@@ -64,7 +64,7 @@ def _block(values: Array) -> _Block:
 
 
 def statistics_of(root: Path, tensor: Tensor) -> Statistics:
-    """Read a tensor, whose files are relative to *root*, and return its statistics.
+    """Read a tensor with files relative to *root*, and return its statistics.
 
     Raises :class:`CheckpointUnusable` if it cannot be read, or its bytes do not match their digests.
     """
