@@ -52,7 +52,7 @@ PRINTING_MODES = {
     "show_samples",
     "write_launcher",
 }
-"""Modes whose output may be cut off by a reader such as head(1)."""
+"""Modes with output that a reader such as head(1) may cut off."""
 
 _REQUIRED = {
     "selftest_steps": "selftest_resume",
@@ -195,7 +195,7 @@ def _mode_problems(line: CommandLine) -> Iterator[Problem]:
 
 
 def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
-    """Print what a run would do. *ranks* is None if their number is not known.
+    """Print what a run would do. *ranks* is None when their number is not known.
 
     Raises :class:`RecipeError` for what the run would reject before training.
     """

@@ -55,7 +55,7 @@ def report(
     sizes: Sizes | None,
     device_bytes: int | None = None,
 ) -> str:
-    """Return the text of a dry run with the parallel *sizes*, None if the number of ranks is not known yet.
+    """Return the text of a dry run with the parallel *sizes* (None: the number of ranks is not known yet).
 
     *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine.
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, sizes that do not fit, or a
@@ -100,7 +100,7 @@ def report(
 
 
 def _check_data(loaded: LoadedRecipe) -> None:
-    """Raise :class:`RecipeError` for data in a store, whose library would send credentials."""
+    """Raise :class:`RecipeError` for data in a store: the store's library would send credentials."""
     for value in values_of(loaded.tree):
         if value.key.startswith(_DATA) and is_store_url(value.text):
             raise RecipeError(
@@ -256,8 +256,8 @@ def _resume_rows(
 ) -> Rows:
     """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since.
 
-    *recipe* is None if it is not one of this package. Raises :class:`CheckpointUnusable` if the start would, because
-    the checkpoint has only weights.
+    *recipe* is None for a recipe that is not in this package. Raises :class:`CheckpointUnusable` if the start would,
+    because the checkpoint has only weights.
     """
     from automodel_ckpt.checkpoint.memory.directory import memory_of
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -320,8 +320,8 @@ def _check_training_state(
 def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     """Describe how the weights of ``init_from`` match the model. Only their headers are read.
 
-    *recipe* is None if it is not one of this package. Raises :class:`RecipeError` and :class:`CheckpointUnusable` if
-    the start would.
+    *recipe* is None for a recipe that is not in this package. Raises :class:`RecipeError` and
+    :class:`CheckpointUnusable` if the start would.
     """
     from automodel_ckpt.checkpoint import discover
     from automodel_ckpt.training.parts.init_from import inspect_start, sections_of

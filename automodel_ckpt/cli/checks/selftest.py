@@ -45,7 +45,7 @@ _ALWAYS = (
     "--checkpoint.scratch_dir=null",
     "--hub=null",
     "--logging.trackers={}",
-    # Their files would replace those of the user's runs.
+    # Their files would replace the files of the user's runs.
     "--profile=null",
 )
 
@@ -166,7 +166,7 @@ class Runs:
         if len(stopped) == len(resumed):
             joined = [before + after for before, after in zip(stopped, resumed, strict=True)]
             return compare(straight, joined, stop_after)
-        # All ranks log the same numbers: those of rank 0 precede the ones of each resumed rank.
+        # All ranks log the same numbers: rank 0's numbers precede the numbers of each resumed rank.
         joined = [stopped[0] + after for after in resumed]
         return compare(straight, joined, stop_after, self._tolerance())
 

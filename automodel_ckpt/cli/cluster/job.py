@@ -26,19 +26,18 @@ _TRACKER_EXTRAS = {"tensorboard"}
 """Trackers that an extra of this package installs. The others are packages of these names."""
 _NAME_LENGTH = 40
 SCRATCH = "~/.cache/automodel_ckpt/runs"
-"""The local directory of runs whose directory is a URL, if the recipe and the environment name no other."""
+"""The local directory of runs with a URL as their directory, if the recipe and the environment name no other."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A recipe with the ranks that run it.
 
-    *recipe* is the path of its file as given, *text* its content, None if it consists of several files, and *arguments*
-    are the overrides and flags after it.
-    *run_directory* and *remote_url* are as written, with references to environment variables. *has_url_directory*: the
-    recipe's run directory is *remote_url*, and *run_directory* the local one with it. *variables* maps the
-    names of those that the recipe refers to, to whether they have no default. *credentials* are the names of those that
-    its store, its tracker or the Hub's client may read.
+    *recipe* is the path of its file as given, *text* its content (None: it consists of several files), and *arguments*
+    are the overrides and flags after it. *run_directory* and *remote_url* are as written, with references to
+    environment variables. *has_url_directory*: the recipe's run directory is *remote_url*, and *run_directory* the
+    local one with it. *variables* maps the names of those that the recipe refers to, to whether they have no default.
+    *credentials* are the names of those that its store, its tracker or the Hub's client may read.
     """
 
     name: str
@@ -145,7 +144,7 @@ def describe_job(loaded: LoadedRecipe, line: CommandLine) -> Job:
 
 
 def _text(loaded: LoadedRecipe, key: str) -> str | None:
-    """Return the text of a key as written, with its references; None if it is null or missing."""
+    """Return the text of a key as written, with its references. Returns None when it is null or missing."""
     node = loaded.tree.at(key)
     if node is None or node.is_null or not isinstance(node.value, str):
         return None
@@ -168,7 +167,7 @@ def _arguments(line: CommandLine) -> list[str]:
 
 
 def _recipe_text(loaded: LoadedRecipe) -> str | None:
-    """Return the text of a recipe's file; None if it extends other files, or its class is in a file."""
+    """Return the text of a recipe's file. Returns None when it extends other files, or its class is in a file."""
     text = loaded.path.read_text(encoding="utf-8")
     name = _text(loaded, "recipe") or ""
     is_alone = re.search(r"^extends\s*:", text, re.MULTILINE) is None and ".py:" not in name

@@ -1,4 +1,4 @@
-"""A manifest for Kubernetes: a TrainJob of Kubeflow Trainer, whose pods run a recipe."""
+"""A manifest for Kubernetes: a TrainJob of Kubeflow Trainer. Its pods run a recipe."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ def stop_time(loaded: LoadedRecipe) -> StopTime:
     """Return the time from a signal to the end of a run.
 
     A signal is answered after the current step. A save may have to wait for an earlier one in the background. The time
-    is therefore twice that of a step and a save, plus 30 s, and at least 120 s. If checkpoints are uploaded, it is also
-    at least ``checkpoint.remote.wait_after_signal_seconds`` plus 30 s. Without a log in the run directory, it is 300 s.
+    is therefore twice the time of a step and a save, plus 30 s, and at least 120 s. If checkpoints are uploaded, it is
+    also at least ``checkpoint.remote.wait_after_signal_seconds`` plus 30 s. Without a log in the run directory, it is
+    300 s.
     """
     section = with_local_directory(loaded.config).checkpoint
     if not section.enabled:
@@ -58,7 +59,10 @@ def _rounded(seconds: float, least: int) -> int:
 
 
 def _measured(log: Path) -> tuple[float, float] | None:
-    """Return the median time of a step and the longest of the newest saves, in seconds; None if the log has no save."""
+    """Return the median time of a step and the longest of the newest saves, in seconds.
+
+    Returns None when the log has no save.
+    """
     saves: list[float] = []
     times: list[tuple[int, float]] = []
     try:

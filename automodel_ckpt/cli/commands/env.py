@@ -44,7 +44,7 @@ _EXTRAS = (
     "accelerate",
     "pillow",
 )
-"""Distributions whose version matters, if they are installed. They are not imported."""
+"""Distributions with a version that matters, if they are installed. They are not imported."""
 _PREFIXES = (
     *("AUTOMODEL_CKPT_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "NVIDIA_", "TORCH", "PYTORCH_"),
     *("TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "PYTHON"),
@@ -147,7 +147,10 @@ def _output(*command: str) -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's checkout, and whether files were changed; None if it is installed."""
+    """Return the commit of this package's checkout, and whether files were changed.
+
+    Returns None when it is installed.
+    """
     root = Path(automodel_ckpt.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

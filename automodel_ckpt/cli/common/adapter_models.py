@@ -27,7 +27,7 @@ _OPTIONS = (
     "use_rslora",
     "bias",
 )
-# peft's tasks of models that transformers builds with another head than that of the base's config.json.
+# peft's tasks of models that transformers builds with another head than the base's config.json describes.
 _OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 # The layer of the base inside the module that replaces it.
 _WRAPPED = ".base_layer"
@@ -109,17 +109,17 @@ def _directory_of(base: str, revision: str | None) -> Path:
 
 
 def _layers(targets: Iterable[str], parameters: Iterable[str]) -> list[str]:
-    """Return the names in *targets* without those of modules that have one of the adapted *parameters*."""
+    """Return the names in *targets*, except modules that have one of the adapted *parameters*."""
     with_parameters = {name.rpartition(".")[0] for name in parameters}
     # Each adapted parameter of a module wraps it once more.
     return [name for name in targets if name.replace(_WRAPPED, "") not in with_parameters]
 
 
 def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
-    """Resize the vocabulary of *model* to the *rows* of its embedding, by module; None if that is not necessary.
+    """Resize the vocabulary of *model* to the *rows* of its embedding, by module.
 
-    Raises :class:`RecipeError` if only one of embedding and output layer is stored, and they are not tied: peft does
-    not save the other one if it is not adapted.
+    Returns None when that is not necessary. Raises :class:`RecipeError` if only one of embedding and output layer is
+    stored, and they are not tied: peft does not save the other one if it is not adapted.
     """
     from automodel_ckpt.models.inspect.vocabulary import num_embeddings
 

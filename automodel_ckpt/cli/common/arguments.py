@@ -43,7 +43,7 @@ PATHS = frozenset(
         "names",
     ]
 )
-"""The arguments of all commands whose value is a path, or a list of paths."""
+"""The arguments of all commands that take a path, or a list of paths."""
 
 Types = Mapping[str, Callable[[str], Any]]
 

@@ -53,8 +53,8 @@ class Row:
 class RunRow:
     """A run, as ``ckpt ls`` shows it in a list of runs. The names of the fields are the keys of ``--json``.
 
-    *num_checkpoints* and *nbytes* count complete checkpoints. *step*, *epoch* and the losses are those of the newest
-    one; *lowest_val_loss* is the lowest of all.
+    *num_checkpoints* and *nbytes* count complete checkpoints. *step*, *epoch* and the losses are from the newest one;
+    *lowest_val_loss* is the lowest of all.
     """
 
     run: str
@@ -135,7 +135,7 @@ def single_row(path: Path) -> Row:
 
 
 def run_row(above: Path, run: Path) -> RunRow:
-    """Return the row of a run, whose name is relative to the directory *above*."""
+    """Return the row of a run. Its name is relative to the directory *above*."""
     from automodel_ckpt.checkpoint.run.shared_files import repeated_bytes
 
     name = os.path.relpath(run, above)
@@ -233,7 +233,7 @@ def row_of(
 def _summary_row(
     path: Path, summary: Summary, pointers: tuple[str, ...], note: Verification | None
 ) -> Row:
-    """Return the row of a checkpoint whose manifest could be read."""
+    """Return the row of a checkpoint with a readable manifest."""
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run.notes import recall_losses
 
@@ -292,7 +292,10 @@ def _row_order(row: Row) -> tuple[bool, int, int, str]:
 
 
 def _position(name: str) -> tuple[int | None, int | None]:
-    """Return the step and the epoch in the name of a checkpoint or of its staging directory; None if it has none."""
+    """Return the step and the epoch in the name of a checkpoint or of its staging directory.
+
+    Returns None when it has none.
+    """
     from automodel_ckpt.checkpoint.files import layout
 
     parsed = layout.parse_checkpoint_name(layout.staged_name(name) or name)

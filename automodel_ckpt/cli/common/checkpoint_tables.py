@@ -151,7 +151,7 @@ def _statistics_cells(tensor: TensorEntry) -> list[str]:
 def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     """Format a table with one line per group of tensors.
 
-    Tensors of equal dtype and shape whose names differ only in numbers share a line, such as
+    Tensors of equal dtype and shape share a line if their names differ only in numbers, such as
     ``model.layers.*.mlp.up_proj.weight``. Optimizer state is counted by its kind.
     """
     state: dict[str, TensorEntry] = {}

@@ -53,7 +53,7 @@ def copy_example(name: str, directory: str) -> Path:
 
 
 def _find_example(name: str) -> Path | None:
-    """Return the example recipe with this name, or this name without directories; None if there is none."""
+    """Return the example recipe with this name, or this name without directories. Returns None when there is none."""
     for key, path in examples().items():
         if name in (key, path.stem):
             return path

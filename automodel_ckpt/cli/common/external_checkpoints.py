@@ -46,7 +46,7 @@ def counters_in(path: Path) -> Counters:
 
 
 def row_fields(path: Path) -> dict[str, Any] | None:
-    """Return the fields of a row of ``ckpt ls``; None if the directory is in no known format."""
+    """Return the fields of a row of ``ckpt ls``. Returns None when the directory is in no known format."""
     from automodel_ckpt.convert.imports import external
 
     found = external.read_external(path)
@@ -71,7 +71,7 @@ def first(stated: int | None, named: int | None) -> int | None:
 
 
 def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
-    """Return the document of ``ckpt show --json``; None if the directory is in no known format.
+    """Return the document of ``ckpt show --json``. Returns None when the directory is in no known format.
 
     With *stats*, reads the tensors and adds their statistics.
     """

@@ -16,7 +16,7 @@ _SCIPY = "scipy"
 
 
 def parameters_in(directory: Path) -> Parameters:
-    """Return a function that lists the parameters of the model whose config.json is in *directory*.
+    """Return a function that lists the parameters of the model with the config.json in *directory*.
 
     The function imports torch and transformers, and builds the model on the meta device. It raises
     :class:`CheckpointUnusable` if config.json is missing, or its class is not part of transformers.
@@ -34,9 +34,10 @@ def parameters_in(directory: Path) -> Parameters:
 
 
 def compare_names(config: bytes, names: Collection[str]) -> NameDifferences | None:
-    """Compare *names* with those of the model whose config.json has the content *config*; its shapes are returned, too.
+    """Compare *names* with the names in the model that *config* describes, the content of its config.json.
 
-    It is built on the meta device, by torch and transformers. Returns None if the names of the model are unknown.
+    The model is built on the meta device, by torch and transformers. Its shapes are returned, too. Returns None when
+    the names of the model are unknown.
     """
     from automodel_ckpt.checkpoint.files.bounded_json import parse_json
     from automodel_ckpt.convert.merging.model_names import NameDifferences

@@ -55,7 +55,7 @@ def run_directory(path: Path) -> Path | None:
 def run_around(path: Path) -> Path | None:
     """Return the run directory that *path* is, contains as ``checkpoints/``, or is inside of.
 
-    Returns None if there is none, or if *path* does not exist.
+    Returns None when there is none, or when *path* does not exist.
     """
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run import resume

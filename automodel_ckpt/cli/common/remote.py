@@ -25,7 +25,7 @@ _HINT = "use another checkpoint of this run, or push it again"
 _CONFIGS = ("config.yaml", "config.json", "adapter_config.json", "model_config.json")
 """Names of files that are read whole to show or compare checkpoints."""
 _STATE = ("step_scheduler", "dataloader")
-"""Attributes whose state is read to show or compare checkpoints; of one with a file per rank, the first file."""
+"""Attributes with a state that is read to show or compare checkpoints; of one with a file per rank, the first file."""
 _TEXTS = frozenset({"prompt", "url", "directory"})
 """Arguments that are no paths of checkpoints."""
 _NUM_THREADS = 8

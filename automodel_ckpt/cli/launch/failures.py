@@ -108,7 +108,7 @@ def failure_record(error: BaseException, rank: int) -> FailureRecord:
 def lost_connection_record(
     error: BaseException, rank: int, destination: str, *, where: str
 ) -> FailureRecord:
-    """Return the record of a rank or launcher whose connection broke. It has no traceback, which would not help.
+    """Return the record of a rank or launcher that lost its connection. It has no traceback, which would not help.
 
     The message names the node at the other end if *error* does.
     """
@@ -183,7 +183,7 @@ def hang_record(report: str, rank: int) -> FailureRecord:
 
 
 def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
-    """Return the earliest primary record; without one, the earliest secondary record; None if there are no records."""
+    """Return the earliest primary record; without one, the earliest secondary record. Returns None without records."""
     return min(records, key=lambda record: (not record.primary, record.time), default=None)
 
 
@@ -194,10 +194,10 @@ def name_silent_ranks(
     *,
     is_all: bool,
 ) -> FailureRecord:
-    """Replace the message of a rank whose wait for others timed out by the ranks that it waited for.
+    """Replace the message of a rank that timed out while it waited for others by the ranks that it waited for.
 
-    These are the ranks in *started*, those of this node, that wrote no record in a collective. If there are none, it
-    waited for another node, unless *is_all* (this is the only one). Other causes are returned unchanged.
+    These are the ranks in *started* (the ranks of this node) that wrote no record in a collective. If there are none,
+    it waited for another node, unless *is_all* (this is the only one). Other causes are returned unchanged.
     """
     waited = {record.rank for record in records if not record.outside_collective}
     silent = sorted(set(started) - waited)

@@ -1,4 +1,4 @@
-"""The launcher of a run whose ranks it forks: start the ranks of this node, and report how the run ended.
+"""The launcher of a run with forked ranks: start the ranks of this node, and report how the run ended.
 
 This process imports torch, transformers and the recipe's class, and then forks, so that the ranks start immediately.
 Before the fork it computes nothing and does not initialize CUDA, because neither survives a fork. Torch's elastic agent

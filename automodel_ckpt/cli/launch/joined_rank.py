@@ -24,7 +24,7 @@ from automodel_ckpt.parallel.ranks.network import can_be_reached, is_known
 from automodel_ckpt.parallel.ranks.stop import stop_request
 
 SECONDARY_DELAY_SECONDS = 1.0
-"""How long a rank whose failure followed from another one's waits, so that the other one reports first."""
+"""How long a rank waits if its failure followed from another rank's, so that the other one reports first."""
 STORE_SECONDS = 5.0
 """How long a rank waits for the store; rank 0 under srun serves it so long after a failure."""
 TORCHRUN_GRACE_SECONDS = 20.0

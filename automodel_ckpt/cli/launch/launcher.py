@@ -80,7 +80,7 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
 
 
 def stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
-    """Return the signals that stop the run: those of the recipe, or the defaults if it has no such key.
+    """Return the signals that stop the run: the recipe's signals, or the defaults if it has no such key.
 
     SIGHUP is left out if this process ignores it, because nohup started it.
     """

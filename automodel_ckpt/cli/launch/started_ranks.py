@@ -44,7 +44,7 @@ def started_by(environment: Mapping[str, str], flags: LaunchFlags) -> str | None
 
 
 def started_world_size(environment: Mapping[str, str], flags: LaunchFlags) -> int | None:
-    """Return the number of ranks that another program started; None if this program starts them.
+    """Return the number of ranks that another program started. Returns None when this program starts them.
 
     Raises :class:`RecipeError` under the conditions of :func:`started_by`.
     """

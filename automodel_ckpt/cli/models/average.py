@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sources(arguments: argparse.Namespace) -> list[Path]:
-    """Return the sources; with ``--last``, those of the run directory. Raises :class:`RecipeError`."""
+    """Return the sources; with ``--last``, the sources in the run directory. Raises :class:`RecipeError`."""
     from automodel_ckpt.cli.common.paths import reject_several_runs, run_directory
     from automodel_ckpt.convert.merging.average import last_checkpoints
 

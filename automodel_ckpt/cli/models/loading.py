@@ -72,7 +72,7 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, also that of a processor."""
+        """The tokenizer, also a processor's tokenizer."""
         return getattr(self.preprocessor, "tokenizer", self.preprocessor)
 
 
@@ -82,9 +82,9 @@ def load(
     """Load the model of *path* to *device*, by default a GPU if there is one.
 
     Digests are verified. A checkpoint that has not been exported is exported to a temporary directory; an adapter is
-    added to its base, whose directory is *base* if it was moved. *dtype* is the name of a torch dtype, or ``auto``:
-    that of the files. Code in the files is never executed. Raises :class:`CheckpointUnusable` or :class:`RecipeError`
-    if there is no model, if it is damaged, or if transformers cannot load it.
+    added to its base. *base* is the directory of the base if it was moved. *dtype* is the name of a torch dtype, or
+    ``auto``: the dtype of the files. Code in the files is never executed. Raises :class:`CheckpointUnusable` or
+    :class:`RecipeError` if there is no model, if it is damaged, or if transformers cannot load it.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ def _open_with_config(path: Path) -> Source:
 
 
 def _model_directory(path: Path) -> Path:
-    """The directory or file with the model of *path*: that of the newest checkpoint of a run, or its export."""
+    """The directory or file with the model of *path*: for a run, the model of its newest checkpoint, or its export."""
     if _is_loadable(path):
         return path
     found = find_checkpoint(path)

@@ -54,7 +54,7 @@ def attribute(flag: str) -> str:
 
 
 def unused_option(arguments: argparse.Namespace, target: Target) -> str | None:
-    """Return an option on the command line that *target* does not use; None if there is none."""
+    """Return an option on the command line that *target* does not use. Returns None when there is none."""
     for flag, settings in _SETTINGS.items():
         default = settings.get("default", False if "action" in settings else None)
         default = settings.get("type", str)(default) if isinstance(default, str) else default
@@ -146,7 +146,7 @@ def _exporter(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
 
 
 def _trainer(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
-    """The intervals are those of the recipe in the checkpoint, and the Trainer's defaults for others."""
+    """The intervals are from the recipe in the checkpoint; the others are the Trainer's defaults."""
     from automodel_ckpt.checkpoint.files.layout import CONFIG
     from automodel_ckpt.cli.common.model_parameters import parameters_in
     from automodel_ckpt.cli.common.paths import whole_checkpoint

@@ -227,7 +227,7 @@ class RankAgent(SimpleElasticAgent):
             worker_group.store.compare_set(_FAILED_KEY, "", text)
 
     def _failed_node(self, worker_group: Any) -> FailureRecord | None:
-        """Return the record of another node whose ranks have failed and are not restarted."""
+        """Return the record of another node with ranks that have failed and are not restarted."""
         if worker_group.group_world_size == 1:
             return None
         with contextlib.suppress(RuntimeError):

@@ -62,7 +62,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def local_address(rendezvous: Rendezvous) -> str | None:
-    """Return the address at which the other nodes reach this one; None if torch finds it."""
+    """Return the address at which the other nodes reach this one. Returns None when torch finds it."""
     host = _host(rendezvous)
     return None if is_loopback(host) else address_towards(host)
 
