@@ -164,7 +164,7 @@ class Binder:
         return self._scalar(alternatives, node, key)
 
     def _accepts_no_content(self, alternatives: tuple[Any, ...], node: Node, key: str) -> bool:
-        """Handle a key without a value, for example a section whose lines are all commented out.
+        """Handle a key without a value, for example a section with all lines commented out.
 
         A mandatory section takes its defaults. For an optional section it is unclear whether it is enabled: an error.
         """
@@ -214,7 +214,8 @@ class Binder:
         full_key = join(key, field.name)
         default = default_of(field)
         node = section.value.get(field.name)
-        # A mandatory plug-in has a Target as its default, whose name is missing, and a mandatory section its dataclass.
+        # The default of a mandatory plug-in is a Target without a name, and the default of a mandatory section its
+        # dataclass.
         is_required = getattr(default, "_target_", default) == MISSING
         if node is not None and isinstance(default, list | tuple):
             _replace_items(node, node_of(default))
@@ -239,7 +240,7 @@ class Binder:
         return value
 
     def _mapping(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
-        """Convert a mapping to a plug-in, a section, a dict, or a list whose items are given by index."""
+        """Convert a mapping to a plug-in, a section, a dict, or a list with items given by index."""
         if find(alternatives, *_LISTS):
             _replace_items(node, Node([], DEFAULT))
         if isinstance(node.value, list):

@@ -50,7 +50,7 @@ _KINDS_ELSEWHERE = {
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe whose keys and values have been validated. Nothing modifies it: what adds to a recipe returns a new one.
+    """A recipe with validated keys and values. Nothing modifies it: what adds to a recipe returns a new one.
 
     ``config`` contains resolved references and may therefore contain secrets. ``tree`` contains the values as written,
     with defaults, and may be printed. ``parsed`` is the file as it was read, with the files that it
@@ -249,8 +249,8 @@ def distinct(problems: Iterable[Problem]) -> list[Problem]:
 def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
     """Return whether the recipe is user code. Adds a problem for an unknown registered name.
 
-    The sections of a recipe with an unknown name are validated as those of the registered recipe with the most similar
-    name, so that a misspelled name hides no other mistake.
+    The sections of a recipe with an unknown name are validated as if it were the registered recipe with the most
+    similar name, so that a misspelled name hides no other mistake.
     """
     node = root.at("recipe")
     if node is None or not isinstance(node.value, str) or is_reference(node.value) or node.is_null:

@@ -1,7 +1,7 @@
 """Names that other trainers give to settings, and the keys of a recipe that mean the same.
 
 An unknown key with one of these names is reported with its counterpart. ``tools/make_reference.py`` writes them to
-docs/reference/names.md. The names are those of transformers' TrainingArguments and TRL, axolotl, LLaMA-Factory,
+docs/reference/names.md. The names are from transformers' TrainingArguments and TRL, axolotl, LLaMA-Factory,
 torchtune, sentence-transformers and FlagEmbedding.
 """
 

@@ -19,7 +19,7 @@ from automodel_ckpt.errors import Problem
 
 _PACKAGE = "automodel_ckpt."
 MIXTURE = f"{_PACKAGE}data.mixture.mixture"
-"""The builder whose samples are those of its sources."""
+"""The builder that takes its samples from its sources."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SampleKind:
     """The samples of *builders* (names below ``automodel_ckpt``), which *recipes* train on.
 
     The first of both are the ones that messages suggest. *needs* is the argument of the builders that only these
-    recipes supply; None if there is none.
+    recipes supply; None: there is none.
     """
 
     samples: str
@@ -114,7 +114,7 @@ def recipes_of_builder(name: str) -> tuple[str, ...]:
 
 
 def sample_problems(root: Node) -> list[Problem]:
-    """List the data sets of a recipe's tree whose samples its recipe does not train on."""
+    """List the data sets of a recipe's tree with samples that its recipe does not train on."""
     node = root.at("recipe")
     recipe = own_name(RecipeConfig.recipe if node is None else str(node.value))
     expected = _OF_RECIPE.get(recipe) if recipe else None

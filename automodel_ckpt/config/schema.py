@@ -1,4 +1,4 @@
-"""The keys of a recipe file, as one dataclass, whose fields are the sections in ``keys/``.
+"""The keys of a recipe file, as one dataclass. Its fields are the sections in ``keys/``.
 
 The dataclasses are omegaconf structured configs. ``--help`` prints the string below each field. A field's :class:`Rule`
 and a section's :class:`Relation` and :class:`Condition` restrict the values of the right type; ``recipe_rules.py`` has

@@ -37,7 +37,7 @@ def has_hints(section: type[Any]) -> bool:
 
 
 def field_at(schema: type[Any], key: str) -> tuple[type[Any], dataclasses.Field[Any]] | None:
-    """The section with the field at a dotted key of *schema*, and the field; None if there is none."""
+    """The section with the field at a dotted key of *schema*, and the field. Returns None when there is none."""
     section: type[Any] | None = schema
     *parents, last = key.split(".")
     for name in parents:
@@ -50,7 +50,7 @@ def field_at(schema: type[Any], key: str) -> tuple[type[Any], dataclasses.Field[
 
 
 def default_at(schema: type[Any], key: str) -> Node | None:
-    """The node of the default of the field at a dotted key of *schema*; None if it has no such field."""
+    """The node of the default of the field at a dotted key of *schema*. Returns None when it has no such field."""
     found = field_at(schema, key)
     if found is None:
         return None
@@ -59,7 +59,10 @@ def default_at(schema: type[Any], key: str) -> Node | None:
 
 
 def annotation_at(schema: type[Any], key: str) -> Any:
-    """Type of the field at a dotted key; Any inside plug-ins, mappings and lists; None if the key cannot exist."""
+    """Type of the field at a dotted key; Any inside plug-ins, mappings and lists.
+
+    Returns None when the key cannot exist.
+    """
     annotation: Any = schema
     for part in key.split("."):
         alternatives = members(annotation)
@@ -95,9 +98,10 @@ def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most similar to *word*, first of all one that differs in case; None if none is similar.
+    """Return the candidate most similar to *word*, first of all one that differs in case.
 
-    A name that *word* is the beginning of is similar, such as ``prompt_field`` to ``prompt``.
+    Returns None when none is similar. A name that *word* is the beginning of is similar, such as ``prompt_field`` to
+    ``prompt``.
     """
     names = list(candidates)
     for name in names:
@@ -156,7 +160,7 @@ def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
 
 
 def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a section and its subsections whose values differ from their defaults."""
+    """Yield the dotted keys of a section and its subsections with values that differ from their defaults."""
     values = vars(section)
     for name, value in values.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, Target):

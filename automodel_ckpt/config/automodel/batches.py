@@ -75,7 +75,7 @@ def collator(section: Section, data: str) -> None:
     target = node.at("_target_") or node
     name = str(target.value)
     if name == "torch.utils.data.default_collate":
-        # Of samples of one length, as those of token files. Ours needs no other one.
+        # For samples of one length, such as samples of token files. Ours needs no other one.
         section.drop("collate_fn")
         return
     if not is_of_automodel(name):
@@ -194,7 +194,7 @@ def _is_pretrained(section: Section, auto_class: str) -> bool:
 
 
 def _own_name(section: Section) -> Node | None:
-    """Remove and return the name of a tokenizer or processor; None if it is the model's.
+    """Remove and return the name of a tokenizer or processor. Returns None when it is the model's.
 
     The model's own one also follows model.revision and model.trust_remote_code.
     """

@@ -281,7 +281,7 @@ def dataset(section: Section) -> None:
 
 
 def validation(section: Section) -> None:
-    """Translate the validation data: one set, or further ones whose names follow ``validation_dataset_``."""
+    """Translate the validation data: one set, or further ones with names after ``validation_dataset_``."""
     dataset(section)
     root = section.work.section("")
     for name in root.names():

@@ -72,8 +72,8 @@ def model(section: Section) -> None:
 def _default_dtype(section: Section, *, from_config: bool) -> None:
     """Write the data type of the weights where ``torch_dtype`` is missing or ``auto``.
 
-    It is that of the files. A model of ``from_config`` is in bfloat16, and a student whose optimizer is one of torch in
-    float32 (``components/optim/precision_warnings.py``, which only distillation calls).
+    The default is the data type of the files. It is bfloat16 for a model of ``from_config``, and float32 for a student
+    with an optimizer of torch (``components/optim/precision_warnings.py``, which only distillation calls).
     """
     given = section.ours("model.dtype")
     if given is not None and (given.is_flag or given.value != "auto"):

@@ -122,7 +122,7 @@ def neftune(section: Section) -> None:
 
 
 def _enabled(section: Section, ours: Sequence[str]) -> Node | None:
-    """Take the key enabled of AutoModel's section; None if the section is disabled, or is one of ours.
+    """Take the key enabled of AutoModel's section. Returns None when the section is disabled, or is one of ours.
 
     It is ours if it has one of the keys *ours* and no key enabled. A disabled section is dropped.
     """
@@ -179,6 +179,6 @@ def fp8(section: Section) -> None:
 
 
 def top_level(section: Section) -> None:
-    """Translate sections as a whole. AutoModel ignores sections whose names begin with an underscore."""
+    """Translate sections as a whole. AutoModel ignores sections with names that begin with an underscore."""
     section.apply(_WHOLE)
     section.drop(*[name for name in section.names() if name.startswith("_")])

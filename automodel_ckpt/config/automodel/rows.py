@@ -97,7 +97,7 @@ class Section:
 
     @property
     def node(self) -> Node | None:
-        """The section as far as it has not been translated yet; None if it does not exist or is not a mapping."""
+        """The section as far as it has not been translated yet. None when it does not exist or is not a mapping."""
         node = self.theirs(self.path) if self.path else self.work.source
         return node if node is not None and isinstance(node.value, dict) else None
 
@@ -125,17 +125,17 @@ class Section:
         return Section(self.work, path, join(self.to, name) if to is None else to)
 
     def get(self, name: str) -> Node | None:
-        """Return the node at a dotted name, possibly with the value null; None if it does not exist."""
+        """Return the node at a dotted name, possibly with the value null. Returns None when it does not exist."""
         self.work.known.add(join(self.path, name))
         return None if self.node is None else self.node.at(name)
 
     def peek(self, name: str) -> Node | None:
-        """Return the node at a dotted name; None if it does not exist or is null."""
+        """Return the node at a dotted name. Returns None when it does not exist or is null."""
         node = self.get(name)
         return None if node is None or node.is_null else node
 
     def take(self, name: str) -> Node | None:
-        """Remove and return the node at a dotted name; None if it does not exist or is null."""
+        """Remove and return the node at a dotted name. Returns None when it does not exist or is null."""
         found = self.peek(name)
         parent, _, last = name.rpartition(".")
         section = self.node.at(parent) if self.node is not None and parent else self.node
@@ -240,7 +240,7 @@ class Section:
         self.work.notices.append(Notice(kind, join(self.path, name), node.origin, text=text))
 
     def reject(self, name: str, node: Node, what: str, hint: str) -> None:
-        """Add an error for a key whose feature does not exist here."""
+        """Add an error for a key with a feature that does not exist here."""
         value = str(node) if isinstance(node.value, str) else ""
         self.work.problems.append(
             Problem(f"{join(self.path, name)}: {what}", node.origin, value, hint)
@@ -289,7 +289,7 @@ class Section:
 def put(root: Node, key: str, node: Node, *, section_origin: str = "") -> None:
     """Set the node at a dotted key of a tree of mappings, and create missing sections.
 
-    These have the *section_origin*, by default that of the node.
+    New sections have the *section_origin*, by default the origin of the node.
     """
     section = root
     *parents, last = key.split(".")
@@ -314,7 +314,7 @@ def is_true(node: Node | None) -> bool:
 
 
 def is_enabled(node: Node) -> bool:
-    """Whether a value requests something: not null, false, 0 or a section whose ``enabled`` is false."""
+    """Whether a value requests something: not null, false, 0 or a section with ``enabled: false``."""
     if isinstance(node.value, dict):
         switch = node.at("enabled") or node.at("enable")
         return switch is None or is_true(switch)
@@ -346,8 +346,8 @@ Kind = Literal["renamed", "default", "no effect", "degraded", "note"]
 class Notice:
     """One decision of the translation.
 
-    *key* and *origin* are those of the recipe file; *to* is the key of this program, empty if there is none; *text*
-    states what happens instead, for the kinds ``degraded`` and ``note``.
+    *key* and *origin* are from the recipe file. *to* is the key of this program, empty if there is none. *text* states
+    what happens instead, for the kinds ``degraded`` and ``note``.
     """
 
     kind: Kind

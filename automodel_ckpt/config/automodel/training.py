@@ -221,7 +221,7 @@ def steps(section: Section) -> None:
         section.put_default("num_epochs", "10")
     every_epoch = section.take("save_checkpoint_every_epoch")
     if is_repeated:
-        # All steps are one epoch there, whose end is the end of the run.
+        # All steps are one epoch there. It ends with the run.
         section.put_default("ckpt_every_epochs", "null")
         if every_epoch is not None:
             section.no_effect("save_checkpoint_every_epoch", every_epoch)
@@ -253,7 +253,7 @@ def _is_repeated(section: Section) -> bool:
 
 
 def _drop_epochs(section: Section) -> None:
-    """Leave the number of epochs out of a recipe whose data are repeated, unless a flag of the command states it."""
+    """Leave the number of epochs out of a recipe with repeated data, unless a flag of the command states it."""
     node = section.peek("num_epochs")
     if node is not None and node.is_flag:
         section.rename("num_epochs")

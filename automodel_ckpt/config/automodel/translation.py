@@ -88,7 +88,7 @@ _NOT_TRAINED = (
 )
 """Pattern of names of AutoModel's recipe classes, the error, and what to do instead."""
 _WITH_TARGETS = ("model", "dataset", "distributed")
-"""Sections whose ``_target_`` shows that a file without the key recipe is one of AutoModel."""
+"""Sections with a ``_target_`` that shows that a file without the key recipe is one of AutoModel."""
 
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
@@ -164,9 +164,9 @@ class Translation:
 
 
 def class_name(root: Node) -> str | None:
-    """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program.
+    """Return the name of AutoModel's recipe class in a file. Returns None when the file is a recipe of this program.
 
-    Those for diffusion models have no key recipe.
+    Recipes for diffusion models have no key recipe.
     """
     if root.at("recipe") is None and root.at("flow_matching") is not None:
         return "TrainDiffusionRecipe"
@@ -208,7 +208,10 @@ def _builds_seq2seq(target: Node | None) -> bool:
 
 
 def translate(root: Node) -> Translation | None:
-    """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
+    """Translate a tree with overrides applied. *root* is not modified.
+
+    Returns None when it is not a recipe of AutoModel.
+    """
     name = class_name(root)
     problem = _rejected_file(root, name)
     if problem is not None:

@@ -33,7 +33,7 @@ from automodel_ckpt.config.registry import own_classes
 
 @dataclass(frozen=True)
 class Exact:
-    """One callable, by its public name. ``arguments`` are the allowed keywords; None: those of its signature."""
+    """One callable, by its public name. ``arguments`` are the allowed keywords; None: the keywords of its signature."""
 
     name: str
     arguments: frozenset[str] | None = None
@@ -396,7 +396,10 @@ def may_name(purpose: str, name: str) -> bool:
 
 
 def entry_of(purpose: str, name: str, found: Any) -> Entry | None:
-    """Return the entry that allows the object *found* under *name* for *purpose*; None if it is not on the list."""
+    """Return the entry that allows the object *found* under *name* for *purpose*.
+
+    Returns None when it is not on the list.
+    """
     for entry in entries_for(purpose):
         if entry.names(name) and entry.is_entry(name, found):
             return entry

@@ -99,13 +99,13 @@ def _check_plugin(binder: Binder, plugin: Plugin) -> None:
 
 
 def needs_import(root: Node) -> bool:
-    """Whether a recipe names a callable whose arguments cannot be checked before it is imported."""
+    """Whether a recipe names a callable with arguments that cannot be checked before it is imported."""
     targets = [node.at("_target_") for _, node in root.walk() if is_plugin(node)]
     return any(target is None or signature(str(target.value)) is None for target in targets)
 
 
 def plugins(root: Node) -> Iterator[Plugin]:
-    """Yield the sections in a recipe's tree whose ``_target_`` is in this package."""
+    """Yield the sections in a recipe's tree with a ``_target_`` in this package."""
     for key, node in root.walk():
         target = node.at("_target_") if is_plugin(node) else None
         if target is not None and (parameters := signature(str(target.value))) is not None:
@@ -119,7 +119,10 @@ def is_plugin(node: Node) -> bool:
 
 @functools.cache
 def signature(name: str) -> Mapping[str, Parameter] | None:
-    """Read the parameters of a function or class of this package from its source; None if that is impossible."""
+    """Read the parameters of a function or class of this package from its source.
+
+    Returns None when that is impossible.
+    """
     found = definition(name)
     if isinstance(found, ast.ClassDef):
         methods = [each for each in found.body if isinstance(each, ast.FunctionDef)]
@@ -144,7 +147,7 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
 def definition(name: str) -> Definition | None:
     """Find the function, class or constant with a dotted name of this package in its source.
 
-    Follows an import from another module of this package. Returns None if it is not found.
+    Follows an import from another module of this package. Returns None when it is not found.
     """
     module, _, wanted = name.rpartition(".")
     parts = module.split(".")

@@ -27,7 +27,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
 
 CALLED_WITH = {"loss_fn": "(logits, labels)", "dataloader.collate_fn": "(samples)"}
-"""Section whose plug-in may be the function itself, not its builder -> the positional arguments of its calls."""
+"""Section with a plug-in that may be the function itself, not its builder -> the positional arguments of its calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ _LOCATIONS = frozenset(
 
 
 def argument_problem(entry: Entry, name: str, value: Any) -> str | None:
-    """Return why *value* is not allowed for the argument *name* without trust; None if it is allowed."""
+    """Return why *value* is not allowed for the argument *name* without trust. Returns None when it is allowed."""
     if entry.arguments is not None:
         if name not in entry.arguments and not _is_numbers(value):
             return f"only these arguments are allowed: {', '.join(sorted(entry.arguments))}"
@@ -126,7 +126,7 @@ def argument_problem(entry: Entry, name: str, value: Any) -> str | None:
 
 
 def wrong_location(name: str, value: Any) -> str | None:
-    """Return why a text, or a text in a list or mapping, is not a path, Hub name or URL; None if all of them are.
+    """Return why a text, or a text in a list or mapping, is not a path, Hub name or URL. Returns None when all are.
 
     fsspec reads chains of file systems (``reference::...``), some of which execute templates or start programs, and
     the name of a builder of `datasets` takes precedence over a directory.
@@ -169,7 +169,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 LIBRARIES = ("torch.optim", "torch.nn", "transformers", "datasets", "peft")
-"""Libraries whose errors about arguments are reported as mistakes in the recipe."""
+"""Errors of these libraries about arguments are reported as mistakes in the recipe."""
 # Callables that check_targets has resolved.
 _resolved: dict[str, Callable[..., Any]] = {}
 

@@ -82,7 +82,7 @@ def _names(
 ) -> Iterator[tuple[str, Node, str]]:
     """Yield (key, node of ``_target_``, purpose) for every plug-in.
 
-    *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins.
+    *purpose* is the purpose of the parameter of an enclosing plug-in; None outside of plug-ins.
     """
     target = node.value.get("_target_") if isinstance(node.value, dict) else None
     is_trusted = False
@@ -93,7 +93,7 @@ def _names(
         child_key = join(key, name)
         child_purpose = purpose
         if target is not None:
-            # A trusted callable may take any object of the allowlist, others only those of certain parameters.
+            # A trusted callable may take any object of the allowlist, others only the objects of certain parameters.
             nested = CUSTOM if is_trusted else allowlist.NESTED.get(name, "")
             child_purpose = allowlist.PURPOSES.get(child_key) or nested
         yield from _names(child, trust, child_key, child_purpose)
@@ -172,8 +172,8 @@ class _Checker:
     def convert(self, value: Any, key: str, purpose: str | None = None) -> Any:
         """Return a value of the configuration in which the arguments of all plug-ins are converted.
 
-        *purpose* is that of the parameter of an enclosing plug-in; None outside of plug-ins. A section without plug-ins
-        is returned as it is.
+        *purpose* is the purpose of the parameter of an enclosing plug-in; None outside of plug-ins. A section without
+        plug-ins is returned as it is.
         """
         if isinstance(value, Target):
             if purpose is not None:
@@ -283,7 +283,7 @@ _FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 
 
 class PreparedRecipe(NamedTuple):
-    """A recipe whose plug-ins have been checked, and its class."""
+    """A recipe with checked plug-ins, and its class."""
 
     loaded: LoadedRecipe
     recipe_class: type[Any]

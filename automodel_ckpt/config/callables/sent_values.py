@@ -40,7 +40,7 @@ _ONLY_LOCAL = frozenset(
         "step_scheduler.max_time",
     }
 )
-"""Keys whose text stays on this machine, unless it is a URL."""
+"""Keys with a text that stays on this machine, unless it is a URL."""
 _PATHS = frozenset(
     {
         "checkpoint.restore_from",
@@ -56,7 +56,7 @@ _PATHS = frozenset(
         "tokenizer.from_pretrained",
     }
 )
-"""Keys whose text is a path of this machine, or else a name that is requested from the Hub or a store."""
+"""Keys with a text that is a path of this machine, or else a name that is requested from the Hub or a store."""
 _PATH_ARGUMENTS = frozenset(
     {
         "chat_template",
@@ -68,7 +68,7 @@ _PATH_ARGUMENTS = frozenset(
         "pretrained_model_name_or_path",
     }
 )
-"""Arguments of callables on the allowlist whose text is such a path."""
+"""Arguments of callables on the allowlist with a text that is such a path."""
 _ADDRESS = re.compile(
     r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w./~%-]*)?",
     re.ASCII,
@@ -131,7 +131,7 @@ def sent_problems(tree: Node, trust: Trust) -> Iterator[Problem]:
 def values_of(
     node: Node, key: str = "", target: str = "", argument: str = "", *, is_indirect: bool = False
 ) -> Iterator[Value]:
-    """Yield the scalars of a recipe's tree whose references can be resolved."""
+    """Yield the scalars of a recipe's tree with references that can be resolved."""
     is_indirect = is_indirect or node.is_indirect
     own = node.value.get("_target_") if isinstance(node.value, dict) else None
     for name, child in node.children():

@@ -28,7 +28,7 @@ from automodel_ckpt.errors import limit_error
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 LIBRARIES = ("torch", "transformers", "datasets", "peft", "automodel_ckpt")
-"""Packages whose code is never user code, even if it is trusted."""
+"""Packages with code that is never user code, even if it is trusted."""
 # Trust in os or builtins would be trust in every command.
 _NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
 
@@ -49,8 +49,8 @@ class Trust:
     """What a recipe may do because the user allows it outside of the recipe.
 
     ``package``, ``FILE.py`` and ``DIRECTORY/`` are code that may run in addition to the allowlist, and
-    ``trust_remote_code`` is code from model repositories. ``env:NAME`` is an environment variable whose value may be
-    sent, and ``host:NAME`` or ``host:NAME:PORT`` a host that gets requests with the user's credentials.
+    ``trust_remote_code`` is code from model repositories. ``env:NAME`` is an environment variable with a value that may
+    be sent, and ``host:NAME`` or ``host:NAME:PORT`` a host that gets requests with the user's credentials.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -100,7 +100,7 @@ def record_remote_code(trust: Trust) -> None:
 def trusts_remote_code() -> bool:
     """Whether the user trusts code of model repositories, by ``--trust trust_remote_code`` or the environment.
 
-    A recipe file cannot change the answer. It is that of the last :func:`record_remote_code`, or of the environment.
+    A recipe file cannot change the answer. It comes from the last :func:`record_remote_code`, or from the environment.
     """
     if _trusts_remote_code is not None:
         return _trusts_remote_code
@@ -121,7 +121,7 @@ def resolve(name: str, trust: Trust, purpose: str = CUSTOM) -> Callable[..., Any
 def resolve_entry(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., Any], Entry | None]:
     """Import the callable with a dotted name.
 
-    Returns it with its entry in the allowlist, or with None if the name is trusted. Raises :class:`Rejected`.
+    Returns it with its entry in the allowlist, or with None when the name is trusted. Raises :class:`Rejected`.
     """
     check_name(name, trust, purpose)
     found = _import_object(name, trust)
@@ -218,7 +218,7 @@ def _import_object(name: str, trust: Trust) -> Any:
 
 
 def _import_module(module: str) -> Any:
-    """Import a module; None if no module has this name. Raises :class:`Rejected` if the import fails."""
+    """Import a module. Returns None when no module has this name. Raises :class:`Rejected` if the import fails."""
     try:
         return importlib.import_module(module)
     except Exception as error:

@@ -42,7 +42,7 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value changed, with both values as text; ``not set`` if one side does not have it.
+    """A key with a changed value, with both values as text; ``not set`` if one side does not have it.
 
     If the key has a value on one side and keys below it on the other one, such as ``peft``, that side is ``a section``.
     """
@@ -76,7 +76,7 @@ def recipe_of(config_yaml: str) -> dict[str, str]:
 def changed_keys(
     saved: Mapping[str, str], now: Mapping[str, str], given: Collection[str]
 ) -> list[Change]:
-    """Return the keys whose values differ between two recipes, sorted by name. A list counts as one value.
+    """Return the keys with values that differ between two recipes, sorted by name. A list counts as one value.
 
     Of a section that was removed, only the section is returned. *given* are the keys of *now* that the user wrote. If
     the saved recipe does not have a key, its default is not a change: the key may have been added after the checkpoint
@@ -110,7 +110,7 @@ def _value(recipe: Mapping[str, str], key: str) -> str:
 
 
 def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Map the keys whose values differ between *recipes* to their values, one per recipe, sorted by key.
+    """Map the keys with values that differ between *recipes* to these values, one per recipe, sorted by key.
 
     An empty recipe is one that is not known: its values are empty, and differ from none.
     """
@@ -134,7 +134,7 @@ def ignored_by_resume(
 ) -> list[Change]:
     """Return the changes that a resume does not apply, because it takes the value from the checkpoint.
 
-    *saved* are the attributes whose state is in the checkpoint; *on_resume* is ``optimizer.on_resume``.
+    *saved* are the attributes with a state in the checkpoint; *on_resume* is ``optimizer.on_resume``.
     *keeps_schedule*: the state of the LR schedule contains its settings.
     """
     changes = list(changes)
@@ -212,8 +212,8 @@ def _restore(now: Node, saved: Node, key: str) -> None:
 def has_settings_in_state(schedule: str) -> bool:
     """Return whether the state of the LR schedule with the ``_target_`` *schedule* contains its settings.
 
-    That is so for the classes of torch, except for those whose rates are a function of the step. It is unknown for a
-    user's function.
+    That is so for the classes of torch, except for classes with rates that are a function of the step. It is unknown
+    for a user's function.
     """
     module, _, name = schedule.rpartition(".")
     return module == "torch.optim.lr_scheduler" and name != "LambdaLR"
@@ -239,7 +239,7 @@ def check_overrides(
 
 
 def override_problem(flag: str, changes: Sequence[Change], checkpoint: Path) -> Problem:
-    """Describe an override of the key *flag* whose *changes* have no effect on a run resumed from *checkpoint*."""
+    """Describe an override of the key *flag*. Its *changes* have no effect on a run resumed from *checkpoint*."""
     new_run = (
         f"start a new run from its weights (--init_from.path "
         f"{checkpoint} and another --checkpoint.checkpoint_dir)"

@@ -1,7 +1,8 @@
 """The JSON schema of a recipe file, with which editors complete keys and mark mistakes (``ckpt-train --schema``).
 
-It is generated from the dataclass ``RecipeConfig``, those of its sections, and the signatures of the builders. It is
-less strict than the program: rules on values are described in words, and the relations between keys are left out.
+It is generated from the dataclass ``RecipeConfig``, the dataclasses of its sections, and the signatures of the
+builders. It is less strict than the program: rules on values are described in words, and the relations between keys are
+left out.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Maker:
         self.definitions: dict[str, Schema] = {}
 
     def properties(self, section: type[Any], prefix: str) -> dict[str, Schema]:
-        """The schema of each field of a section, whose keys begin with *prefix*."""
+        """The schema of each field of a section. The section's keys begin with *prefix*."""
         hints = hints_of(section)
         docs = field_docs(section)
         schemas = {}
@@ -107,7 +108,7 @@ class _Maker:
         return schemas
 
     def _of(self, alternatives: tuple[Any, ...], purpose: str | None = None) -> Schema:
-        """The schema of a value that has one of several types; *purpose* is that of its ``_target_``."""
+        """The schema of a value that has one of several types; *purpose* is the purpose of its ``_target_``."""
         if any(is_open(member) or member is Any for member in alternatives):
             return {}
         section = section_type(alternatives)
@@ -189,7 +190,7 @@ class _Maker:
         return schema
 
     def _arguments(self, builder: BuilderHelp, target: type[Target]) -> Schema:
-        """The schema of a section whose ``_target_`` is this builder."""
+        """The schema of a section with this builder as its ``_target_``."""
         parameters = signature(builder.name)
         if parameters is None:
             return {}

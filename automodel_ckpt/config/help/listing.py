@@ -259,7 +259,7 @@ def _rows(
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:
     """The type and the default of a field, such as ``[a number; default 1.0]``."""
     default = default_of(field)
-    # A mandatory plug-in has a Target as its default, whose name is missing.
+    # The default of a mandatory plug-in is a Target without a name.
     is_required = getattr(default, "_target_", default) == MISSING
     presence = "required" if is_required else f"default {default_node(field, hint)}"
     return f"[{describe(members(hint))}; {presence}]"

@@ -121,7 +121,7 @@ _ITALICS = re.compile(r"(?<![\w*`])\*(\w+)\*(?!\w)")
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a builder. *default* is its text in a recipe; None if it is required."""
+    """An argument of a builder. *default* is its text in a recipe; None: it is required."""
 
     name: str
     kind: str

@@ -42,7 +42,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
-    """Return the first alternative whose type is one of *kinds*, with its type arguments; None if there is none."""
+    """Return the first alternative with a type in *kinds*, with its type arguments. Returns None when there is none."""
     for member in alternatives:
         kind = typing.get_origin(member) or member
         if kind in kinds:
@@ -51,7 +51,7 @@ def find(alternatives: Iterable[Any], *kinds: Any) -> Any:
 
 
 def section_type(alternatives: Iterable[Any]) -> type[Any] | None:
-    """Return the alternative that is a section of keys; None if there is none."""
+    """Return the alternative that is a section of keys. Returns None when there is none."""
     for kind in alternatives:
         if not isinstance(kind, type) or issubclass(kind, Target):
             continue
@@ -61,7 +61,10 @@ def section_type(alternatives: Iterable[Any]) -> type[Any] | None:
 
 
 def target_type(alternatives: Iterable[Any]) -> type[Target] | None:
-    """Return the alternative that is a plug-in: :class:`Target` or a subclass of it; None if there is none."""
+    """Return the alternative that is a plug-in: :class:`Target` or a subclass of it.
+
+    Returns None when there is none.
+    """
     for kind in alternatives:
         if isinstance(kind, type) and issubclass(kind, Target):
             return kind

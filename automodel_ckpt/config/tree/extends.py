@@ -26,10 +26,10 @@ def read_with_bases(path: Path, problems: list[Problem]) -> Node | None:
     """Read a recipe file and the files that its key ``extends`` names, and merge them into one mapping.
 
     ``extends`` is a path or a list of paths, each relative to the file that contains the key. Sections are merged key
-    by key. In conflicts, a later file of the list takes precedence over an earlier one, and the file itself over all
-    of them. Lists are replaced as a whole, and so is a section whose ``_target_`` is another one. Every node keeps the
-    file and line that it comes from. Adds what is wrong to *problems*; returns None if *path* or
-    a file that it extends cannot be read.
+    by key. In conflicts, a later file of the list takes precedence over an earlier one, and the file itself over all of
+    them. Lists are replaced as a whole, and so is a section with another ``_target_``. Every node keeps the file and
+    line that it comes from. Adds what is wrong to *problems*; returns None when *path* or a file that it extends cannot
+    be read.
     """
     return _Reader(problems).read(path, ())
 
@@ -148,7 +148,7 @@ def merged(base: Node, changes: Node) -> Node:
     """Return *base* with the values of *changes*, both mappings or not. Neither is modified."""
     if not isinstance(base.value, dict) or not isinstance(changes.value, dict):
         return changes.copy()
-    # The arguments of another _target_ are not those of the base.
+    # Another _target_ has other arguments than the base.
     target, before = changes.at("_target_"), base.at("_target_")
     if target is not None and (before is None or before.value != target.value):
         return changes.copy()

@@ -48,7 +48,7 @@ _PATH = re.compile(
     r"(.*_)?(path|paths|dir|directory|file|files|folder|root|url|uri|template)|from_pretrained|restore_from|reference|"
     "card|collection|extends"
 )
-"""The names of keys whose values can be paths."""
+"""The names of keys with values that can be paths."""
 
 
 def shell_variable(name: str, text: str) -> str | None:
@@ -100,14 +100,14 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str) -> str | None:
-    """Replace the references in *text*. Returns None for a reference whose default is null."""
+    """Replace the references in *text*. Returns None for a reference with the default null."""
     return resolve_with_names(text)[0]
 
 
 def resolve_with_names(text: str) -> tuple[str | None, list[str]]:
     """Replace the references in *text*, and return with it the names of the variables with a value in the result.
 
-    Returns None as the text of a reference whose default is null.
+    Returns None as the text of a reference with the default null.
 
     Raises:
         ReferenceFailed: for other interpolations, and for a variable that is not set and has no default.
@@ -188,7 +188,7 @@ class _Resolver:
     def node(self, node: Node, key: str, chain: tuple[str, ...]) -> Node:
         """Return a copy of *node*, which is found at *key*, without references.
 
-        *chain* contains the keys whose references led here.
+        *chain* contains the keys with the references that led here.
         """
         self._num_nodes += 1
         if isinstance(node.value, dict):

@@ -69,7 +69,7 @@ NOT_EMPTY = Rule(bool, "non-empty")
 
 
 def setting(default: T, *rules: Rule) -> T:
-    """Declare a dataclass field whose values must satisfy these rules."""
+    """Declare a dataclass field with values that must satisfy these rules."""
     return field(default=default, metadata={"rules": rules})
 
 

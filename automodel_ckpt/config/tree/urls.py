@@ -62,7 +62,7 @@ def shell_variables(tree: Node) -> Iterator[Problem]:
 
 
 def missing_libraries(root: Node) -> Iterator[Problem]:
-    """Yield a problem for each store in a recipe whose library is not installed. The URLs must be valid."""
+    """Yield a problem for each store in a recipe if the store's library is not installed. The URLs must be valid."""
     for key, node, url in _urls(root):
         try:
             check_library(check_url(url, key), key)

@@ -106,7 +106,7 @@ class Node:
             yield from child.walk(f"{key}.{name}" if key else name)
 
     def at(self, key: str) -> Node | None:
-        """The node at a dotted key, with list items addressed by index; None if it does not exist."""
+        """The node at a dotted key, with list items addressed by index. Returns None when it does not exist."""
         node: Node | None = self
         for part in key.split("."):
             node = dict(node.children()).get(part) if node else None
@@ -335,7 +335,8 @@ class _Reader(yaml.SafeLoader):
             if key.value in first:
                 self._note_duplicate(key.value, first[key.value], where)
             first.setdefault(key.value, where)
-        # The keys of the mapping itself follow those of merge keys (<<), and take precedence.
+        # The keys of the mapping itself follow the keys that merge keys (<<) add, and take
+        # precedence.
         self.flatten_mapping(tree)
         mapping: dict[str, Node] = {}
         for key, value in tree.value:
