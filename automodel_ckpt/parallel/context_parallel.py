@@ -196,13 +196,13 @@ class ContextParallel:
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:
             # repeat_interleave keeps each key next to its own queries (grouped heads); repeat would
-            # pair them with those of other keys.
+            # pair them with the queries of other keys.
             key = key.repeat_interleave(repeats, dim=1)
             value = value.repeat_interleave(repeats, dim=1)
         query, key, value = self._exchange(query), self._exchange(key), self._exchange(value)
         has_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4
         if has_mask and attention_mask.shape[1] > 1:
-            # A mask per head: this rank needs those of its heads.
+            # A mask per head: this rank needs the masks of its heads.
             attention_mask = attention_mask.chunk(self.size, dim=1)[self.rank]
         with _key_value_groups(module, query.shape[1] // key.shape[1]):
             output, _ = attention(module, query, key, value, attention_mask, **options)

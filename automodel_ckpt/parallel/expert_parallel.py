@@ -85,7 +85,7 @@ def expert_mesh(layout: RankLayout) -> DeviceMesh:
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Leave this rank's experts in each layer of *model*, in place, and route tokens between the ranks.
 
-    *mesh* is the 1-D mesh of the ranks with different experts. Returns the changed modules, whose parameters are
+    *mesh* is the 1-D mesh of the ranks with different experts. Returns the changed modules. Their parameters are
     DTensors of all experts, sharded along their first dimension. Their gradients are divided by the size of the mesh:
     an expert gets the tokens of all its ranks, while fsdp2 averages gradients over ranks with different tokens.
     """
@@ -131,7 +131,10 @@ class _TokenExchange:
     """The forward pass of a module of experts, of which this rank stores only some."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, num_experts: int) -> None:
-        """*module* still has the forward pass of its class; *num_experts* are those of all ranks of *group*."""
+        """*module* still has the forward pass of its class.
+
+        *num_experts* counts the experts of all ranks of *group*.
+        """
         self._module = module
         self._compute = module.forward
         self._group = group
@@ -204,7 +207,7 @@ class _TokenExchange:
 def _local_parameters(module: nn.Module, gradient_scale: float) -> Iterator[None]:
     """Make *module* compute with this rank's rows as plain tensors.
 
-    The gradients of its parameters are those of the rows times *gradient_scale*.
+    The gradients of its parameters are the rows' gradients times *gradient_scale*.
     """
     parameters = dict(module.named_parameters(recurse=False))
     # Instance attributes come before the parameters of a module, which stay as they are.

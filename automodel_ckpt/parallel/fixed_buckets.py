@@ -2,8 +2,8 @@
 
 DistributedDataParallel sums gradients in buckets. In its second step, it rebuilds them in the order in which the
 gradients of the first step became ready. With three or more ranks, the place of an element in its bucket decides in
-which order the ranks' values are added, and so its rounding. A resumed run, whose first step is a later step of the run
-that was not interrupted, would round differently.
+which order the ranks' values are added, and so its rounding. The first step of a resumed run is a later step of the run
+that was not interrupted. Without fixed buckets, the resumed run would round differently.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 class FixedBucketsDDP(DistributedDataParallel):
     """DistributedDataParallel with buckets in the reverse order of the model's parameters, in the first step too.
 
-    The arguments are those of DistributedDataParallel. The last layers have the first buckets, so that their sums are
+    It takes the arguments of DistributedDataParallel. The last layers have the first buckets, so that their sums are
     computed during the rest of the backward pass.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # torch has no option for this. DistributedDataParallel.join makes the same two calls where a rank has no step
-        # whose order it could take. The second one communicates: all ranks use the order of rank 0.
+        # to take the order from. The second one communicates: all ranks use the order of rank 0.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 

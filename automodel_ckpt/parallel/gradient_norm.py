@@ -85,7 +85,7 @@ def _norm(
     *,
     on_device: bool = False,
 ) -> tuple[list[torch.Tensor], float | torch.Tensor]:
-    """This rank's gradients, and the 2-norm of those of all ranks. Collective.
+    """This rank's gradients, and the 2-norm of the gradients of all ranks. Collective.
 
     The norm is a number or a tensor; with *on_device* a tensor, unless there are no gradients.
     """

@@ -133,7 +133,7 @@ def init_distributed(
 
 
 def build_mesh(layout: RankLayout) -> DeviceMesh:
-    """Create torch's mesh with the dimensions ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``, without those of size 1.
+    """Create torch's mesh with the dimensions ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``, if larger than 1.
 
     ``dp_shard`` is always present. It includes the ranks of a context parallel group, which shard the model like ranks
     with different samples. Collective: every rank calls it once.
@@ -163,7 +163,7 @@ def context_group(layout: RankLayout) -> dist.ProcessGroup:
     Collective: every rank calls it once.
     """
     sizes = layout.sizes
-    # A separate mesh: in that of build_mesh, dp_shard also contains the ranks of this group.
+    # A separate mesh: in build_mesh's mesh, dp_shard also contains the ranks of this group.
     num_others = sizes.world // (sizes.cp * sizes.tp)
     shape, names = (num_others, sizes.cp, sizes.tp), ("rest", "cp", "tp")
     mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
@@ -235,8 +235,8 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
         # creates a new store.
         attempt = _environment_int("TORCHELASTIC_RESTART_COUNT", 0)
         store = PrefixStore(f"attempt_{attempt}", store)
-    # A process can join again after it has left. The store still has the addresses of the first time, and a rank that
-    # read those of a group that another rank has left would wait for it.
+    # A process can join again after it has left. The store still has the addresses of the first time. A rank that read
+    # the addresses of a group that another rank has left would wait for that rank.
     number = store.add(f"joined_by_{rank}", 1)
     store = PrefixStore(f"group_{number}", store)
     from automodel_ckpt.parallel.ranks.joining import await_ranks

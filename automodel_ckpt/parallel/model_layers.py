@@ -11,8 +11,8 @@ from torch import nn
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, none inside of another.
 
-    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList whose
-    elements can be called; of an encoder-decoder, those of both of its parts.
+    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList with
+    elements that can be called. For an encoder-decoder, these are the elements of both parts.
     """
     modules = list(model.modules())
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -44,7 +44,7 @@ def _parts(model: Any) -> list[nn.Module]:
 def untied_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks that share no parameter with other modules. Sharding a block separately breaks such a tie.
 
-    A block with the input embedding, such as that of ModernBERT, is none of them: multimodal models call the embedding
+    A block with the input embedding, as in ModernBERT, is none of them: multimodal models call the embedding
     without the block.
     """
     uses_in_model = _num_uses(model)
@@ -59,7 +59,7 @@ def layers_after_input(model: nn.Module) -> list[nn.Module]:
 
 
 def _end_of(model: Any, name: str) -> nn.Module | None:
-    """What the method *name* of *model* returns; None if it has no such method, or does not state the module."""
+    """What the method *name* of *model* returns. None when there is no such method, or it does not state the module."""
     try:
         end: nn.Module | None = getattr(model, name, lambda: None)()
     except NotImplementedError:

@@ -172,8 +172,8 @@ def _fsdp_options(how: Parallelism) -> dict[str, Any]:
 
 
 def _prepare_small(model: nn.Module) -> set[nn.Parameter]:
-    """Freeze the parameters without elements, whose gradients fsdp2 cannot reduce. Returns those without dimensions,
-    which it cannot shard: each rank has them. Raises :class:`RecipeError` if one of these is trained.
+    """Freeze the parameters without elements: fsdp2 cannot reduce their gradients. Returns the parameters without
+    dimensions, which fsdp2 cannot shard: each rank has them. Raises :class:`RecipeError` if one of these is trained.
     """
     found: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters():
@@ -209,7 +209,7 @@ def _not_cast(model: nn.Module, how: Parallelism) -> set[nn.Parameter]:
 def _shard_experts(
     model: nn.Module, layout: RankLayout, options: dict[str, Any], how: Parallelism
 ) -> None:
-    """Divide the experts of each layer among the ranks, and shard those of a rank over the ranks that have the same."""
+    """Divide each layer's experts among the ranks, and shard a rank's experts over the ranks that have the same."""
     from automodel_ckpt.parallel.expert_parallel import divide_experts, expert_mesh
 
     mesh = expert_mesh(layout)

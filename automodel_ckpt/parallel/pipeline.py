@@ -80,8 +80,8 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         """Run forward and backward of micro-batches of these *shapes* (rows, length).
 
-        Gradients are those of the sum of all losses times *weight*, reduced over the data parallel ranks. Returns the
-        unweighted losses on the rank with the last stage, and an empty list on the others.
+        Gradients belong to the sum of all losses times *weight*, and are reduced over the data parallel ranks. Returns
+        the unweighted losses on the rank with the last stage, and an empty list on the others.
         """
         self._weight = weight
         return self._run(compute, shapes, training=True)
@@ -127,7 +127,7 @@ class Pipeline:
             self._schedules.clear()
 
     def _new_schedule(self, training: bool, num_micro_batches: int) -> Any:
-        # With too few micro-batches to fill the pipeline, the order of 1F1B is that of GPipe.
+        # With too few micro-batches to fill the pipeline, the order of 1F1B is GPipe's order.
         fills = training and self._kind == "1f1b" and num_micro_batches >= self._num_stages
         make = Schedule1F1B if fills else ScheduleGPipe
         # By default, torch would divide the gradients by the number of micro-batches; the weight already contains the

@@ -96,7 +96,7 @@ def _updates_no_shards(config: RecipeConfig) -> bool:
 
 
 def compute_dtype(section: DistributedConfig) -> torch.dtype | None:
-    """The data type of forward and backward passes; None: that of the parameters, also for ``auto`` before
+    """The data type of forward and backward passes; None: the data type of the parameters, also for ``auto`` before
     :func:`resolve_precision`."""
     if section.mixed_precision in (None, "none", "auto"):
         return None
@@ -115,7 +115,7 @@ def keeps_frozen_types(config: RecipeConfig) -> bool:
     """Whether parameters that ``model.freeze`` excludes from training keep the 16 bits of their files.
 
     FSDP2 computes with them in 16 bits in any case. Not if the recipe gives the type of all parameters, and not with
-    ``init_from``: the values are not those of these files.
+    ``init_from``: the values are not from these files.
     """
     section = config.model
     if isinstance(section, Target) or section.dtype is not None:
@@ -198,9 +198,9 @@ def describe_precision(
 ) -> str:
     """Which data type is used for what, as a line of text.
 
-    *model* is the model before it is sharded. *compute_type* None is that of the parameters. *products* is how float32
-    matrices are multiplied; None: there is no choice on this device. *num_in_float32* parameters, which transformers
-    keeps in float32, are computed in this type instead of *compute_type*.
+    *model* is the model before it is sharded. *compute_type* None is the data type of the parameters. *products* is how
+    float32 matrices are multiplied; None: there is no choice on this device. *num_in_float32* parameters, which
+    transformers keeps in float32, are computed in this type instead of *compute_type*.
     """
     trained: Counter[str] = Counter()
     frozen: Counter[str] = Counter()

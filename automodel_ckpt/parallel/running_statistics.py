@@ -38,9 +38,9 @@ def _unchanged(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 class RunningStatistics:
-    """The statistics that training changes, which are those of rank 0 on all ranks after each step, as with DDP.
+    """The statistics that training changes. After each step, all ranks have rank 0's statistics, as with DDP.
 
-    Otherwise, ranks would evaluate with different ones, and continue with those of rank 0, which are saved.
+    Otherwise, ranks would evaluate with different ones, and continue with rank 0's, which are saved.
     """
 
     def __init__(self, model: nn.Module) -> None:

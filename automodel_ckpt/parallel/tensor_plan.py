@@ -92,7 +92,7 @@ class Replicated(ParallelStyle):
 
 
 def used_by_parent(module: nn.Module) -> list[nn.Module]:
-    """The children of *module* whose parameters its forward pass uses without calling the children.
+    """The children of *module* with parameters that its forward pass uses without calling the children.
 
     A ParameterDict is never called. Layers with a state (Mamba) pass the weight of their convolution to a kernel.
     """

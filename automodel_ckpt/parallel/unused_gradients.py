@@ -130,8 +130,8 @@ def _in_one_type(parameters: list[Any]) -> None:
 def may_vary(model: nn.Module) -> bool:
     """Whether it may depend on the batch which trained parameters of *model* have a gradient.
 
-    True for experts that are modules each, for LongT5 with transient-global attention, whose global blocks need long
-    rows, and for modules of packages that are not known.
+    True for experts that are modules each, for LongT5 with transient-global attention (its global blocks need long
+    rows), and for modules of packages that are not known.
     """
     config = getattr(model, "config", None)
     if getattr(config, "encoder_attention_type", None) == "transient-global":
@@ -144,14 +144,14 @@ def may_vary(model: nn.Module) -> bool:
 
 def is_of_unknown_packages(model: nn.Module) -> bool:
     """Whether *model* has modules of packages that are not known: of the user, or of a repository."""
-    # fsdp2 and peft derive classes from those of the model.
+    # fsdp2 and peft derive classes from the model's classes.
     classes = {each for module in model.modules() for each in type(module).__mro__}
     packages = {each.__module__.partition(".")[0] for each in classes}
     return not packages <= _KNOWN_PACKAGES
 
 
 def check_call_order(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let each forward pass for training compare the calls of the layers of *model* that fsdp2 shards with those of
+    """Let each forward pass for training compare the calls of the layers of *model* that fsdp2 shards with the calls of
     other ranks. A rank raises when its neighbor in *group* calls another layer: :class:`RecipeError`.
 
     fsdp2 gathers a layer when it is called. If a rank leaves it out (layer drop, branches, early exits), the next layer

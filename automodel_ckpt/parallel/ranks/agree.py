@@ -92,7 +92,7 @@ def gather_or_raise(
     """The result of *work* on each rank, ordered by rank in the group. Raises on all ranks what it raises on one rank.
 
     It takes one exchange. *work* must not contain a collective after the point where one rank can fail. *convert* is
-    that of :func:`raise_on_all_ranks`.
+    the argument of :func:`raise_on_all_ranks`.
     """
     if size(group) == 1:
         with raise_on_all_ranks(group, convert):
@@ -156,8 +156,8 @@ def while_working(
     if size(group) == 1:
         return work()
     with ThreadPoolExecutor(1, "while-working") as pool:
-        # *work* must not use this group: its collectives would be matched with those of the loop
-        # below.
+        # *work* must not use this group: its collectives would be matched with the loop's
+        # collectives below.
         done = pool.submit(work)
         pause = _FIRST_PAUSE_SECONDS
         # Every rank sees the same list, so all leave the loop in the same iteration.

@@ -43,7 +43,7 @@ def may_restart(environment: Mapping[str, str]) -> bool:
 
 
 def has_restarts_left(environment: Mapping[str, str]) -> bool:
-    """Whether torch's elastic agent, that of torchrun or of this program's launcher, restarts ranks that fail now."""
+    """Whether torch's elastic agent, from torchrun or this program's launcher, restarts ranks that fail now."""
     counts: list[Any] = [
         environment.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")
     ]

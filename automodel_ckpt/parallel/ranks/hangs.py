@@ -90,9 +90,9 @@ def verdict(
 ) -> Verdict | None:
     """Return the ranks that did not arrive at the collective in which the others wait.
 
-    *states* are those of the *ranks* that responded, and *notes* what is known of others. *hosts* are the names of the
-    nodes of all ranks. None: a rank is in a phase that is not in *working*, such as a save, for which the others wait
-    as they should.
+    *states* are the states of the *ranks* that responded, and *notes* what is known of others. *hosts* are the names of
+    the nodes of all ranks. None: a rank is in a phase that is not in *working*, such as a save, for which the others
+    wait as they should.
     """
     silent = [rank for rank in ranks if rank not in states]
     if silent:
@@ -113,7 +113,7 @@ def verdict(
 
 
 def rank_name(rank: int, hosts: Sequence[str]) -> str:
-    """Return the name of a rank for the user, with its node if *hosts*, those of all ranks, has several."""
+    """Return the name of a rank for the user, with its node if *hosts*, the nodes of all ranks, has several."""
     return f"rank {rank} (node {hosts[rank]})" if len(set(hosts)) > 1 else f"rank {rank}"
 
 
@@ -208,7 +208,7 @@ def write_stacks(directory: Path, rank: int, start: str, report: ProcessReport) 
 
 
 def read_states(directory: Path, start: str) -> dict[int, RankState]:
-    """Return the states in *directory* by rank; only those of this *start* of the run."""
+    """Return the states in *directory* by rank; only states of this *start* of the run."""
     states = {}
     for path in directory.glob("rank_*.txt"):
         state = RankState.parsed(read_text(path).partition("\n")[0])

@@ -101,7 +101,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _interface_of_ipv6(address: str) -> str | None:
-    """Look it up in the kernel's table, whose lines begin with 32 hexadecimal digits and end with the interface."""
+    """Look it up in the kernel's table. Its lines begin with 32 hexadecimal digits and end with the interface."""
     digits = f"{int(ipaddress.IPv6Address(address.partition('%')[0])):032x}"
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
         return next((line.split()[-1] for line in table if line.startswith(digits)), None)

@@ -36,7 +36,7 @@ def cast_without_copies(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
-    """Turn the gradients of gathered parameters into those of the shards. *reduce* does this with all that remain.
+    """Turn the gradients of gathered parameters into the shards' gradients. *reduce* does this with all that remain.
 
     All of it runs on the stream of the backward pass, so memory needs no synchronization.
     """
@@ -45,7 +45,7 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) ->
         for parameter in group.fsdp_params:
             if isinstance(parameter, _CastParameter) and parameter.has_plain_gradient():
                 taken.append((parameter, *parameter.take_gradient()))
-    # It also frees the gathered parameters: their memory may become that of gradients.
+    # It also frees the gathered parameters: gradients may reuse their memory.
     reduce(*arguments)
     taken.reverse()
     while taken:

@@ -25,7 +25,7 @@ _DUMP_SECONDS = 0.5
 class ProcessAddress:
     """A process of a job: its id, the number of the file in it to which it dumps its stacks, and that file's name.
 
-    The name is random: ids are used again, and those of another container or node belong to other processes, which the
+    The name is random: ids are used again, and ids of another container or node belong to other processes, which the
     signal would end.
     """
 

@@ -274,8 +274,7 @@ class StopRequest:
         """
         self._installed = False
         with contextlib.suppress(ValueError):  # forked by another thread than the main thread
-            # The pipe is shared with the parent, whose thread would take the child's signals for
-            # its own.
+            # The pipe is shared with the parent. The parent's thread would take the child's signals for its own.
             signal.set_wakeup_fd(-1)
             for number in self.signals:
                 signal.signal(number, signal.SIG_IGN)
