@@ -18,7 +18,7 @@ _NUM_WARMUP = 3
 def device_rate(
     device: torch.device, dtype: torch.dtype, peak_tflops: float | None
 ) -> float | None:
-    """FLOP/s of *device* for products in *dtype*; None if the rate is unknown.
+    """FLOP/s of *device* for products in *dtype*. Returns None when the rate is unknown.
 
     *peak_tflops* is the rate that the recipe gives, in TFLOP/s. Without it, a GPU is measured; a CPU is not, because it
     takes longer than the first steps of a small run, and the result depends on what else the machine computes.

@@ -3,8 +3,8 @@
 The trainer starts it as a separate process that only reads files, so that no tracker can slow down, block or crash
 training. It reads a job from standard input. The steps that each tracker received are recorded in ``.trackers.json`` of
 the run. Steps that a resume repeats are not sent again, because they give the same values. A run that went back to an
-earlier checkpoint or started anew is a new run for trackers, and so is a run whose library may have lost values when
-this process was killed.
+earlier checkpoint or started anew is a new run for trackers. So is a run if the tracker's library may have lost values
+when this process was killed.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
 class Follower:
     """Sends the lines of the logs of *run* to *trackers* (options by name) that they do not have yet.
 
-    *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
-    ignores later checkpoints. Only the training steps that *every_steps* divides are sent. A tracker that
-    raises is disabled, and *warn* is called once with its name and the reason.
+    *after* is the step that a starting run continues from (None: no run starts). *went_back* means that the run ignores
+    later checkpoints. Only the training steps that *every_steps* divides are sent. A tracker that raises is disabled,
+    and *warn* is called once with its name and the reason.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Follower:
         self._sent[name] = memory["sent"]
 
     def _send(self, name: str, step: int, group: str, action: Callable[[], None]) -> None:
-        """Send the values of a step, unless the tracker has those of this step, or of a later one, of the group."""
+        """Send the values of a step, unless the tracker has the group's values of this step or a later one."""
         sent = self._sent[name]
         if step > sent.get(group, 0):
             self._try(name, action)

@@ -3,10 +3,10 @@
     total   = start-up + steps + lost steps + saves + data + validation + restarts + down + other
     goodput = steps / total
 
-Each start of a run measures its phases, which add up to its duration. *Steps* are those in ``training.jsonl``: their
-lines have the seconds of each. The rest of the time in steps is *lost*: steps that were repeated after a resume or a
-spike, whose earlier lines were removed, and the step that a kill interrupted. The start-up of all starts but the first
-is *restarts*, and *down* is the time between two starts.
+Each start of a run measures its phases, which add up to its duration. *Steps* are the steps in ``training.jsonl``:
+their lines have the seconds of each. The rest of the time in steps is *lost*: steps that were repeated after a resume
+or a spike (their earlier lines were removed), and the step that a kill interrupted. The start-up of all starts but the
+first is *restarts*, and *down* is the time between two starts.
 """
 
 from __future__ import annotations

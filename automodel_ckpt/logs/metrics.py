@@ -31,9 +31,9 @@ PAUSE_SECONDS = 0.1
 class JsonlLog:
     """An append-only log of records with a ``step``. Thread-safe.
 
-    :meth:`append` passes lines to the operating system, so a killed process loses none, or with ``soon`` at most those
-    of the last tenth of a second. :meth:`flush` makes them survive a power cut; it is called before a checkpoint is
-    published. A full disk does not stop the run: lines that could not be written are written with the next ones, and
+    :meth:`append` passes lines to the operating system, so a killed process loses none, or with ``soon`` at most the
+    lines of the last tenth of a second. :meth:`flush` makes them survive a power cut; it is called before a checkpoint
+    is published. A full disk does not stop the run: lines that could not be written are written with the next ones, and
     the next save fails if they still cannot be written. An error names the file.
 
     *before_writing* is called before each change of the file. If it raises an error, nothing is written.
@@ -174,7 +174,7 @@ def _line_of(record: dict[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with its record; the record is None if the line is torn or not a JSON object."""
+    """Each line with its record. The record is None when the line is torn or not a JSON object."""
     with os.fdopen(open_regular(path), "rb") as file:
         # Bytes: splitlines of text also splits at characters such as U+2028 inside a JSON string.
         lines = file.read().splitlines(keepends=True)

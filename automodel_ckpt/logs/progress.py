@@ -42,7 +42,7 @@ class StepView:
     seconds: float
     aux_loss: float | None = None
     mfu: float | None = None
-    """The share of the device's matrix product rate that the step used, 0 to 1; None if it is unknown."""
+    """The share of the device's matrix product rate that the step used, 0 to 1. None when it is unknown."""
     memory_bytes: int = 0
     """The peak memory of rank 0's device, or of its process on a CPU; 0: not shown."""
 
@@ -150,7 +150,7 @@ class Progress:
                 self._show(self._parts(view))
 
     def follow(self, source: Callable[[], SavingView | None]) -> None:
-        """Start a thread that shows the progress of saves. *source* returns it, or None if there is no save."""
+        """Start a thread that shows the progress of saves. *source* returns it, or None when there is no save."""
         if not self.enabled or self._ticker is not None:
             return
 
@@ -178,7 +178,7 @@ class Progress:
                 self._show([str(saving)])
 
     def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
-        """Record that the newest checkpoint is that of *step*, saved *seconds_ago*."""
+        """Record that the newest checkpoint is from *step*, saved *seconds_ago*."""
         self._saved = (step, self._clock() - max(seconds_ago, 0.0))
 
     def write_above(self, text: str) -> None:
@@ -280,7 +280,7 @@ class ProgressHandler(logging.Handler):
         text = self.format(_with_plain_arguments(record))
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        # Records contain names from files, whose control characters must not reach the terminal.
+        # Records contain names from files. Their control characters must not reach the terminal.
         lines = [[printable(part) for part in line.split("\t")] for line in text.split("\n")]
         text = "\n".join(map("\t".join, lines))
         self.progress.write_above(text)
@@ -339,7 +339,10 @@ def fitting(parts: list[str], width: int) -> str:
 
 
 def _columns(stream: TextIO) -> int:
-    """The width of the terminal of *stream*, which may differ from that of standard output. COLUMNS overrides it."""
+    """The width of the terminal of *stream*, which may differ from the width of standard output.
+
+    COLUMNS overrides it.
+    """
     with suppress(ValueError, OSError):
         given = int(os.environ.get("COLUMNS") or 0)
         return given or os.get_terminal_size(stream.fileno()).columns or _COLUMNS

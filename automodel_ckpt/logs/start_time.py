@@ -17,7 +17,10 @@ def note_process_start(process: int) -> None:
 
 
 def noted() -> float | None:
-    """Return the noted time in seconds since 1970; None if there is none, as in a program that calls a recipe."""
+    """Return the noted time in seconds since 1970.
+
+    Returns None when there is none, as in a program that calls a recipe.
+    """
     return _noted
 
 

@@ -20,7 +20,7 @@ CLOSE_SECONDS = 10.0
 
 
 def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
-    """Raise :class:`RecipeError` for trackers whose library is not installed, and for any of a run without logs."""
+    """Raise :class:`RecipeError` for trackers without an installed library, and for any tracker without logs."""
     if names and not has_logs:
         raise RecipeError(
             "trackers read the run's logs, but this run writes none",

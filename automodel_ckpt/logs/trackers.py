@@ -85,7 +85,7 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of Weights & Biases, resumed by its id. The options are those of ``wandb.init``.
+    """A run of Weights & Biases, resumed by its id. The options are arguments of ``wandb.init``.
 
     wandb's own steps must not descend, so the logged value ``step`` is the axis of all others.
     """
@@ -118,7 +118,7 @@ class WeightsAndBiases(Tracker):
 class MLflow(Tracker):
     """A run of MLflow, resumed by its id.
 
-    Options: ``tracking_uri``, ``experiment``, and those of the client's ``create_run``.
+    Options: ``tracking_uri``, ``experiment``, and the arguments of the client's ``create_run``.
     """
 
     is_durable = True
@@ -159,7 +159,7 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of trackio, resumed by its name. The options are those of ``trackio.init``."""
+    """A run of trackio, resumed by its name. The options are arguments of ``trackio.init``."""
 
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         trackio = importlib.import_module("trackio")
@@ -175,7 +175,7 @@ class Trackio(Tracker):
 
 
 def _name(run: Path, memory: Mapping[str, Any]) -> str:
-    """Return the name of the run in a tracker: that of its directory, with a number after the first attempt."""
+    """Return the name of the run in a tracker: its directory's name, with a number after the first attempt."""
     attempt = memory.get("attempt", 1)
     return run.name if attempt == 1 else f"{run.name}-{attempt}"
 

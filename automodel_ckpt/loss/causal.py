@@ -137,8 +137,8 @@ def check_is_sum(loss_fn: LossFn, logits: torch.Tensor, labels: torch.Tensor) ->
 
     *logits* [N, V] and *labels* [N] are arguments of a :data:`LossFn`. Returns False if other labels have to be tried,
     because there are none here, or the loss is not finite. Raises :class:`RecipeError` for a mean, which does not
-    change. The random generators do not change either, nor does the state of an object *loss_fn*, but that of a closure
-    does.
+    change. The random generators do not change either, nor does the state of an object *loss_fn*. The state of a
+    closure does change.
     """
     positions = (labels != IGNORE_INDEX).nonzero().flatten()[:_NUM_TRIED]
     if not len(positions):

@@ -1,9 +1,9 @@
 """The labels of multi-token prediction: which token each depth has to predict at each position.
 
 Depth k (from 1) predicts at position i the label of position i + 1 + k, if both positions are in the same sample: it
-does not predict across samples that share a row. The loss of a depth is the sum of its cross-entropies, and that of a
-micro-batch the mean over the depths. The caller divides it by the label tokens of the global batch, as the main loss.
-Fewer labels are predicted at a greater depth; the divisor stays the same, as in NeMo AutoModel and Megatron-LM.
+does not predict across samples that share a row. The loss of a depth is the sum of its cross-entropies. The loss of a
+micro-batch is the mean over the depths. The caller divides it by the label tokens of the global batch, as the main
+loss. Fewer labels are predicted at a greater depth; the divisor stays the same, as in NeMo AutoModel and Megatron-LM.
 """
 
 from __future__ import annotations

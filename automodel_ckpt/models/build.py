@@ -62,11 +62,12 @@ def build_model(
 ) -> nn.Module:
     """Build the model of *config* on the CPU, in training mode, with weights from files or from torch's generator.
 
-    *auto_class* is the class of transformers that builds it. *dtype* is the name of a torch dtype, or ``auto``: that of
-    the files or of the configuration. *config* is not changed. *allow_missing* are globs of weights that the files may
-    lack, *allow_unexpected* of those that the model may lack, *not_in_model* of those in the files that transformers
-    has no module for. *loading* are further arguments of ``from_pretrained``. *repository* is how the config was read.
-    With *allow_new_head*, the files may lack the head of a classification model, and may have another one.
+    *auto_class* is the class of transformers that builds it. *dtype* is the name of a torch dtype, or ``auto``: the
+    dtype of the files or of the configuration. *config* is not changed. *allow_missing* are globs of weights that the
+    files may lack, *allow_unexpected* of weights that the model may lack, *not_in_model* of weights in the files that
+    transformers has no module for. *loading* are further arguments of ``from_pretrained``. *repository* is how the
+    config was read. With *allow_new_head*, the files may lack the head of a classification model, and may have another
+    one.
 
     Raises :class:`RecipeError` if the weights cannot be read or do not match the model, or if transformers does not
     have such a model.

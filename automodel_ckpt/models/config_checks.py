@@ -177,10 +177,10 @@ def sees_later_tokens(config: PreTrainedConfig) -> bool:
 
 
 def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None:
-    """Return the setting that lets tokens see later ones, or None if the model is causal.
+    """Return the setting that lets tokens see later ones, or None when the model is causal.
 
-    The setting is its name, its value, and the value with which the model is causal. That one is empty if the model
-    would differ in more than that.
+    The setting is its name, its value, and the value with which the model is causal. The last one is empty if the model
+    would differ in more than this setting.
     """
     # Some decoders have an is_decoder of False too, but no class for masked tokens. BertGeneration has none either.
     is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder

@@ -128,9 +128,9 @@ def names_in_files(
 ) -> InFiles:
     """Find the names that ``save_pretrained`` would write. *conversion* is the model's; None: it is read here.
 
-    Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged, and so do those of
+    Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged, and so do names of
     tensors that transformers converts by more than renaming them or splitting them into rows (experts). If it computes
-    with values, all names stay those of memory.
+    with values, all names stay as they are in memory.
 
     Files can have older names that transformers reads and does not write: ``vision_tower.vision_model.encoder`` of
     LLaVA and Gemma 3 (5.23). They stay, because programs that read such files do not know the newer ones. So do names
@@ -183,7 +183,7 @@ def _would_mix_prefixes(
 
 
 class _Markers:
-    """A small integer tensor for each tensor, whose elements identify their origin after any slicing.
+    """A small integer tensor for each tensor. Its elements identify their origin after any slicing.
 
     A marker has as many dimensions as its tensor, and as many rows if these may become separate tensors (three or more
     dimensions). All elements of all markers are different numbers: 0 to *total* - 1.

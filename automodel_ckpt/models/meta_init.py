@@ -34,9 +34,9 @@ CANNOT_BUILD = (
 class InitialValues:
     """The initial values of a transformers model, equal for any number of ranks.
 
-    Each module draws from a separate random stream, seeded by *seed* and the module's name; the distribution is that of
-    the model. Values are drawn in float32 and rounded to the dtype of the model, so that a frozen copy in bfloat16
-    starts from the values of the trained model. *skeleton* is the model on the meta device; nothing else may use it.
+    Each module draws from a separate random stream, seeded by *seed* and the module's name. The distribution is the
+    model's. Values are drawn in float32 and rounded to the dtype of the model, so that a frozen copy in bfloat16 starts
+    from the values of the trained model. *skeleton* is the model on the meta device; nothing else may use it.
     """
 
     def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:

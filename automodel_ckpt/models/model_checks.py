@@ -176,7 +176,7 @@ def check_router_loss(
 ) -> None:
     """Check that *model* returns the router loss that *loss_of* computes from its router logits.
 
-    Runs the model, with *options*, on a few tokens, whose number is divisible by *multiple*. A collective if the model
+    Runs the model, with *options*, on a few tokens. Their number is divisible by *multiple*. A collective if the model
     is sharded. Raises :class:`RecipeError` if the losses differ by more than 1%, or the model returns none.
     """
     tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)

@@ -47,10 +47,10 @@ class Names:
 class Verdict:
     """The result of a comparison of a model ("here") with a source ("there").
 
-    *matches* maps names of the model to the names of the source that fill them. *resized* are those of them with
-    another number of rows in the source: {name: (shape there, shape here)}. *missing* tensors of the model are not in
-    the source, *unexpected* tensors of the source are not in the model, and *misshapen* {name: (shape there, shape
-    here)} cannot be filled. *allowed* contains the names with differences that the recipe allows.
+    *matches* maps names of the model to the names of the source that fill them. *resized* are matches with another
+    number of rows in the source: {name: (shape there, shape here)}. *missing* tensors of the model are not in the
+    source, *unexpected* tensors of the source are not in the model, and *misshapen* {name: (shape there, shape here)}
+    cannot be filled. *allowed* contains the names with differences that the recipe allows.
     """
 
     matches: Mapping[str, str]
@@ -216,7 +216,8 @@ def former_buffers(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def copies_of_tied(here: Names, there: Names, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield each tensor of *here* with several names, and those of *there* that have one of them, if these are several.
+    """Yield each tensor of *here* with several names, and the tensors of *there* that have one of these names, if
+    several do.
 
     :func:`compare` uses one of them. *prefix* is as there.
     """

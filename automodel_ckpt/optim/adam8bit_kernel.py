@@ -200,7 +200,8 @@ def update(
     """Do what ``adam8bit.update_blocks`` does with contiguous *rows*, in one kernel; see :func:`fits`.
 
     *rows* are a parameter and its gradient [n, block], the codes [n, block] and the scales [n, 1] of both moments;
-    *settings* are those of ``update_blocks``, as numbers. Changes of weights differ from its changes in the last bits.
+    *settings* are the settings of ``update_blocks``, as numbers. Changes of weights differ from its changes in the last
+    bits.
     """
     parameter, gradient, *moments = rows
     num_rows, block = parameter.shape

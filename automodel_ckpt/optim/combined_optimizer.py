@@ -84,7 +84,7 @@ class CombinedOptimizer(Optimizer):
         start = 0
         for optimizer in self.optimizers:
             end = start + len(optimizer.param_groups)
-            # Each optimizer refers to the state of all parameters, and uses only that of its
+            # Each optimizer refers to the state of all parameters, and uses only the state of its
             # groups.
             optimizer.__setstate__(
                 {"state": self.state, "param_groups": self.param_groups[start:end]}

@@ -17,7 +17,7 @@ def rotary_positions(model: nn.Module) -> PositionsOf | None:
     """Return a function that computes the positions [3, samples, L] of a padded batch.
 
     transformers' models call it themselves for a batch with one sample per row, but not for rows with several samples.
-    Returns None when the positions are those of text.
+    Returns None when the positions are a text's positions.
     """
     for module in model.modules():
         method: Any = getattr(module, "get_rope_index", None)

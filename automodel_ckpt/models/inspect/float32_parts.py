@@ -27,7 +27,8 @@ def float32_pattern(model: nn.Module, dtype: torch.dtype | None) -> re.Pattern[s
     """What the names of the parameters and buffers contain that *model* keeps in float32 in a model of type *dtype*.
 
     ``from_pretrained`` searches names in the same way: the entries of ``_keep_in_fp32_modules_strict``, with float16
-    also those of ``_keep_in_fp32_modules``, are regular expressions in which ``*`` is any text. None: no name does.
+    also the entries of ``_keep_in_fp32_modules``, are regular expressions in which ``*`` is any text. None: no name
+    does.
     """
     any_model: Any = model
     entries: set[str] = set()

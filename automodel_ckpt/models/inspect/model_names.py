@@ -41,9 +41,9 @@ def list_differences(
 ) -> ListedDifferences | None:
     """Compare the names *stored* with the names of the model that a config.json with this *content* describes.
 
-    Names may be those in memory or in Hugging Face files, with or without the prefix of the backbone, and those of tied
+    Names may be the ones in memory or in Hugging Face files, with or without the prefix of the backbone. Names of tied
     tensors may be missing. Returns None when the names of the model are unknown: its class is not part of transformers,
-    it cannot be built from this config, or transformers computes its tensors from those in files.
+    it cannot be built from this config, or transformers computes its tensors from the tensors in files.
     """
     try:
         config = CONFIG_MAPPING[content["model_type"]].from_dict(decoded_floats(content))

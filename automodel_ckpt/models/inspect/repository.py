@@ -80,11 +80,12 @@ class RepositoryOptions:
 def code_directory(model: Any, revision: str | None) -> Path | None:
     """The local directory of the Python files that define the class of *model* or of its config.
 
-    None when transformers or an installed package defines them. *revision* is that of a repository of the Hub.
+    None when transformers or an installed package defines them. *revision* is the revision of a repository of the Hub.
     """
     config = getattr(model, "config", None)
     modules = {type(part).__module__.partition(".")[0] for part in (model, config)}
-    # fully_shard puts a subclass, whose module is torch's, in the place of the model's class.
+    # fully_shard puts a subclass in the place of the model's class. The subclass's module is
+    # torch's.
     modules |= {base.__module__.partition(".")[0] for base in type(model).__mro__}
     name = str(getattr(config, "name_or_path", "") or "")
     if CODE_PACKAGE not in modules or not name:

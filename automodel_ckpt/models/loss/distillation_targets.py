@@ -52,8 +52,8 @@ class LogitTargets:
         part: VocabularyPart | None = None,
     ) -> None:
         """*logits* returns the teacher's logits [n, V] of the positions from a start to an end, in a new tensor; with
-        *part*, those of this rank's rows of the teacher's output layer. *num_columns* is the number of tokens that are
-        compared, the first ones of both vocabularies; None: all."""
+        *part*, only the logits of this rank's rows of the teacher's output layer. *num_columns* is the number of tokens
+        that are compared, the first ones of both vocabularies; None: all."""
         self._logits = logits
         self.num_columns = num_columns
         self._part = part

@@ -1,8 +1,9 @@
 """The output layer's product and the cross-entropy in one function, computed in chunks of logits.
 
-For each chunk: the logits, their loss, and their gradients, from which those of the layer and of the hidden states are
-computed (``head_gradients``). Afterwards the chunk is overwritten. A CPU uses torch's operations. A CUDA device writes
-the logits in float32 from the matrix product, and computes loss and gradient of a chunk in a Triton kernel.
+For each chunk: the logits, their loss, and their gradients. From these, the gradients of the layer and of the hidden
+states are computed (``head_gradients``). Afterwards the chunk is overwritten. A CPU uses torch's operations. A CUDA
+device writes the logits in float32 from the matrix product, and computes loss and gradient of a chunk in a Triton
+kernel.
 """
 
 from __future__ import annotations

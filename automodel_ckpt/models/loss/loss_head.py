@@ -54,7 +54,7 @@ _SMALL = 2**18
 
 LinearLoss = Callable[[Labeled, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """What a loss head computes from labeled hidden states, for a layer of weight [V, H] and bias [V]: all of its rows, or
-those of ``labeled.part``. Returns a 0-dim tensor, or a vector of one loss for each position."""
+the rows of ``labeled.part``. Returns a 0-dim tensor, or a vector of one loss for each position."""
 
 
 @dataclass(eq=False)
@@ -289,7 +289,7 @@ def install_loss_head(
 
     Returns None, with the model unchanged, if there is no such layer, or if the model changes its output in another way
     than :class:`LogitTransform`. This is found by a forward pass of a few tokens with *options*, on *device* (default:
-    that of the layer). *multiple* divides the number of tokens.
+    the layer's device). *multiple* divides the number of tokens.
     """
     layer = output_layer(model)
     # No subclasses: theirs may compute something else than weight and bias.

@@ -149,7 +149,7 @@ class MultiTokenPrediction(nn.Module):
         """Compute the hidden states [B, t, H] of each depth.
 
         *hidden* [B, t, H] are the model's last hidden states, *embeddings* [B, T, H] what its first layer got, and
-        *arguments* those of its decoder. t is T, unless context parallel ranks divide rows.
+        *arguments* its decoder's arguments. t is T, unless context parallel ranks divide rows.
         """
         found: list[torch.Tensor] = []
         part = slice(0, embeddings.shape[1])

@@ -28,7 +28,8 @@ class ZLoss:
     def factors(self, logs: torch.Tensor) -> torch.Tensor:
         """What the softmax in the gradient of the cross-entropy is multiplied by for both losses: [N] for *logs* [N].
 
-        The gradient of logsumexp is the softmax, so that of its scaled square is ``2 * coefficient * logs`` times it.
+        The gradient of logsumexp is the softmax, so the gradient of its scaled square is ``2 * coefficient * logs``
+        times it.
         """
         return logs.mul(2 * self.coefficient).add_(1)
 

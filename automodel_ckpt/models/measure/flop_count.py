@@ -7,10 +7,10 @@ a layer with a sliding window has at most as many keys as the window. In a mixtu
 to count. Of a model with images or audio, the language model counts, with the tokens of their features, and the towers
 do not. Encoder-decoders and models with layers for multi-token prediction are not counted.
 
-The backward pass of a product has two further products: the gradient of the weight, where it is trained, and that of
-the input, where anything before it is trained. With frozen weights and adapters, a weight therefore counts 4 instead of
-6 operations per token. Within a layer the order of the modules is not considered: if a parameter of a layer is trained,
-all products of this layer have both gradients of activations.
+The backward pass of a product has two further products: the gradient of the weight, where it is trained, and the
+gradient of the input, where anything before it is trained. With frozen weights and adapters, a weight therefore counts
+4 instead of 6 operations per token. Within a layer the order of the modules is not considered: if a parameter of a
+layer is trained, all products of this layer have both gradients of activations.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Walk:
 
 def _per_pair(text: Any, walk: _Walk) -> Counter[int | None] | None:
     """The operations of attention for :class:`FlopCount`: two products of each head, and twice as many in a backward
-    pass. None if the configuration *text* does not have the number of heads."""
+    pass. Returns None when the configuration *text* does not have the number of heads."""
     per_pair: Counter[int | None] = Counter()
     layers = [
         layer for layer in dict.fromkeys(walk.layer_of.values()) if layer in walk.has_gradient
