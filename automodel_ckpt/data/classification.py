@@ -38,7 +38,7 @@ class LabeledTexts(TokenizedDataset):
     """A map-style data set of texts with labels.
 
     A sample is ``{"input_ids": list[int], "targets": list[float]}``, for pairs of texts of some encoders with
-    ``token_type_ids``. The targets are those of :meth:`~automodel_ckpt.data.samples.labels.Labels.targets`. The labels
+    ``token_type_ids``. The targets are from :meth:`~automodel_ckpt.data.samples.labels.Labels.targets`. The labels
     of tokens show their types.
     """
 

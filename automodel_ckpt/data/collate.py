@@ -65,7 +65,7 @@ def padded(
 ) -> Batch:
     """Make int64 tensors [samples, length] of the lists that *padding* names, with its values behind them.
 
-    Length is that of the longest ``input_ids``, rounded up to a *multiple*. A list that a sample lacks has ones.
+    Length is the length of the longest ``input_ids``, rounded up to a *multiple*. A list that a sample lacks has ones.
     """
     longest = max(len(sample["input_ids"]) for sample in samples)
     shape = (len(samples), -(-longest // multiple) * multiple)

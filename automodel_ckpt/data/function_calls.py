@@ -1,6 +1,6 @@
 """Function calling data in the format of xLAM: a question, the functions that may be called, and the expected calls.
 
-The facts of the format are those of the data set ``Salesforce/xlam-function-calling-60k``: ``tools`` and ``answers``
+The facts of the format are from the data set ``Salesforce/xlam-function-calling-60k``: ``tools`` and ``answers``
 are JSON texts, and the type of a parameter is a Python type such as ``str`` or ``List[int]``, with ``, optional`` if it
 is not required.
 """

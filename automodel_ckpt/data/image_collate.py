@@ -72,7 +72,7 @@ class AudioLimit:
 
 _BLANK_PIXELS = 64
 _OF_AUDIO = re.compile("feature|audio")
-"""The names of tensors of audio. Their shape may be that of the tokens by chance."""
+"""The names of tensors of audio. They may have the shape of the tokens by chance."""
 _REJECTIONS = (ValueError, TypeError, IndexError, KeyError, StopIteration)
 """The errors that processors raise for samples that they cannot prepare."""
 
@@ -83,10 +83,10 @@ class ImageTextCollator:
     ``input_ids``, ``attention_mask`` and ``labels`` have the shape [samples, length] and are padded on the right. The
     shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*, the
     tokens of images and audio. A micro-batch without images, or without audio, gets an additional row with a blank one
-    and no label, because every rank has to run the same towers: those of *media*, the kinds that the data may have
+    and no label, because every rank has to run the same towers: the towers of *media*, the kinds that the data may have
     (None: images, or audio if the processor takes no images). The mask IS_TOKEN then leaves out its tokens. Raises
-    :class:`RecipeError` for samples that are too long, that the processor rejects, or of whose audio it would use only
-    a part.
+    :class:`RecipeError` for samples that are too long, that the processor rejects, or that have audio of which it would
+    use only a part.
     """
 
     def __init__(

@@ -210,11 +210,11 @@ class KTOCollator:
 
     The first of the samples that it gets is not part of the micro-batch: it is the one before the micro-batch in the
     global batch. The completion of each sample follows the prompt of the next one. *collate_fn* makes the tensors of
-    rows; those of the mismatched rows have names that begin with ``mismatched_``. ``is_desirable`` is a bool tensor
-    [rows]. Raises :class:`RecipeError` for samples without a judgment.
+    rows. The tensors of the mismatched rows have names that begin with ``mismatched_``. ``is_desirable`` is a bool
+    tensor [rows]. Raises :class:`RecipeError` for samples without a judgment.
     """
 
-    # A promise about this class; that of collate_fn is examined as well.
+    # A promise about this class. The promise of collate_fn is examined as well.
     draws_nothing = True
 
     def __init__(self, collate_fn: Collate) -> None:

@@ -39,7 +39,10 @@ Sources = Mapping[str, Any]
 def joint_identity(
     parts: Sequence[str], sources: Sources, details: Mapping[str, object]
 ) -> str | None:
-    """A digest that changes with *parts*, and the samples and *details* of *sources*; None if one is unknown."""
+    """A digest that changes with *parts*, and the samples and *details* of *sources*.
+
+    Returns None when one is unknown.
+    """
     parts = list(parts)
     for name, source in sources.items():
         known = getattr(source, "identity", None)
@@ -125,13 +128,13 @@ class IndexedStream(IterableDataset[Any]):
 
 
 class MixtureStream(IterableDataset[MixedRow]):
-    """Iterates over several streams with states, such as those of ``streaming: true``.
+    """Iterates over several streams with states, such as streams of ``streaming: true``.
 
     The next sample comes from the stream that is furthest behind its share, so that the numbers of samples differ from
     the shares by less than one per stream, at any time. An epoch has *num_samples* samples; without, it ends when the
-    stream whose turn it is has no further sample. A stream that ended begins again with another order, also one whose
-    last sample was the last of the epoch before; the others continue where they were. The state is those of the streams
-    and the numbers of samples read.
+    next sample should come from a stream that has no further one. A stream that ended begins again with another order,
+    also if its last sample was the last of the epoch before. The others continue where they were. The state contains
+    the states of the streams and the numbers of samples read.
     """
 
     def __init__(self, sources: Sources, shares: Shares, num_samples: int | None) -> None:
@@ -147,7 +150,7 @@ class MixtureStream(IterableDataset[MixedRow]):
 
     @property
     def identity(self) -> str | None:
-        """A digest that changes with the samples, as far as is known; None if that of a stream is unknown."""
+        """A digest that changes with the samples, as far as is known. None when a stream's digest is unknown."""
         return joint_identity([f"{self.num_samples}"], self.sources, self.shares)
 
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
@@ -232,7 +235,7 @@ def _empty(name: str) -> RecipeError:
 class MixtureDataset:
     """A map-style data set of the samples of several *sources*, of which an epoch uses *num_of_epoch*.
 
-    Its length is the number of samples of an epoch. Its indices are those of the concatenated sources;
+    Its length is the number of samples of an epoch. Its indices refer to the concatenated sources.
     :meth:`epoch_indices` returns the ones that an epoch uses.
     """
 
@@ -250,7 +253,7 @@ class MixtureDataset:
 
     @property
     def identity(self) -> str | None:
-        """A digest that changes with the samples and their numbers; None if that of a source is unknown."""
+        """A digest that changes with the samples and their numbers. None when a source's digest is unknown."""
         details = {}
         for name, dataset in self.sources.items():
             details[name] = f"{len(dataset)} {self.num_of_epoch[name]}"

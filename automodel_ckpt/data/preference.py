@@ -142,7 +142,7 @@ class PreferenceCollator:
     Raises :class:`RecipeError` for samples that are not pairs.
     """
 
-    # A promise about this class; that of collate_fn is examined as well.
+    # A promise about this class. The promise of collate_fn is examined as well.
     draws_nothing = True
 
     def __init__(self, collate_fn: Collate) -> None:
@@ -187,7 +187,7 @@ class ScoredPairs:
     Assign :attr:`scores` [pairs, 2] before samples are read. Raises :class:`RecipeError` for a stream.
     """
 
-    # A promise about this class; that of the data set is examined as well.
+    # A promise about this class. The promise of the data set is examined as well.
     draws_nothing = True
 
     def __init__(self, dataset: Any) -> None:
@@ -203,7 +203,7 @@ class ScoredPairs:
 
     @property
     def identity(self) -> str | None:
-        """A digest that changes with the pairs; None if unknown."""
+        """A digest that changes with the pairs. None when unknown."""
         return getattr(self.dataset, "identity", None)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Builder for retrieval data in NeMo AutoModel's formats: queries whose documents are in a corpus, or in their rows.
+"""Builder for retrieval data in NeMo AutoModel's formats: queries with documents in a corpus, or in their rows.
 
 Facts about the formats are from AutoModel's source, revision 36044ad3d: ``retrieval_dataset.py`` and
 ``retrieval_dataset_inline.py`` in ``components/datasets/llm``.
@@ -96,7 +96,7 @@ class JsonRows:
 class RetrievalSource:
     """The *table* of the queries, of which rows have the *fields*, with corpora by name.
 
-    The name "" is that of one corpus of all rows. Without a corpus, the rows contain the documents. *num_samples* rows
+    The name "" stands for one corpus of all rows. Without a corpus, the rows contain the documents. *num_samples* rows
     are used (None: all).
     """
 
@@ -226,7 +226,7 @@ def _with_corpora(path: Path) -> RetrievalSource:
         raise RecipeError("the file has no corpus", where=str(path), value=value, hint=hint)
     corpora = {}
     for each in listed:
-        # An absolute path replaces that of the file.
+        # An absolute path replaces the file's path.
         directory = path.parent / str(each["path"] if isinstance(each, Mapping) else each)
         metadata = _mapping_in(directory / _METADATA)
         if metadata.get("class") != _TEXTS:
@@ -242,7 +242,7 @@ def _with_corpora(path: Path) -> RetrievalSource:
 
 
 def _files_in(directory: Path) -> list[str]:
-    """The data files of a corpus: those of the split train, if their names have splits."""
+    """The data files of a corpus. If their names have splits, only the files of the split train."""
     files = []
     for path in sorted(directory.rglob("*")):
         if kind_of(path) in LOADERS and path.name != _METADATA and path.is_file():

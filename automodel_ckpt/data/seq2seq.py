@@ -1,6 +1,6 @@
 """Builder for pairs of a source and a target text, which encoder-decoder models train on, and their micro-batches.
 
-Data sets and caches store a pair as one list of tokens: those of the source without labels, then those of the target
+Data sets and caches store a pair as one list of tokens: the source's tokens without labels, then the target's tokens
 with labels. Data sets, mixtures and streams treat it like every other sample.
 """
 
@@ -216,7 +216,7 @@ class SourceTargetCollator:
     """Pads the sources and the targets of pairs on the right, each to the length of the longest.
 
     The argument is a non-empty list of ``{"input_ids": list[int], "labels": list[int]}``, the tokens of the source and
-    those of the target, as for transformers' ``DataCollatorForSeq2Seq``. Returns int64 tensors ``input_ids`` and
+    the tokens of the target, as for transformers' ``DataCollatorForSeq2Seq``. Returns int64 tensors ``input_ids`` and
     ``attention_mask`` [pairs, S] and ``labels`` [pairs, T], with -100 for padding; S and T are rounded up to a multiple
     of *pad_to_multiple_of*. Raises :class:`RecipeError` for other samples.
     """

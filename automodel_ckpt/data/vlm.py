@@ -108,7 +108,7 @@ def _media(
     options: ImageOptions,
     processor: Any,
 ) -> Media:
-    """The kinds of media that samples may have: those *given*, else those of the first rows of *source*."""
+    """The kinds of media that samples may have: the kinds *given*, else the kinds in the first rows of *source*."""
     if given is not None:
         for kind in given:
             require_choice("media", kind, MEDIA)

@@ -37,8 +37,8 @@ class GlobalBatchLoader:
     mapping of tensors with a key ``labels``. The global random generators are unchanged. Call :meth:`mark_consumed`
     after each optimizer step: only this advances :attr:`epoch` and :attr:`consumed_samples`, which are the saved state,
     so prefetched samples are never counted. Load a state before iterating. With *with_preceding*, *collate_fn* gets one
-    more sample before those of a micro-batch: the one before its first sample in the global batch, whose first sample
-    follows its last. This does not depend on the number of ranks.
+    more sample before the samples of a micro-batch: the one before its first sample in the global batch. Within a
+    global batch, the first sample follows the last. This does not depend on the number of ranks.
 
     Raises :class:`RecipeError` for an empty data set and for batch sizes that do not divide.
     """
@@ -225,7 +225,7 @@ class GlobalBatchLoader:
 
     @property
     def samples_before(self) -> int:
-        """The samples before the position, in all epochs; those of an epoch of a stream are not known."""
+        """The samples before the position, in all epochs. The number in an epoch of a stream is not known."""
         if self.num_samples is None:
             return self.consumed_samples
         return self.epoch * self._samples_per_epoch + self.consumed_samples

@@ -30,10 +30,10 @@ Collate = Callable[[list[Any]], Batch]
 class GlobalBatch:
     """One global batch as one rank sees it.
 
-    *sample_ids* are those of the whole global batch, the same on every rank: indices of a map-style data set,
+    *sample_ids* are the ids of the whole global batch, the same on every rank: indices of a map-style data set,
     positions in the epoch of an iterable one. *micro_batches* are this rank's, the same number on every rank; if the
-    rank's part is empty, it is a batch of one sample whose labels are all -100. *index* counts global batches and
-    *start* samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
+    rank's part is empty, it is a batch of one sample with all labels -100. *index* counts global batches and *start*
+    samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
     """
 
     epoch: int
@@ -84,8 +84,8 @@ class SampleReader(Dataset[Any]):
             # A collator that draws continues with the seed of the last sample, as on a resume.
             return collate(self.collate_fn, samples, ids, empty=not request.sample_ids)
         except AutomodelError as error:
-            # Not raised: torch would replace it in the rank by one whose only argument is a
-            # traceback.
+            # Not raised: torch would replace it in the rank by an error with a traceback as its
+            # only argument.
             return Failure(error)
 
     def _read(self, request: Request, sample_id: int) -> Any:

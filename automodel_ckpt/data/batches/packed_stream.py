@@ -50,7 +50,7 @@ class PackedStream(IterableDataset[Row]):
 
     @property
     def identity(self) -> str | None:
-        """A digest that changes with the rows, as far as is known without reading them; None if unknown."""
+        """A digest that changes with the rows, as far as is known without reading them. None when unknown."""
         return joint_identity([repr(self.rules)], self.sources, self.shares)
 
     def __iter__(self) -> Iterator[Row]:
@@ -69,7 +69,7 @@ class PackedStream(IterableDataset[Row]):
         """Accept a state. :meth:`read_batches` gets it with the position."""
 
     def merged(self, states: Sequence[State]) -> State:
-        """Join the states of all ranks, each of which has those of its lanes."""
+        """Join the states of all ranks, each of which has the states of its lanes."""
         lanes: dict[str, dict[int, State]] = {}
         for state in states:
             for name, own in state["lanes"].items():
@@ -183,7 +183,7 @@ class _Reader(IterableDataset[Any]):
             yield rows, {"counts": dict(turns.counts), "num_lanes": count, "lanes": states}
 
     def _own_places(self, lane_of: Sequence[int]) -> set[int]:
-        """The positions in the global batch whose rows this process makes."""
+        """The positions in the global batch of the rows that this process makes."""
         worker = get_worker_info()
         number = 0 if worker is None else worker.id
         places = list(chain.from_iterable(self.sizes.rank_part(range(len(lane_of)))))

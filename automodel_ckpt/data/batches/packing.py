@@ -33,8 +33,8 @@ Packs = list[Ids]
 IS_TOKEN = "is_token"  # noqa: S105
 """Key of a mask [B, T] that shows which positions of a row have a token that counts.
 
-Rows of several samples have it in place of an attention mask. Beside one, it leaves out further tokens: those of blank
-images. It is no argument of models.
+Rows of several samples have it in place of an attention mask. If there is also an attention mask, it leaves out further
+tokens: the tokens of blank images. It is no argument of models.
 """
 _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
@@ -78,7 +78,10 @@ class _FreeSpace:
         self._packs[space].append(pack)
 
     def take(self, length: int) -> tuple[int, int] | None:
-        """Remove and return (pack, its free space): the fullest pack with space for *length*; None if there is none."""
+        """Remove and return (pack, its free space): the fullest pack with space for *length*.
+
+        Returns None when there is none.
+        """
         index = bisect.bisect_left(self._spaces, length)
         if index == len(self._spaces):
             return None
@@ -337,8 +340,8 @@ class WidenedRows:
     In rows that samples share, the added tokens are separate samples, no longer than the longest one, without labels.
     In other rows, they are hidden by the attention mask. The sum of the losses over the labels does not change.
 
-    Rows of one sample each that have *unpadded_length* tokens stay as they are, without a mask. The widths are those
-    of rows that several samples share, which are longer, and the sample's length need not be one of them.
+    Rows of one sample each that have *unpadded_length* tokens stay as they are, without a mask. The widths are for rows
+    that several samples share, which are longer. The sample's length need not be one of them.
     """
 
     layout: Callable[[Tensors], Batch] | None

@@ -1,4 +1,4 @@
-"""The order of the data as pure functions: one permutation per epoch, whose slices are the global batches.
+"""The order of the data as pure functions: one permutation per epoch. Its slices are the global batches.
 
 Only :func:`rank_part` depends on the number of ranks. Any number of ranks therefore trains on the same global batches
 in the same order.
@@ -23,7 +23,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 class BatchSizes:
     """How a global batch is divided into micro-batches, and the rank that reads its part.
 
-    *with_preceding*: the collator also gets the sample before those of a micro-batch.
+    *with_preceding*: the collator also gets the sample before the samples of a micro-batch.
     """
 
     global_batch_size: int

@@ -146,7 +146,7 @@ class StreamReader(IterableDataset[Any]):
 
     def _collate(self, all_samples: list[Any], start: int, offsets: list[int]) -> Batch:
         is_empty = not offsets
-        # FSDP needs equal numbers of forward passes, so a rank without samples runs one whose labels do not count.
+        # FSDP needs equal numbers of forward passes, so a rank without samples runs one with labels that do not count.
         chosen = offsets or [0]
         if self.sizes.with_preceding:
             chosen = [(chosen[0] - 1) % len(all_samples), *chosen]

@@ -72,7 +72,7 @@ def _end_workers(items: Any) -> None:
     A worker is killed only after it was asked to end: an idle worker might hold a lock that is needed to end the
     iterator.
     """
-    # The private attributes are those of torch 2.10 to 2.13, whose own shutdown waits five seconds for each worker and
+    # The private attributes are from torch 2.10 to 2.13. torch's own shutdown waits five seconds for each worker and
     # then sends SIGTERM, which these workers ignore.
     items._workers_done_event.set()
     for number, is_running in enumerate(items._workers_status):

@@ -60,7 +60,7 @@ def _located(
 ) -> AnswerPrefixes | None:
     """Locate the assistant's text of turn *number* by what changes in the text with another content of the turn.
 
-    Returns None if the template does not write the content once and unchanged before the end of the turn.
+    Returns None when the template does not write the content once and unchanged before the end of the turn.
     """
     turn = turns[number]
     if not isinstance(turn.get("content", ""), str):
@@ -121,7 +121,7 @@ def _by_prefixes(
 def _without_header_of_tool(renderer: ChatRenderer, text: str, turns: Turns, tools: Any) -> str:
     """Remove the header of a tool's result, or its beginning, from the end of *text*.
 
-    *text* is the rendered *turns*, whose last turn calls the tool.
+    *text* is the rendered *turns*. The last turn calls the tool.
     """
     header = _header_of_tool(renderer, turns, tools)
     for length in range(len(header), 0, -1):

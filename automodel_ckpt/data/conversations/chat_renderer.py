@@ -39,7 +39,7 @@ _QUESTION = [{"role": "user", "content": "probe"}]
 class ChatRenderer:
     """Renders conversations with a chat template. A conversation is a list of messages from :func:`turns_of`.
 
-    *tokenizer* may be a processor. *variables* are those of ``dataset.template_kwargs``. Methods raise
+    *tokenizer* may be a processor. *variables* are from ``dataset.template_kwargs``. Methods raise
     :class:`UnusableSample` if the template cannot render a conversation.
     """
 
@@ -48,7 +48,7 @@ class ChatRenderer:
     variables: Object
 
     def text(self, turns: Turns, tools: Any = None, **options: Any) -> str:
-        """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
+        """Render a conversation as text with its special tokens. *options* are arguments of ``apply_chat_template``."""
         apply: Any = self.tokenizer.apply_chat_template
         rendered = [as_rendered(turn) for turn in turns]
         with _reporting_errors():

@@ -213,7 +213,7 @@ class ChatTemplate:
         return [with_functions(turn, _with_arguments_read) for turn in turns]
 
     def _offered(self, tools: Any) -> Any:
-        """Return the *tools* of a sample, a list or its JSON text, for the template; None if there are none.
+        """Return the *tools* of a sample, a list or its JSON text, for the template. Returns None when there are none.
 
         Raises :class:`UnusableSample` if the template does not write tools: the model would be trained to call what it
         was never told of.

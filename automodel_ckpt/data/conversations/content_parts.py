@@ -1,6 +1,6 @@
 """Normalize the content of a message to a list of parts: texts, images, audio, and what only a chat template knows.
 
-Formats: those of transformers' chat templates (``{"type": "image", "image": ...}``, ``{"type": "audio", "audio":
+Formats: the parts of transformers' chat templates (``{"type": "image", "image": ...}``, ``{"type": "audio", "audio":
 ...}``), of OpenAI's chat completions (``{"type": "image_url", "image_url": {"url": ...}}``, ``{"type": "input_audio",
 "input_audio": {"data": ...}}``) and of its responses (``input_text``, ``input_image``).
 """
@@ -26,15 +26,15 @@ _AUDIO_KEYS = ("audio", "path", "url", "audio_url", "input_audio", "base64")
 """The keys of a part that may contain its audio."""
 _OTHER_MEDIA = ("video", "video_url")
 CHECKED_ROLES = ("system", "developer", "user", "assistant")
-"""The roles whose parts have a type. The results of tools may be any objects."""
+"""Parts of messages with these roles have a type. The results of tools may be any objects."""
 _HINT = 'use parts such as {"type": "text", "text": "..."} and {"type": "image", "image": "..."}'
 
 
 def parts_of(content: Any) -> Turns:
-    """Convert a message's content to parts whose type is ``text``, ``image``, ``audio``, or one that is left as it is.
+    """Convert a message's content to parts of the type ``text``, ``image``, ``audio``, or one that is left as it is.
 
-    A text part has a text. The image of an image part, if it has one, is in its only other key, ``image``; that of an
-    audio part in ``audio``. Keys with the value null count as missing. Raises :class:`UnusableSample` for a part
+    A text part has a text. The image of an image part, if it has one, is in its only other key, ``image``. The audio of
+    an audio part is in ``audio``. Keys with the value null count as missing. Raises :class:`UnusableSample` for a part
     without a text, an image or a type.
     """
     if content is None or content == "":

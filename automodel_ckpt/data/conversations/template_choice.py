@@ -1,9 +1,9 @@
 """Which chat template a recipe selects: the tokenizer's, the shipped one that replaces it, or one of the user.
 
-A template is shipped for models whose own does not show which tokens the assistant generates: it drops the thinking of
-earlier turns, or ends the last turn in another way than those before, so that the assistant's tokens cannot be found by
-rendering parts of a conversation. The files in ``chat_templates/`` write the same tokens and mark with
-``{% generation %}`` what the model has to generate: all after the header of the assistant's message, up to and
+A template is shipped for a model if its own template does not show which tokens the assistant generates: it drops the
+thinking of earlier turns, or ends the last turn in another way than earlier turns, so that the assistant's tokens
+cannot be found by rendering parts of a conversation. The files in ``chat_templates/`` write the same tokens and mark
+with ``{% generation %}`` what the model has to generate: all after the header of the assistant's message, up to and
 including the token that ends its turn. Where the model's own template drops thinking, the Qwen ones keep it in every
 turn.
 

@@ -1,6 +1,6 @@
 """Questions and answers in the columns of a table with images or audio, and presets for data sets of the Hub.
 
-The columns of the presets are those of the data sets' pages on the Hub, and their questions those with which NeMo
+The columns of the presets are from the data sets' pages on the Hub. Their questions are the ones with which NeMo
 AutoModel's recipes train on them. Source of the token sequence of an object: G. Kim et al., "OCR-free Document
 Understanding Transformer" (Donut), 2022, with which the data set CORD v2 was published.
 """
@@ -95,7 +95,7 @@ class AnswerColumns:
 
     @classmethod
     def of(cls, preset: str | None, given: Mapping[str, Any]) -> AnswerColumns:
-        """Make the columns of a *preset*, or the defaults, with those of the values *given* that are not None.
+        """Make the columns of a *preset*, or the defaults, with the values *given* that are not None.
 
         Raises :class:`RecipeError` for an unknown preset or format, if there is no path, and if both a question and a
         column for it are given.
@@ -271,7 +271,7 @@ def usable_rows(
     min_seconds: float | None,
     max_seconds: float | None,
 ) -> list[int] | None:
-    """List the rows with a transcript and an audio of an allowed length; None if all rows are used.
+    """List the rows with a transcript and an audio of an allowed length. Returns None when all rows are used.
 
     Raises :class:`RecipeError` if no row is left.
     """

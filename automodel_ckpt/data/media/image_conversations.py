@@ -114,9 +114,9 @@ class RowContent:
 class ImageConversations:
     """A map-style data set of :class:`ImageText`: a conversation of each row of *source*, at most *max_samples*.
 
-    *content_of* converts a row, whose fields include *fields*, to its messages and images; it raises
-    :class:`UnusableSample`. *key* identifies what it does. *media* are those that samples may have. *numbers* are the
-    rows that are used; None: all. Indexing raises :class:`RecipeError` for an unusable row.
+    *content_of* converts a row, with at least these *fields*, to its messages and images. It raises
+    :class:`UnusableSample`. *key* identifies what it does. *media* are the kinds that samples may have. *numbers* are
+    the rows that are used; None: all. Indexing raises :class:`RecipeError` for an unusable row.
     """
 
     def __init__(

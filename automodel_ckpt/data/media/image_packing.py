@@ -59,10 +59,10 @@ class ImagePack:
 
 
 class MeasuredImages:
-    """A data set of :class:`ImageText` whose numbers of tokens are known, without the samples that are skipped."""
+    """A data set of :class:`ImageText` with known numbers of tokens, without the samples that are skipped."""
 
     def __init__(self, dataset: Any, lengths: Integers) -> None:
-        """*lengths* are those of all samples of *dataset*, 0 for samples that are skipped."""
+        """*lengths* are the lengths of all samples of *dataset*, 0 for samples that are skipped."""
         self.dataset = dataset
         self.numbers = np.flatnonzero(lengths)
         self.lengths = lengths[self.numbers]
@@ -141,9 +141,10 @@ PositionsOf = Callable[[Tensors], torch.Tensor]
 class ImageRowLayout:
     """Arranges the samples of packs in the rows of one forward pass, for a model that separates samples in a row.
 
-    ``position_ids`` restart at 0 with each sample; with *positions_of*, they are [4, rows, length]: those of the text,
-    and the model's three rotary positions. With *one_row*, all packs are in one row, as flash attention requires.
-    *multiple* rounds the row length up. *marks_tokens* adds the mask IS_TOKEN if some positions have no token.
+    ``position_ids`` restart at 0 with each sample; with *positions_of*, they are [4, rows, length]: the positions of
+    the text, and the model's three rotary positions. With *one_row*, all packs are in one row, as flash attention
+    requires. *multiple* rounds the row length up. *marks_tokens* adds the mask IS_TOKEN if some positions have no
+    token.
     """
 
     positions_of: PositionsOf | None = None
@@ -160,7 +161,7 @@ class ImageRowLayout:
         if PACK_IDS not in batch:
             return dict(batch)
         lengths = batch["attention_mask"].count_nonzero(1)
-        # The order of samples in the rows is that of the images' tensors.
+        # The samples in the rows have the order of the images' tensors.
         pack_ids = batch[PACK_IDS].tolist()
         rows: Packs = [[] for _ in range(1 if self.one_row else max(pack_ids) + 1)]
         for sample, pack in enumerate(pack_ids):
@@ -233,7 +234,7 @@ class _Measuring(Dataset[Any]):
         try:
             return self.collate.num_tokens(self.dataset[number])
         except AutomodelError as error:
-            # Not raised: torch would replace it in the rank by one whose only argument is a traceback.
+            # Not raised: torch would replace it in the rank by an error with a traceback as its only argument.
             return Failure(error)
 
 

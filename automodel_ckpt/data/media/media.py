@@ -23,7 +23,7 @@ def media_of(processor: Any) -> Media:
 
 
 def audio_processor_of(processor: Any) -> Any:
-    """The part of a processor that converts audio; None if it has none."""
+    """The part of a processor that converts audio. Returns None when it has none."""
     for name in ("audio_processor", "feature_extractor"):
         part = getattr(processor, name, None)
         # In some classes for images alone, the image processor has this second name.

@@ -62,7 +62,7 @@ def _source(kind: str, value: Any, folder: Path, decoded: tuple[type, ...] = ())
     try:
         return folder / Path(value).expanduser()
     except RuntimeError:
-        # The home directory of an unknown user: a file whose name begins with ~.
+        # The home directory of an unknown user: a file with a name that begins with ~.
         return folder / value
 
 
@@ -150,8 +150,8 @@ def open_image(value: Any, folder: Path) -> Any:
 def _with_8_bits(image: Any) -> Any:
     """Scale a grayscale image of 16 bits to 8 bits; return others unchanged.
 
-    Pillow would clip the values, so that nearly all pixels would be white. Raises :class:`UnusableSample` for pixels
-    of 32 bits, whose largest value no file format defines.
+    Pillow would clip the values, so that nearly all pixels would be white. Raises :class:`UnusableSample` for pixels of
+    32 bits: no file format defines their largest value.
     """
     # Pillow reads 16 bits of a PGM file into 32, scaled so that white is 65535.
     is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")

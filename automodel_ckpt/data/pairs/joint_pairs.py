@@ -1,8 +1,8 @@
 """The tokens of queries and documents, as separate texts or as texts that a model reads together.
 
-A sample of the latter has the tokens of a query with its first document, which is the right one, then those of the
-query with each other document. Its labels are the tokens, with -100 for the first token of each of them, and for the
-first token of each document if the tokenizer distinguishes the two texts (``token_type_ids``).
+If a model reads them together, a sample has the tokens of a query with its first document, which is the right one, then
+the tokens of the query with each other document. Its labels are the tokens, with -100 for the first token of each of
+them, and for the first token of each document if the tokenizer distinguishes the two texts (``token_type_ids``).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def no_text(what: str, where: str) -> RecipeError:
 
 
 def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
-    """Warn of the queries in *dataset* that have one document, whose loss is 0. Their number is in the log.
+    """Warn of the queries in *dataset* that have one document: their loss is 0. Their number is in the log.
 
     Raises :class:`RecipeError` if all have one. *where* names the data set. One of another class is not checked.
     """

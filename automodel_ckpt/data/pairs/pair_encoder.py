@@ -132,7 +132,7 @@ class PairEncoder:
 
     @cached_property
     def _pair_template(self) -> ChatTemplate | None:
-        """The template of texts with ``as_chat``; None if they are concatenated."""
+        """The template of texts with ``as_chat``. None when they are concatenated."""
         template = pair_template(
             self.tokenizer, self.as_chat, self.chat_template, self.template_kwargs
         )
@@ -153,7 +153,7 @@ def pair_template(
     chat_template: str | None,
     template_kwargs: Object | None = None,
 ) -> ChatTemplate | None:
-    """Return the template that renders prompts and completions; None if they are concatenated as text.
+    """Return the template that renders prompts and completions. Returns None when they are concatenated as text.
 
     With *as_chat* ``auto``, a template is used if *chat_template* is given or the tokenizer has one. Raises
     :class:`RecipeError` if *as_chat* is true and there is none, and if *chat_template* or

@@ -26,7 +26,7 @@ TOOLS = "tools"
 
 
 class ColumnRows(Rows):
-    """A table of *columns*, whose rows have the locations of the rows of *source*."""
+    """A table of *columns*. Its rows have the locations of the rows of *source*."""
 
     def __init__(self, source: Rows, columns: Mapping[str, list[Any]]) -> None:
         self.path = source.path
@@ -52,8 +52,8 @@ class ColumnRows(Rows):
 class PreferenceFields:
     """The names of the fields in the data, or templates of several fields.
 
-    *system* is None if there are no system messages. The prompt may be missing in the data if it has its default name,
-    and the margin if it has any.
+    *system* is None when there are no system messages. The prompt may be missing in the data if it has its default
+    name, and the margin if it has any.
     """
 
     prompt: str = PROMPT
@@ -75,8 +75,8 @@ def in_one_form(rows: Rows, fields: PreferenceFields) -> ColumnRows:
     """Return *rows* with the fields ``prompt``, ``chosen`` and ``rejected``; ``system`` and ``tools`` if there are any.
 
     Prompts and answers are texts in all rows, or lists of messages in all rows. A prompt that the data has only as the
-    common beginning of both answers is removed from them.
-    Raises :class:`RecipeError` with the location of a row whose values are neither text nor messages.
+    common beginning of both answers is removed from them. Raises :class:`RecipeError` with the location of a row with
+    values that are neither text nor messages.
     """
     answers = [fields.chosen, fields.rejected]
     has_prompt = fields.prompt != PROMPT or rows.has_field(PROMPT)

@@ -34,7 +34,7 @@ def cached(name: str, key: Key, build: Callable[[Path], None]) -> Path:
     its name only after all files are flushed to disk. Other processes that need it wait meanwhile. Raises
     :class:`RecipeError` if the cache cannot be written.
     """
-    # A repr with an address, such as that of a function, would be another key in every process.
+    # A repr with an address, such as a function's repr, would be another key in every process.
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     try:
         final = cache_directory() / f"{name}-{digest}"
@@ -69,7 +69,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
         partial.rename(final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        # Errors of write(), such as that of a full disk, do not contain a path.
+        # Errors of write(), such as the error for a full disk, do not contain a path.
         if isinstance(error, OSError) and not error.filename:
             error.filename = str(final.parent)
         raise
@@ -82,7 +82,7 @@ def _locked(path: Path) -> Iterator[None]:
     The lock ends with the process, so a killed process blocks no other one. A process that waits longer than ten
     seconds logs for whom: it may be suspended, or on another host that shares the cache.
     """
-    # Not truncated at opening: until this process has the lock, the content is that of the owner.
+    # Not truncated at opening: until this process has the lock, the content is the owner's.
     with path.open("a+") as file:
         report_at = time.monotonic() + _REPORT_AFTER_SECONDS
         while not _try_lock(file):

@@ -48,7 +48,7 @@ def with_encoded_media(table: Any, datasets: Any) -> Any:
 
 
 def _encoded(feature: Any, datasets: Any) -> Any:
-    """Return a feature of a table whose images and audio are not decoded; *feature* itself if it has none."""
+    """Return a feature of a table with images and audio that are not decoded; *feature* itself if it has none."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, datasets.Audio):

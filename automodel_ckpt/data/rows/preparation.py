@@ -1,8 +1,8 @@
 """Tokenize all rows of a table in parts, on all cores, into flat arrays in the files of a directory.
 
 Worker processes are forked, so that the function that they compute needs no pickling. Results come back in the order of
-the ranges of rows. A range whose function raised is computed again by the process that asked, so that it gets the
-exception itself, and that of the first such range.
+the ranges of rows. If the function raised for a range, the process that asked computes the range again, so that it gets
+the exception itself, and the exception of the first such range.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def in_order(
                     future = workers.submit(_compute, *bounds)
                 submitted.append((bounds, future))
             bounds, future = submitted.popleft()
-            # None if a worker cannot be started, has died, or its function raised.
+            # None when a worker cannot be started, has died, or its function raised.
             result = None
             with contextlib.suppress(BrokenProcessPool):
                 result = future and future.result()
@@ -90,7 +90,7 @@ def in_order(
 
 
 def _compute(start: int, stop: int) -> object | None:
-    """Compute the function in a worker. Returns None if it raises: some exceptions cannot be pickled."""
+    """Compute the function in a worker. Returns None when it raises: some exceptions cannot be pickled."""
     assert _function is not None
     with contextlib.suppress(Exception):
         return _function(start, stop)
@@ -169,7 +169,7 @@ def prepare(
     directory: Path,
     group_size: int,
 ) -> None:
-    """Write the data set of all *rows*, whose samples *encode* makes and *policy* truncates, into *directory*.
+    """Write the data set of all *rows* into *directory*. *encode* makes its samples, and *policy* truncates them.
 
     *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. Raises
     :class:`RecipeError` for the first row that *encode* does not accept, and then for all samples that are too long.

@@ -374,8 +374,8 @@ def _column_names(rows: _TableRows) -> list[str] | None:
 class RecordStream:
     """Iterates over the rows of several files, as pairs of content and location. Rows are read when they are used.
 
-    The state is the position after the last row, so a resume does not read the rows before it. :attr:`fields` are those
-    of the first 1000 rows.
+    The state is the position after the last row, so a resume does not read the rows before it. :attr:`fields` are the
+    fields of the first 1000 rows.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:

@@ -49,7 +49,7 @@ class RowStream(IterableDataset[Row]):
     """
 
     identity: str | None = None
-    """A digest that changes with the samples, as far as is known without reading them; None if unknown."""
+    """A digest that changes with the samples, as far as is known without reading them. None when unknown."""
     template: str | None = None
     """How conversations are rendered, in words; None for other samples."""
 

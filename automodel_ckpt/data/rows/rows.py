@@ -43,7 +43,7 @@ class FieldTemplate:
         try:
             undeclared = find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
-        # Jinja compiles to Python, whose compiler raises the last three for a template that is nested too deeply.
+        # Jinja compiles to Python. Python's compiler raises the last three for a template that is nested too deeply.
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise RecipeError(
                 "a field template is not valid Jinja",
@@ -87,7 +87,7 @@ class Rows:
         raise NotImplementedError
 
     def read(self, fields: Sequence[str]) -> Columns:
-        """The values of each field, row by row; None if a row does not have the field."""
+        """The values of each field, row by row. A value is None when a row does not have the field."""
         return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
@@ -217,7 +217,10 @@ class StreamedRows(Rows):
 
 
 class RowRange(Rows):
-    """The rows *start* to *stop* of the table *whole*. Fields, and whether they have messages, are those of *whole*."""
+    """The rows *start* to *stop* of the table *whole*.
+
+    Fields, and whether they have messages, are the same as in *whole*.
+    """
 
     def __init__(self, whole: Rows, start: int, stop: int) -> None:
         self.path = whole.path

@@ -1,7 +1,7 @@
 """Rows of local data files, of a directory of them, or of a data set of the Hugging Face Hub.
 
 JSON, CSV, TSV and text files are read by :mod:`.row_files`. Parquet, Arrow and the Hub are read by ``datasets``; so are
-directories whose README gives options for reading.
+directories with a README that gives options for reading.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Source(Rows):
                 "a data file has no subsets", where="dataset.name", value=self.name, hint=hint
             )
         self._require_no_revision()
-        # First: a misspelled path of a directory is no file whose splits matter.
+        # First: a misspelled path of a directory is no file with splits that matter.
         files = files_of(self.several or [self.path])
         if self._split_names() != ["train"]:
             raise RecipeError(
@@ -223,7 +223,7 @@ class Source(Rows):
 
     @cached_property
     def _record_files(self) -> dict[str, list[Path]] | None:
-        """The files of each split if :mod:`.row_files` reads them; None if ``datasets`` does."""
+        """The files of each split if :mod:`.row_files` reads them. None when ``datasets`` does."""
         if self.is_file:
             return {"train": self.files} if kind_of(self.files[0]) in KINDS else None
         directory = Path(self.path).expanduser()
@@ -360,7 +360,7 @@ class Source(Rows):
             return TableRows(self, with_encoded_media(table, datasets))
 
     def _report_others(self, reader: str) -> None:
-        """Warn about files that are ignored: only those of the most common format in a directory are read."""
+        """Warn about files that are ignored: only files of the most common format in a directory are read."""
         if self.is_file or reader not in LOADERS.values():
             return
         root = Path(self.path).expanduser()

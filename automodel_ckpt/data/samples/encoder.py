@@ -31,8 +31,8 @@ def encode_all(
 ) -> list[Ids]:
     """Return the token ids of each text without truncation and padding, and by default without special tokens.
 
-    The result is that of a call of *tokenizer*. A few texts are passed to it. More go to its backend directly, which
-    then computes no offsets and no masks, unless a subclass has changed how texts are encoded.
+    The result is the same as from a call of *tokenizer*. A few texts are passed to it. More go to its backend directly,
+    which then computes no offsets and no masks, unless a subclass has changed how texts are encoded.
     """
     if not texts:
         return []
@@ -48,7 +48,7 @@ def encode_all(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Start processes in the block whose tokenizers have one thread: each of them has one core."""
+    """Processes that start in the block tokenize with one thread: each process has one core."""
     before = os.environ.get(_PARALLELISM)
     os.environ[_PARALLELISM] = "false"
     try:
@@ -96,7 +96,7 @@ def tokenize(
 ) -> list[tuple[Ids, Ids]]:
     """Return the token ids of texts, or of pairs of texts for two *columns*, and the types of the tokens, if any.
 
-    *options* are those of a call of *tokenizer*, which adds special tokens by default.
+    *options* are arguments of a call of *tokenizer*, which adds special tokens by default.
     """
     encoded: Any = tokenizer(
         *map(list, columns), return_attention_mask=False, verbose=False, **options
@@ -134,7 +134,7 @@ class Continuations:
     The tokenizers of Llama 2, Mistral and Phi-3 put a space before a text. A sample has this space at its start, and
     not before a continuation. So a continuation is tokenized behind a mark, or behind the special token that precedes
     it, without which its tokens are used. Tokens of a text and of its continuation remain separate. Tokenizers that put
-    a space before each word, or remove one behind a text, such as that of T5, are used as they are.
+    a space before each word, or remove one behind a text, such as T5's tokenizer, are used as they are.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

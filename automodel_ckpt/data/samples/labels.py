@@ -270,7 +270,7 @@ def _one_hot(labels: Labels, value: Any) -> list[float]:
 
 
 def _of_classes(labels: Labels, classes: Sequence[str], value: Any) -> list[float]:
-    """Convert numbers that stand for names: the order of these can differ from that of the labels."""
+    """Convert numbers that stand for names: the order of the names can differ from the order of the labels."""
     values = list_of(value)
     named = []
     for each in [value] if values is None else values:

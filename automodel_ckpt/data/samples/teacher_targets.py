@@ -109,7 +109,7 @@ class PartWriter:
     """Writes the targets of consecutive samples into the files of one part of a cache."""
 
     def __init__(self, directory: Path, number: int) -> None:
-        """*number* is that of the part: the samples of a part follow those of the part before."""
+        """*number* is the part's number: the samples of a part follow the samples of the part before."""
         self._directory = directory / f"{number:05d}"
         self._directory.mkdir()
         self._files: dict[str, ArrayFile] = {}
@@ -148,7 +148,7 @@ class Publication:
     """A cache that is being written: its temporary directory, and its rename at the end. Used by one process."""
 
     def __init__(self, final: Path) -> None:
-        """Create the temporary directory next to *final*, and remove those of killed processes."""
+        """Create the temporary directory next to *final*, and remove temporary directories of killed processes."""
         self.final = final
         final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in final.parent.glob(f".{final.name}.*"):
@@ -202,7 +202,10 @@ class TargetCache:
 
     @classmethod
     def open(cls, directory: Path, key: str) -> TargetCache | None:
-        """Open the cache in *directory*; None if there is none for *key*, or if files are missing or of other sizes."""
+        """Open the cache in *directory*.
+
+        Returns None when there is none for *key*, or when files are missing or of other sizes.
+        """
         try:
             with (directory / MANIFEST).open("rb") as file:
                 manifest = json.loads(file.read(_LARGEST_MANIFEST))
@@ -228,9 +231,9 @@ class TargetCache:
         return self._ends[-1] if self._ends else 0
 
     def damaged_file(self, number: int = 0, num_ranks: int = 1) -> str | None:
-        """Read the files of every *num_ranks*-th part from *number*; None if they are as they were written.
+        """Read the files of every *num_ranks*-th part from *number*. Returns None when they are as they were written.
 
-        Otherwise, returns the name of one whose digest differs or that cannot be read.
+        Otherwise, returns the name of a file that has another digest or cannot be read.
         """
         for part in self.parts[number::num_ranks]:
             for name, entry in part["files"].items():
@@ -270,9 +273,9 @@ class _Part(SampleArrays):
 
 
 class TargetedDataset:
-    """A map-style data set whose samples have the teacher's targets beside their tokens, once :attr:`cache` is set.
+    """A map-style data set: samples have the teacher's targets in addition to tokens, once :attr:`cache` is set.
 
-    Its samples are those of *dataset*; packs count as samples.
+    Its samples are the samples of *dataset*; packs count as samples.
     """
 
     def __init__(self, dataset: Any) -> None:

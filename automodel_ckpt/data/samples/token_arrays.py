@@ -165,7 +165,7 @@ def documents_of(
     *,
     max_samples: int | None = None,
 ) -> TokenSpans:
-    """Divide arrays into documents, of which those of fewer than two tokens are left out.
+    """Divide arrays into documents. Documents of fewer than two tokens are left out.
 
     *starts* [n] are the ascending first tokens of the documents of each array; tokens before the first one are a
     document, too.
@@ -217,7 +217,7 @@ _MEGATRON_HINT = (
 
 
 def damaged_tokens(path: Path, what: str, value: object, hint: str = _MEGATRON_HINT) -> RecipeError:
-    """Make the error for a file of tokens whose content is invalid."""
+    """Make the error for a file of tokens with invalid content."""
     return RecipeError(what, where=str(path), value=value, hint=hint)
 
 
@@ -287,7 +287,7 @@ _CHECKED = 1 << 20
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """A validated index: *documents* are the document indices, *lengths* those of the sequences, memory-mapped."""
+    """A validated index: *documents* are the document indices, *lengths* the sequence lengths, memory-mapped."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -328,7 +328,7 @@ def read_index(prefix: Path) -> MegatronIndex:
     """Read and validate ``PREFIX.idx``. Raises :class:`RecipeError` for a file in another format or with wrong counts.
 
     Lengths must be positive or 0, pointers without gaps or overlaps, document indices ascending, and the size of
-    ``PREFIX.bin`` that of all sequences.
+    ``PREFIX.bin`` equal to the size of all sequences.
     """
     path = prefix.parent / f"{prefix.name}.idx"
     size = file_size(path)

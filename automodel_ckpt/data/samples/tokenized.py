@@ -60,7 +60,7 @@ class SampleArrays:
 
 
 class ArrayFile:
-    """A ``.npy`` file of an array whose first axis grows."""
+    """A ``.npy`` file of an array with a growing first axis."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self.size = 0
@@ -185,7 +185,7 @@ class TokenizedDataset(SampleArrays):
     draws_nothing = True
     array_names = ("tokens", "ends", "labelled", "counts")
     group_size: ClassVar[int] = 1
-    """Number of tokenized samples of a row; those of a row are skipped together."""
+    """Number of tokenized samples of a row. All samples of a row are skipped together."""
     noun: ClassVar[str] = "sample"
     """What an item is called in the log."""
     template: str | None = None
@@ -193,7 +193,7 @@ class TokenizedDataset(SampleArrays):
     notes: Mapping[str, int] = MappingProxyType({})
     """What a user should know about samples, in words -> number of such samples."""
     identity: str | None = None
-    """A digest that changes with the samples; None if unknown."""
+    """A digest that changes with the samples. None when unknown."""
     limit: int | None = None
     """The maximum tokens of a sample; None: there is none."""
 
@@ -205,7 +205,7 @@ class TokenizedDataset(SampleArrays):
         counts: Integers,
         numbers: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """*numbers* are those of the samples; None if no sample has one."""
+        """*numbers* are the numbers of the samples; None: no sample has one."""
         self.tokens = tokens
         self.ends = ends
         self.labelled = labelled
@@ -225,7 +225,7 @@ class TokenizedDataset(SampleArrays):
     def first(self, max_samples: int | None) -> Self:
         """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
         num_samples = at_most(max_samples, len(self)) * self.group_size
-        # The counts remain those of all samples: report them before.
+        # The counts still include all samples: report them before.
         ends = self.ends[:num_samples]
         first = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
         first.notes = self.notes
@@ -263,8 +263,8 @@ class TokenizedDataset(SampleArrays):
     def reported(self, what: str, seq_length: int, max_samples: int | None) -> Self:
         """Return a data set of the first *max_samples* items (None: all), and log their lengths.
 
-        The numbers of truncated and skipped samples are those of all. *what* is the name of the data in the log.
-        Raises :class:`RecipeError` if all samples were skipped.
+        The numbers of truncated and skipped samples include all items, not only the first. *what* is the name of the
+        data in the log. Raises :class:`RecipeError` if all samples were skipped.
         """
         limit = self.limit_text(seq_length)
         num_skipped = int(self.counts[1])
