@@ -20,7 +20,10 @@ CLOSE_SECONDS = 10.0
 
 
 def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
-    """Raise :class:`RecipeError` for trackers without an installed library, and for any tracker without logs."""
+    """Raise :class:`RecipeError` for trackers without an installed library.
+
+    If the run has no logs, raises it for any tracker.
+    """
     if names and not has_logs:
         raise RecipeError(
             "trackers read the run's logs, but this run writes none",
