@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,6 +174,9 @@ def _run_recipe(line: CommandLine) -> int:
     check_node_counts(loaded, line.flags)
     if "dry_run" in line.modes:
         return _dry_run(loaded, line, ranks)
+    # Nothing else is shown on a terminal for the seconds in which these packages are imported.
+    if sys.stderr.isatty() and _reports_for_node():
+        print(time.strftime("%H:%M:%S"), "importing torch and transformers", file=sys.stderr)
     from automodel_ckpt.cli.launch.launcher import launch
 
     return launch(loaded, line.flags, lambda: _prepared(loaded, line))

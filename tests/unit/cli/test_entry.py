@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.history import write_run
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 START = """
 import importlib.abc, os, signal, sys
 
@@ -82,3 +84,16 @@ def test_an_interrupt_before_the_command_can_report_it_is_one_word() -> None:
     )
     ended = start("ckpt_train", "none", interrupt)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+def test_a_terminal_shows_what_is_imported_before_the_large_libraries_are(tmp_path: Path) -> None:
+    recipe = EXAMPLES / "llm_finetune" / "tiny_llama_lora.yaml"
+    reader, terminal = os.openpty()
+    line = [str(recipe), "--checkpoint.checkpoint_dir", str(tmp_path / "run")]
+    words = f"NAME, AT, WORDS = 'ckpt_train', 'torch', {line!r}\n"
+    ended = subprocess.run([sys.executable, "-c", words + START], stderr=terminal, timeout=60)
+    os.close(terminal)
+    shown = os.read(reader, 1000).decode()
+    os.close(reader)
+    assert shown.splitlines()[0].endswith(" importing torch and transformers")
+    assert ended.returncode == 75
