@@ -1,4 +1,4 @@
-"""The benchmarks: a small one of saving, loading and consolidating runs, and implementations of the loss are compared."""
+"""The benchmarks run at a small size: saving, loading and consolidating, and implementations of the loss."""
 
 from __future__ import annotations
 
