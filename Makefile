@@ -100,7 +100,7 @@ format: $(STAMP)  ## format the code and sort its imports
 
 bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
 	@$(BIN)/python -m tools.bench.startup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.checkpoint --docs $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)

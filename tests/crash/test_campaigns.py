@@ -89,7 +89,7 @@ def test_no_kill_of_a_sample_loses_or_changes_a_file_that_checkpoints_share() ->
     assert done.failures == [] and done.points == 6
 
 
-@pytest.mark.parametrize("name", ["save", "back"])
+@pytest.mark.parametrize("name", [pytest.param("save", marks=pytest.mark.further), "back"])
 def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the_next_start(
     sweep: kill.Sweep, name: str
 ) -> None:
@@ -163,6 +163,7 @@ def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
     assert done.failures == [] and done.points > 300
 
 
+@pytest.mark.further
 def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
     needs_calls()
     swept = kill.run_baseline(BASELINES[0], points=4, seed=1, seconds=10)

@@ -132,7 +132,10 @@ def test_a_template_that_fails_is_an_error_with_a_hint(
     assert "the chat template" in failure(capsys, directory, REMOVED[name])
 
 
-@pytest.mark.parametrize("name", COSTLY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("nested loops", marks=pytest.mark.further), "a comparison of lists that double"],
+)
 def test_a_template_that_would_not_end_is_stopped(
     capsys: Capture, directory: Path, name: str
 ) -> None:

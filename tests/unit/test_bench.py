@@ -1,4 +1,4 @@
-"""The benches of saving, loading and consolidating: how figures are made and shown, and that a small one runs."""
+"""The benchmarks run at a small size: saving, loading and consolidating, and implementations of the loss."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from pathlib import Path
 import pytest
 
 from tests.support.servers.command_server import CommandServer
-from tools.bench import loss_kernels as bench_loss_kernels
+from tools.bench.loss_kernels import compare
 from tools.bench.rounds import ROOT
 
 
 @pytest.mark.slow
-def test_consolidation_is_compared_with_cp(tmp_path: Path, commands: CommandServer) -> None:
-    words = ["tools.bench.consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
-    done = commands.run("python", "-m", *words, cwd=ROOT, timeout=170)
-    assert done.returncode == 0, done.stderr
-    for line in (
-        "consolidating, cold, compared with cp and fsync",
-        "ours: F32 cast to BF16",
-        "torch: 2 shards, 4 files",
-    ):
-        assert line in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_every_implementation_of_the_loss_is_compared_on_a_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_saving_loading_and_consolidating_are_compared_with_system_calls(
+    tmp_path: Path, commands: CommandServer
 ) -> None:
     file = tmp_path / "figures.json"
-    sizes = "--device cpu --vocabulary 97 --hidden 16 --tokens 32 --rounds 1"
-    bench_loss_kernels.main([*sizes.split(), "--json", str(file)])
+    (tmp_path / "work").mkdir()
+    words = ["--size", "1M", "--runs", "1", "--directory", str(tmp_path / "work")]
+    command = ["python", "-m", "tools.bench.checkpoint", *words, "--json", str(file)]
+    done = commands.run(*command, cwd=ROOT, timeout=170)
+    assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
-    assert list(found) == ["32 tokens, trained layer", "32 tokens, frozen layer"]
-    for trained, rows in zip((True, False), found.values(), strict=True):
-        assert {"matrix products", "full logits", "ours, torch"} <= rows.keys()
-        for name in ("full logits", "ours, torch"):
-            assert rows[name]["error_hidden"] < 1e-2
-            assert ("error_weight" in rows[name]) == trained
-            assert rows[name]["time_in_products"] > 0
-    assert capsys.readouterr().out.count("| ours, torch |") == 2
+    assert [group["title"] for group in found["groups"]] == [
+        "saving, compared with a write and fsync",
+        "loading, cold",
+        "consolidating, compared with cp and fsync",
+    ]
+    for group in found["groups"]:
+        assert group["rows"][0]["ratio"] == 1
+        assert sum(row["ours"] for row in group["rows"]) >= 3
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_every_implementation_of_the_loss_is_compared_on_a_device(trains: bool) -> None:
+    rows = compare("cpu", 97, 16, 32, trains=trains, rounds=1)
+    assert {"matrix products", "full logits", "ours, torch"} <= rows.keys()
+    for name in ("full logits", "ours, torch"):
+        assert rows[name]["error_hidden"] < 1e-2
+        assert ("error_weight" in rows[name]) == trains
+        assert rows[name]["time_in_products"] > 0

@@ -58,8 +58,8 @@ sys.exit(gpu.main())
     "parts",
     [
         ["ceilings", "head", "numerics", "vlm"],
-        ["lora", "packing", "saves"],
-        ["full"],
+        pytest.param(["lora", "packing", "saves"], marks=pytest.mark.further),
+        pytest.param(["full"], marks=pytest.mark.further),
         ["tests"],
     ],
     ids=" ".join,

@@ -59,6 +59,7 @@ def test_changes_that_cannot_make_a_difference_are_not_made(
     assert sorted(mutation.description for mutation in found) == sorted(descriptions)
 
 
+@pytest.mark.further
 def test_a_noticed_change_is_killed_an_unnoticed_one_survives_and_one_that_hangs_times_out(
     tmp_path: Path,
 ) -> None:

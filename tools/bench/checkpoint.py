@@ -1,12 +1,11 @@
 """Compare the cost of saving, loading and consolidating with moving the same bytes, and with other programs.
 
-    python -m tools.bench.checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE] [--automodel-tool FILE]
+    python -m tools.bench.checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE]
 
 A Llama-shaped bf16 model, sharded by FSDP2 over gloo ranks. Every row runs once in each round, so that changes in the
 machine's speed affect all rows equally. The figures are medians over the rounds. Ratios are relative to the first row
 of the group, which moves the same number of bytes with system calls; seconds are only comparable on the same machine.
-Our saves are always durable, also in the group of writes to the page cache. ``--docs`` writes docs/performance.md and
-its plot.
+``--docs`` writes docs/performance.md.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ from tools.bench.rounds import (
     llama_shapes,
     parse_size,
     rounds,
-    unflushed,
-    warm,
 )
 
 
@@ -148,27 +145,19 @@ class Bench:
 
         return both
 
-    def saving_rows(self, *, durable: bool) -> Iterator[Row]:
-        ensure: Callable[[Callable[[Path], object]], Callable[[Path], object]]
-        ensure = self.then_fsync if durable else lambda run: run
-        yield Row("raw write + fsync" if durable else "raw write", ensure(self.raw_write))
+    def saving_rows(self) -> Iterator[Row]:
+        yield Row("raw write + fsync", self.then_fsync(self.raw_write))
         yield Row("ours: shards", self.ours, ours=True)
         yield Row("ours: hf layout", lambda d: self.ours(d, model_layout="hf"), ours=True)
         yield Row(
             "ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True
         )
-        if not durable:
-            yield Row("ours: shards, without fsync (benchmark only)", unflushed(self.ours))
-            yield Row(
-                "ours: hf layout, without fsync (benchmark only)",
-                unflushed(lambda d: self.ours(d, model_layout="hf")),
-            )
-        yield Row("safetensors save_file, one per rank", ensure(self.save_file))
-        yield Row("torch DCP FileSystemWriter", ensure(self.dcp))
-        yield Row("torch DCP HuggingFaceStorageWriter", ensure(self.dcp_hf), slow=True)
+        yield Row("safetensors save_file, one per rank", self.then_fsync(self.save_file))
+        yield Row("torch DCP FileSystemWriter", self.then_fsync(self.dcp))
+        yield Row("torch DCP HuggingFaceStorageWriter", self.then_fsync(self.dcp_hf), slow=True)
         yield Row(
             "the same with its consolidation",
-            ensure(lambda d: self.dcp_hf(d, consolidated=True)),
+            self.then_fsync(lambda d: self.dcp_hf(d, consolidated=True)),
             slow=True,
         )
 
@@ -263,23 +252,18 @@ class Bench:
         return float(seconds)
 
     def measure(self, root: Path, num_rounds: int) -> tuple[list[Group], list[Memory]]:
-        nbytes, groups = self.nbytes * self.size, []
-        for durable in (False, True):
-            baseline = "a write and fsync" if durable else "a write to the page cache"
-            title = f"saving, compared with {baseline}"
-            groups.append(Group(title, nbytes, list(self.saving_rows(durable=durable))))
-            self.rounds(groups[-1], num_rounds, root, os.sync)
+        nbytes = self.nbytes * self.size
+        saving = Group("saving, compared with a write and fsync", nbytes, list(self.saving_rows()))
+        self.rounds(saving, num_rounds, root, os.sync)
         kept = root / "kept"
         self.keep(kept)
-        files = data_files(kept)
-        for name, prepare in (("warm", lambda: warm(files)), ("cold", lambda: cold(files))):
-            groups.append(Group(f"loading, {name}", nbytes, list(self.loading_rows(kept))))
-            self.rounds(groups[-1], num_rounds, kept, prepare)
-        return groups, self.memories(root, kept)
+        loading = Group("loading, cold", nbytes, list(self.loading_rows(kept)))
+        self.rounds(loading, num_rounds, kept, partial(cold, data_files(kept)))
+        return [saving, loading], self.memories(root, kept)
 
     def memories(self, root: Path, kept: Path) -> list[Memory]:
         """Measure for each of our rows by how much the memory grows, on the rank where it grows most."""
-        kinds = {"saving": self.saving_rows(durable=False), "loading": self.loading_rows(kept)}
+        kinds = {"saving": self.saving_rows(), "loading": self.loading_rows(kept)}
         found = []
         for kind, rows in kinds.items():
             for row in rows:
@@ -369,12 +353,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument(
-        "--automodel-tool",
-        type=Path,
-        metavar="FILE",
-        help="NeMo AutoModel's offline tool, to run it too",
-    )
     parser.add_argument("--docs", action="store_true", help="write docs/performance.md")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all times to this file"
@@ -384,10 +362,8 @@ def main() -> None:
         (Path(root) / "ranks").mkdir()
         groups, memory = by_ranks(arguments, Path(root) / "ranks")
         shutil.rmtree(Path(root) / "ranks")
-        more, other = consolidate.measure(
-            Path(root), arguments.size, arguments.runs, arguments.automodel_tool
-        )
-    results = as_json([*groups, *more], [*memory, *other], arguments.size)
+        more, other = consolidate.measure(Path(root), arguments.size, arguments.runs)
+    results = as_json([*groups, more], [*memory, *other], arguments.size)
     print(as_text(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,22 +1,17 @@
-"""Compare the cost of consolidating with ``cp`` of the same bytes. checkpoint.py runs this, too.
+"""The rows of :mod:`tools.bench.checkpoint` about consolidating, compared with ``cp`` of the same bytes.
 
-    python -m tools.bench.consolidate [--size 1G] [--runs 3] [--directory DIR] [--automodel-tool FILE]
-
-Our consolidations are durable and compare every byte with its digest. Torch's and NeMo AutoModel's do neither. In the
-groups with fsync, their files are fsynced afterwards.
+Our consolidations are durable and compare every byte with its digest. Torch's do neither; its files are fsynced
+afterwards.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
@@ -26,13 +21,10 @@ from tools.bench.rounds import (
     Memory,
     Row,
     anonymous_megabytes,
-    cold,
     data_files,
     fsync_all,
     in_this_process,
-    parse_size,
     rounds,
-    unflushed,
     warm,
 )
 from tools.bench.sources import write_source
@@ -52,15 +44,14 @@ def sources(root: Path, size: int) -> dict[str, Path]:
     }
 
 
-def copied(source: Path, *, durable: bool) -> Callable[[Path], None]:
+def copied(source: Path) -> Callable[[Path], None]:
     """``cp`` of a checkpoint's shards, clones of whole files excluded."""
 
     def run(directory: Path) -> None:
         subprocess.run(
             ["cp", "--reflink=never", *map(str, data_files(source)), str(directory)], check=True
         )
-        if durable:
-            fsync_all(directory)
+        fsync_all(directory)
 
     return run
 
@@ -78,7 +69,7 @@ def our_process(source: Path) -> Callable[[Path], object]:
     )
 
 
-def torchs(source: Path, *, durable: bool) -> Callable[[Path], None]:
+def torchs(source: Path) -> Callable[[Path], None]:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import (
         consolidate_safetensors_files,
     )
@@ -89,38 +80,15 @@ def torchs(source: Path, *, durable: bool) -> Callable[[Path], None]:
 
     def run(directory: Path) -> None:
         consolidate_safetensors_files(str(source / "model"), str(directory), numbers, num_threads=5)
-        if durable:
-            fsync_all(directory)
+        fsync_all(directory)
 
     return run
 
 
-def automodels(tool: Path, source: Path, *, durable: bool) -> Callable[[Path], None]:
-    def run(directory: Path) -> None:
-        taken = directory / "input"  # the tool moves the side files away from there
-        shutil.copytree(source / "model", taken, copy_function=os.link)
-        options = [
-            "--model-name",
-            "model",
-            "--input-dir",
-            str(taken),
-            "--output-dir",
-            str(directory / "out"),
-        ]
-        subprocess.run([sys.executable, str(tool), *options], check=True, capture_output=True)
-        shutil.rmtree(taken)
-        if durable:
-            fsync_all(directory)
-
-    return run
-
-
-def rows(
-    found: dict[str, Path], tool: Path | None, *, durable: bool, is_cold: bool
-) -> Iterator[Row]:
-    """The rows of one group."""
+def rows(found: dict[str, Path]) -> Iterator[Row]:
+    """Yield the rows: ours are durable and verified, the files of the others are fsynced afterwards."""
     one, four, dim1 = found["2 shards"], found["4 files"], found["dim 1"]
-    yield Row("cp + fsync" if durable else "cp", copied(one, durable=durable))
+    yield Row("cp + fsync", copied(one))
     yield _row("ours: 2 shards, 1 file", ours(one), one, ours=True)
     yield _row("ours: 2 shards, 4 files", ours(four), four, ours=True)
     yield _row("ours: 8 shards, 1 file", ours(found["8 shards"]), found["8 shards"], ours=True)
@@ -129,20 +97,9 @@ def rows(
         "ours: F32 cast to BF16, per byte read", ours(found["F32"], "bf16"), found["F32"], ours=True
     )
     yield _row("ours: 2 shards, 1 file, whole process", our_process(one), one, ours=True)
-    if not durable:
-        yield _row("ours: 2 shards, without fsync (benchmark only)", unflushed(ours(one)), one)
-    yield _row("torch: 2 shards, 1 file", torchs(one, durable=durable), one, slow=True)
-    if not is_cold:
-        yield _row("torch: 2 shards, 4 files", torchs(four, durable=durable), four, slow=True)
-        yield _row(
-            "torch: 8 shards sharded along dim 1, 1 file",
-            torchs(dim1, durable=durable),
-            dim1,
-            slow=True,
-        )
-    if tool is not None:
-        run = automodels(tool, one, durable=durable)
-        yield _row("AutoModel: 2 shards, 1 file, whole process", run, one, slow=True)
+    yield _row("torch: 2 shards, 1 file", torchs(one), one, slow=True)
+    yield _row("torch: 2 shards, 4 files", torchs(four), four, slow=True)
+    yield _row("torch: 8 shards sharded along dim 1, 1 file", torchs(dim1), dim1, slow=True)
 
 
 def _row(
@@ -162,32 +119,17 @@ def _row(
     )
 
 
-def measure(
-    root: Path, size: int, num_rounds: int, tool: Path | None
-) -> tuple[list[Group], list[Memory]]:
-    """All groups of consolidation, and the memory that it takes."""
+def measure(root: Path, size: int, num_rounds: int) -> tuple[Group, list[Memory]]:
+    """Measure all rows, and the memory that a consolidation takes."""
     found = sources(root / "sources", size)
     inputs = [path for source in found.values() for path in data_files(source)]
     nbytes = sum(path.stat().st_size for path in data_files(found["2 shards"]))
-    groups = []
-    for is_cold in (False, True):
-        for durable in (False, True):
-            cache = "cold" if is_cold else "warm"
-            baseline = "cp and fsync" if durable else "cp"
-            title = f"consolidating, {cache}, compared with {baseline}"
-            group = Group(title, nbytes, list(rows(found, tool, durable=durable, is_cold=is_cold)))
-            warm(inputs)
-            rounds(
-                group,
-                num_rounds,
-                root / "out",
-                partial(cold, inputs) if is_cold else os.sync,
-                in_this_process,
-            )
-            groups.append(group)
+    group = Group("consolidating, compared with cp and fsync", nbytes, list(rows(found)))
+    warm(inputs)
+    rounds(group, num_rounds, root / "out", os.sync, in_this_process)
     memory = memories(found, root / "out")
     shutil.rmtree(root / "sources")
-    return groups, memory
+    return group, memory
 
 
 def memories(found: dict[str, Path], output: Path) -> list[Memory]:
@@ -210,33 +152,3 @@ def memories(found: dict[str, Path], output: Path) -> list[Memory]:
     measured.append(Memory("consolidating, torch: 2 shards", theirs))
     shutil.rmtree(output)
     return measured
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)"
-    )
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument(
-        "--automodel-tool",
-        type=Path,
-        metavar="FILE",
-        help="offline_hf_consolidation.py of NeMo AutoModel",
-    )
-    arguments = parser.parse_args()
-    from tools.bench.report import as_text
-    from tools.bench.rounds import as_json
-
-    with tempfile.TemporaryDirectory(prefix="bench-consolidate-", dir=arguments.directory) as root:
-        groups, memory = measure(
-            Path(root), arguments.size, arguments.runs, arguments.automodel_tool
-        )
-    print(as_text(as_json(groups, memory, arguments.size)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,18 @@
 """Compare implementations of the output layer's cross-entropy on a device: time, memory and error of the gradients.
 
-    python -m tools.bench.loss_kernels [--device cuda] [--vocabulary 128256] [--hidden 4096] [--tokens 4096 8192]
-        [--json FILE]
-
 Rows: the three matrix products of a linear layer alone, full logits, this project's chunks with each entry of KERNELS
 (models/loss/loss_inputs.py), PyTorch's linear_cross_entropy, Liger and cut-cross-entropy where they are installed.
-The layer trains or is frozen. Errors are relative to a computation in float32. After a measurement on a GPU, put the
-fastest that is as exact first in KERNELS.
+The layer trains or is frozen. Errors are relative to a computation in float32. The part ``head`` of ``make gpu`` runs
+it. After a measurement on a GPU, put the fastest that is as exact first in KERNELS.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,55 +187,3 @@ def median_seconds(function: Callable[[], None], device: str, rounds: int) -> fl
         if number >= 2:
             measured.append(time.perf_counter() - started)
     return statistics.median(measured)
-
-
-def as_table(figures: dict[str, Figures]) -> str:
-    """The figures of :func:`compare` as a table in Markdown."""
-    lines = [
-        "| | ms | of the products | of full logits' memory | errors |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, row in figures.items():
-        if "error" in row:
-            lines.append(f"| {name} | {row['error']} | | | |")
-            continue
-        errors = [f"{row[key]:.1e}" for key in ("error_hidden", "error_weight") if key in row]
-        time_ratio, memory = row.get("time_in_products", 1), row.get("memory_in_full_logits", 0)
-        milliseconds = 1e3 * row["seconds"]
-        lines.append(
-            f"| {name} | {milliseconds:.2f} | {time_ratio:.2f} | {memory:.2f} | {', '.join(errors)} |"
-        )
-    return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Compare all, print tables, and write the figures as JSON if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--vocabulary", type=int, default=128_256)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    found: dict[str, dict[str, Figures]] = {}
-    for num_tokens in given.tokens:
-        for trains in (True, False):
-            title = f"{num_tokens} tokens, {'trained' if trains else 'frozen'} layer"
-            found[title] = compare(
-                given.device,
-                given.vocabulary,
-                given.hidden,
-                num_tokens,
-                trains=trains,
-                rounds=given.rounds,
-            )
-            print(f"\n{title}\n\n{as_table(found[title])}", flush=True)
-            if given.json is not None:
-                given.json.write_text(json.dumps(found, indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -15,11 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
-
-from automodel_ckpt.checkpoint.export import output as export_output
-from automodel_ckpt.checkpoint.files import durable_file
-from automodel_ckpt.checkpoint.jobs import shared_file
 
 ROOT = Path(__file__).parents[2]
 _WIDTH = 2048
@@ -89,19 +84,6 @@ def in_this_process(row: Row, directory: Path) -> float:
     seconds = time.perf_counter() - started
     shutil.rmtree(directory)
     return seconds
-
-
-def unflushed(run: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Return *run* without O_DIRECT and fsync, for a comparison with writes to the page cache. No command does this."""
-
-    def run_so(directory: Path) -> None:
-        with contextlib.ExitStack() as stack:
-            for module in (durable_file, shared_file, export_output):
-                stack.enter_context(mock.patch.object(module, "DIRECT_FROM_BYTES", sys.maxsize))
-            stack.enter_context(mock.patch.object(os, "fsync", return_value=None))
-            run(directory)
-
-    return run_so
 
 
 def warm(paths: Iterable[Path]) -> None:

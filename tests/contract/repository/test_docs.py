@@ -31,7 +31,7 @@ GUIDES = sorted((DOCS / "guides").glob("*.md"))
 LONGER = frozenset(
     (
         *("audio", "classification", "library", "logging-and-plots", "multi-gpu", "multi-node"),
-        *("object-storage", "optimizer", "preference", "pretrain", "resume"),
+        *("object-storage", "optimizer", "preference", "pretrain", "resume", "write-a-recipe"),
     )
 )
 """The guides that take seconds, and whose commands other tests have with other data: `make test-all` follows them."""
@@ -51,10 +51,7 @@ SIZES = re.compile(rf"\b({'|'.join(LARGEST)}): (\d+)")
 FEWER_EPOCHS = re.compile(r"^(  num_epochs:) \d+$", re.MULTILINE)
 """A guide's own recipe trains for one epoch: how many there are is nothing that its commands show."""
 SHOWN_ONLY = {"text", "yaml", "json", "toml"}
-MARKS = {
-    **dict.fromkeys(LONGER, pytest.mark.further),
-    "write-a-recipe": pytest.mark.slow,
-}
+MARKS = dict.fromkeys(LONGER, pytest.mark.further)
 
 
 @dataclass(frozen=True)

@@ -271,14 +271,14 @@ def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
     assert all(Path(file).is_relative_to(tmp_path / "home") for file in files)
 
 
-def test_the_readme_lists_each_extra_with_its_packages_and_lowest_versions() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_a_guide_lists_each_extra_with_its_packages_and_lowest_versions() -> None:
+    guide = (ROOT / "docs" / "guides" / "install.md").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    (sentence,) = re.findall(r"^The extras (.*) are for work on this program\.$", readme, re.M)
+    (sentence,) = re.findall(r"^The extras (.*) are for work on this program\.$", guide, re.M)
     for_development = set(re.findall(r"`([\w-]+)`", sentence))
     listed = {}
-    for name, versions in re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]+) \|$", readme, re.M):
+    for name, versions in re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]+) \|$", guide, re.M):
         listed[name] = [version.replace(" ", ">=") for version in versions.split(", ")]
     for_users = {name: needs for name, needs in extras.items() if name not in for_development}
     assert for_development <= extras.keys()

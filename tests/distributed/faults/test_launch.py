@@ -427,6 +427,7 @@ def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> Non
     assert "Traceback" not in done.err
 
 
+@pytest.mark.further
 @pytest.mark.slow
 def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
     # torch would take 15 seconds to miss a machine that is gone.

@@ -128,6 +128,7 @@ def own_loss(model: Any, directory: Path, processor: Any, numbers: list[int]) ->
     return total / count
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(("family", "strategy"), RUNS)
 def test_a_killed_run_goes_on_exactly_with_the_losses_of_transformers(
     family: str, strategy: str, tmp_path: Path

@@ -226,9 +226,8 @@ def write_mixed(directory: Path, models: Path, more: str, **distill: Any) -> Pat
     return path
 
 
-@pytest.mark.parametrize(
-    ("top_k", "num_ranks"), [pytest.param(None, 1, marks=pytest.mark.further), (8, 2)]
-)
+@pytest.mark.further
+@pytest.mark.parametrize(("top_k", "num_ranks"), [(None, 1), (8, 2)])
 def test_a_killed_run_continues_exactly(
     top_k: int | None,
     num_ranks: int,

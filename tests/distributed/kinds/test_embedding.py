@@ -46,11 +46,11 @@ def run(recipe: Path, name: str, num_ranks: int, *overrides: str) -> list[float]
         ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
         ("bert", ("--embedding.negatives=own",), ("ddp_accumulated",)),
         # Adapters of the pooler would have no gradient, for which ddp would wait.
-        ("bert", LORA, ("ddp",)),
+        pytest.param("bert", LORA, ("ddp",), marks=pytest.mark.further),
         pytest.param(
             "llama", ("--embedding.attention=bidirectional",), ("tp",), marks=pytest.mark.further
         ),
-        ("llama", LORA, ("tp",)),
+        pytest.param("llama", LORA, ("tp",), marks=pytest.mark.further),
     ],
 )
 def test_ranks_train_like_one_process(

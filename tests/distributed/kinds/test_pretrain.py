@@ -59,6 +59,7 @@ def values_of(directory: Path) -> list[list[float]]:
     return [[record[name] for name in names] for record in records if "loss" in record]
 
 
+@pytest.mark.further
 def test_a_killed_run_continues_exactly_and_ranks_do_not_matter(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, TEXT)
     whole = run(recipe, "whole", NO_VALIDATION)

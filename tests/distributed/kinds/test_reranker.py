@@ -34,7 +34,12 @@ logged = partial(pair_recipes.logged, count="queries", metrics=METRICS)
             ("tp",),
             marks=pytest.mark.further,
         ),
-        ("llama", (TEMPLATE, "--peft={r: 4, target_modules: all-linear}"), ("fsdp2",)),
+        pytest.param(
+            "llama",
+            (TEMPLATE, "--peft={r: 4, target_modules: all-linear}"),
+            ("fsdp2",),
+            marks=pytest.mark.further,
+        ),
     ],
 )
 def test_ranks_train_like_one_process(

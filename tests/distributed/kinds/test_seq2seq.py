@@ -25,7 +25,8 @@ SWITCH = MODELS["tied"].replace(
 """A model that calls only the experts that a token of the micro-batch chooses."""
 
 
-@pytest.mark.parametrize("model", [pytest.param("tied", marks=pytest.mark.further), "switch"])
+@pytest.mark.further
+@pytest.mark.parametrize("model", ["tied", "switch"])
 def test_ranks_train_like_one_process(tmp_path: Path, model: str) -> None:
     recipe = write(tmp_path, MODELS.get(model, SWITCH))
     ways = {"fsdp2": Way(WAYS["fsdp2"], (STEPS,))}

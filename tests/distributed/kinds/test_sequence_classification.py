@@ -86,6 +86,7 @@ def metrics_of(directory: Path) -> dict[str, float]:
     return dict(json.loads(lines[-1]))
 
 
+@pytest.mark.further
 def test_a_killed_run_resumes_exactly_and_its_export_names_the_labels(tmp_path: Path) -> None:
     recipe = topics(tmp_path, dropout=0.2)
     whole = run(recipe, "whole", 1, EXPORT)

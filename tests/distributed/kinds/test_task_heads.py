@@ -42,7 +42,7 @@ RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp": (2, ("--distributed.tp_size=2", "--distributed.sequence_parallel")),
 }
 GROUPS = [
-    ("llama", False, ("fsdp2", "tp")),
+    pytest.param("llama", False, ("fsdp2", "tp"), marks=pytest.mark.further),
     pytest.param("llama", True, ("fsdp2",), marks=pytest.mark.further),
     ("bert", True, ("ddp",)),
 ]

@@ -117,6 +117,7 @@ def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path)
     assert os.readlink(tmp_path / "run/LOWEST_VAL") == f"epoch_0_step_{highest['step']}"
 
 
+@pytest.mark.further
 def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None:
     whole = run(tmp_path, "whole", RECIPE + SETS)
     arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}", *OVERRIDES)

@@ -134,8 +134,8 @@ def tensors(directory: Path) -> dict[str, bytes]:
 
 RUNS: list[Any] = [
     ("llava", "fsdp2", 2, "safetensors"),
-    ("idefics3", "ddp", 2, "torch_save"),
-    ("gemma3", "single", 1, "safetensors"),
+    pytest.param("idefics3", "ddp", 2, "torch_save", marks=pytest.mark.further),
+    pytest.param("gemma3", "single", 1, "safetensors", marks=pytest.mark.further),
     pytest.param("qwen2_5_vl", "fsdp2", 2, "safetensors", marks=pytest.mark.further),
 ]
 if ALL:

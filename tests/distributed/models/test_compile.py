@@ -34,6 +34,7 @@ class CompiledLoop(LLMFinetune.loop_class):
 Compiled = with_loop(Recipe, CompiledLoop)
 
 
+@pytest.mark.further
 def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_path: Path) -> None:
     four = (STILL, "--lr_scheduler.decay_steps=4", "--step_scheduler.max_steps=4")
     run(tmp_path, *four, name="plain", num_ranks=2)

@@ -413,9 +413,8 @@ def check_interrupted(tower: Any, inputs: torch.Tensor) -> None:
     assert all(isinstance(each, DTensor) for each in tower.layers.parameters())
 
 
-@pytest.mark.parametrize(
-    "adapters", [False, pytest.param(True, marks=pytest.mark.further)], ids=["in full", "LoRA"]
-)
+@pytest.mark.further
+@pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
 def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     adapters: bool, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_loss_and_gradients_are_those_of_plain_pytorch_also_with_tensor_parallel
             )
 
 
+@pytest.mark.further
 def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Path) -> None:
     text = RECIPE + VALIDATION
     options = ("--step_scheduler.max_steps=6", "--optimizer.lr=1e-3")

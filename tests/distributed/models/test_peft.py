@@ -294,6 +294,7 @@ def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refus
     assert isinstance(error, RecipeError) and "it needs a CUDA device; this is a cpu" in str(error)
 
 
+@pytest.mark.further
 def test_one_rank_goes_on_with_the_adapters_of_two(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     common = (

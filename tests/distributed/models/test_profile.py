@@ -26,6 +26,7 @@ def steps_in(trace: Path) -> set[str]:
     return {name for name in names if name.startswith("step ")}
 
 
+@pytest.mark.further
 def test_the_selected_steps_are_traced_on_the_selected_ranks_and_nothing_else_changes(
     tmp_path: Path,
 ) -> None:

@@ -87,6 +87,7 @@ def test_gradients_pass_the_rounding_unchanged(name: str) -> None:
         torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.further
 def test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_when_asked(
     tmp_path: Path,
 ) -> None:

@@ -109,6 +109,7 @@ def same_files(one: Path, other: Path) -> bool:
     return bool(names) and all(contents)
 
 
+@pytest.mark.further
 def test_a_killed_run_with_asynchronous_saves_goes_on_exactly_and_on_one_rank(
     tmp_path: Path,
 ) -> None:

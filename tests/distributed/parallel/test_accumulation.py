@@ -14,6 +14,7 @@ from tests.support.runs.training import Recipe, with_loop
 Counted = with_loop(Recipe, CountsReductions)
 
 
+@pytest.mark.further
 def test_gradients_are_reduced_as_often_as_the_recipe_asks(tmp_path: Path) -> None:
     fsdp2, ddp = "--distributed.strategy=fsdp2", "--distributed.strategy=ddp"
     reduces = {

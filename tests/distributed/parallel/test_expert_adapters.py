@@ -86,6 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return root, ranks.run(all_families, 2, init=False, timeout=200)
 
 
+@pytest.mark.further
 def test_a_run_with_adapters_on_experts_resumes_bit_for_bit(runs: Any) -> None:
     _, digests = runs
     for of_rank in digests:

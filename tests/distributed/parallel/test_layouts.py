@@ -89,8 +89,8 @@ KINDS = {
 }
 
 
-FIRST = {"pretrain", "vlm_finetune"}
-"""Rows of text, and rows with images. The others share their code."""
+FIRST = {"pretrain"}
+"""The others share its code."""
 
 
 @pytest.mark.parametrize(

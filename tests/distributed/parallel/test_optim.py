@@ -18,6 +18,7 @@ FOUR = (
 )
 
 
+@pytest.mark.further
 def test_a_run_with_two_optimizers_continues_exactly_and_on_other_ranks(tmp_path: Path) -> None:
     sharded = "--distributed.strategy=fsdp2"
     whole = run(tmp_path, *FOUR, MUON, sharded, name="whole", text=PLAIN, num_ranks=2)

@@ -75,7 +75,7 @@ SGD = (
 @pytest.mark.parametrize(
     ("num_ranks", "options", "peft"),
     [
-        pytest.param(2, (STAGES,), True),
+        pytest.param(2, (STAGES,), True, marks=pytest.mark.further),
         pytest.param(4, (STAGES, "--distributed.cp_size=2"), False, marks=pytest.mark.further),
     ],
 )

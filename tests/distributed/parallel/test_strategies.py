@@ -105,6 +105,7 @@ def by_hand(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.further
 def test_a_plan_by_hand_trains_as_no_plan_does(tmp_path: Path) -> None:
     plan = "--distributed.tp_plan={_target_: tests.distributed.parallel.test_strategies.by_hand}"
     run(tmp_path, *FOUR_HEADS, "--step_scheduler.max_steps=2", name="alone")

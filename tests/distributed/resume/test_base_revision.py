@@ -105,6 +105,7 @@ def write_tokenizer(directory: Path, *words: str) -> Path:
     return directory
 
 
+@pytest.mark.further
 def test_a_run_that_continues_from_a_store_on_an_empty_disk_reads_the_commits_it_started_with(
     tmp_path: Path, bases: dict[str, Path]
 ) -> None:

@@ -36,7 +36,7 @@ def assert_losses(run: Path, expected: list[float]) -> None:
         assert loss == pytest.approx(expected[step - 1], rel=1e-5), step
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.further), 2])
 @pytest.mark.parametrize(
     ("name", "losses"), [("epoch=0-step=5.ckpt", "single"), ("distributed", "distributed")]
 )

@@ -74,6 +74,7 @@ def exported(base: Path) -> Weights:
     return dict(AutoModelForCausalLM.from_pretrained(directory).state_dict())
 
 
+@pytest.mark.further
 def test_every_form_of_a_checkpoint_gives_the_same_weights(base: Path, tmp_path: Path) -> None:
     checkpoint = base / "base/epoch_0_step_2"
     forms = [checkpoint.parent, checkpoint.parent / "LATEST", checkpoint, checkpoint / "model"]

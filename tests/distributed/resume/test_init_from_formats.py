@@ -39,6 +39,15 @@ checkpoint:
   checkpoint_dir: RUN
 """
 # The source, and the directory of the model's config.json.
+FIRST = {
+    "Hugging Face",
+    "transformers Trainer",
+    "DCP",
+    "DeepSpeed",
+    "Lightning",
+    "Megatron-Core",
+    "GGUF",
+}
 SOURCES = {
     "Hugging Face": ("modelopt/plain/hf", "modelopt/plain/hf"),
     "transformers Trainer": ("trainer/checkpoint-5", "trainer/checkpoint-5"),
@@ -83,7 +92,10 @@ def loss_in_transformers(weights: dict[str, torch.Tensor], config: Path, directo
         return float(model(input_ids=tokens, labels=tokens).loss)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FIRST else pytest.mark.further) for name in SOURCES],
+)
 def test_a_run_starts_from_the_weights_of_another_program(name: str, tmp_path: Path) -> None:
     source, config = (FIXTURES / part for part in SOURCES[name])
     loss = first_loss(source, config, tmp_path)

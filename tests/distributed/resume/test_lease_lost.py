@@ -96,14 +96,15 @@ def ended(
     ("num_ranks", "recipe_class", "overrides", "steps"),
     [
         (2, InAStep, (), (8, 9, 10)),
-        (
+        pytest.param(
             1,
             InASave,
             ("--checkpoint.is_async", "true", "--checkpoint.on_save_failure", "continue"),
             (10, 11, 12),
+            marks=pytest.mark.further,
         ),
         (1, InASave, (), (10,)),
-        (1, InTheLastStep, (), (12,)),
+        pytest.param(1, InTheLastStep, (), (12,), marks=pytest.mark.further),
     ],
     ids=["step", "asynchronous save", "save", "last step"],
 )

@@ -312,6 +312,7 @@ def run_scenarios(base: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.further
 def test_nodes_that_are_lost_absent_or_slow(tmp_path: Path) -> None:
     make_nodes(tmp_path, 2)
     found = ranks.run(run_scenarios, 4, tmp_path, timeout=TIMEOUT)[0]

@@ -311,6 +311,7 @@ def start_without_a_node(base: Path) -> list[tuple[int, str, list[int], list[str
     return found
 
 
+@pytest.mark.further
 def test_a_start_without_a_node_keeps_what_the_others_have_until_the_next_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -337,6 +338,7 @@ def test_a_save_in_progress_is_published_on_all_nodes_before_they_close(tmp_path
         assert "epoch_0_step_1" in names and not [name for name in names if "staging" in name]
 
 
+@pytest.mark.further
 def test_a_save_in_progress_is_abandoned_if_a_node_ends_without_its_part(tmp_path: Path) -> None:
     make_nodes(tmp_path, 2)
     close = partial(close_while_saving, dies=True)

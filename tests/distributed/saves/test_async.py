@@ -127,6 +127,7 @@ def test_a_second_signal_does_not_wait_and_leaves_the_checkpoint_before(
     ) == newest
 
 
+@pytest.mark.further
 def test_a_launcher_that_is_killed_leaves_no_writer_behind(chain: signals.Chain) -> None:
     with chain.start(is_async="true", steps=5000) as trainer:
         wait_for(trainer, 0, "upload")
@@ -162,6 +163,7 @@ def test_a_disk_that_fills_up_while_training_goes_on_ends_it_with_4(chain: signa
         subprocess.run(["umount", "-l", chain.root], check=True)
 
 
+@pytest.mark.further
 def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_when_not(
     chain: signals.Chain,
 ) -> None:

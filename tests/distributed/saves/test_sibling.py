@@ -15,6 +15,7 @@ SIBLING = "--checkpoint.on_incompatible=sibling"
 STEPS = ("--lr_scheduler.decay_steps=4", "--step_scheduler.max_steps=2")
 
 
+@pytest.mark.further
 def test_another_models_run_starts_beside_and_goes_on_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

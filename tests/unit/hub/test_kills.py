@@ -133,7 +133,7 @@ def listing(directory: Path) -> set[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "while a run trains",
+        pytest.param("while a run trains", marks=pytest.mark.further),
         pytest.param("a new branch", marks=pytest.mark.further),
         pytest.param("the main branch", marks=pytest.mark.further),
     ],

@@ -40,7 +40,7 @@ GROUPS = "  lr: 1e-2\n  groups: [{params: ['*.embed_tokens.*'], lr: 1e-3}]\n"
     [
         ("optimizer.lr=5e-3",),
         ("optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]"),
-        ("optimizer.groups.0.lr=1e-4",),
+        pytest.param(("optimizer.groups.0.lr=1e-4",), marks=pytest.mark.further),
         ("seed=8", "dataloader.shuffle=false"),
         ("lr_scheduler.gamma=0.25",),
         ("init_from.path=RUN/other",),
