@@ -178,8 +178,8 @@ def verify(
     """
     if level == "none":
         return []
-    contents = FileContents(manifest.trees.values())
     try:
+        contents = FileContents(manifest.trees.values())
         mine = _share(list(_tasks(manifest, contents)), rank, num_ranks)
         problems = _table_problems(checkpoint, manifest) if rank == 0 else []
     except CheckpointUnusable as error:
@@ -315,7 +315,11 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 
     Exports have different manifests (``export_manifest.py``).
     """
-    problems, contents = [], FileContents(manifest.trees.values())
+    try:
+        contents = FileContents(manifest.trees.values())
+    except CheckpointUnusable as error:  # a damaged table
+        return list(error.problems)
+    problems = []
     # All files of a tree have the damage of its table. A dict, because it has an order.
     of_tables: dict[Problem, None] = {}
     for path, record in manifest.files.items():

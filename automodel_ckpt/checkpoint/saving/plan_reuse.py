@@ -141,9 +141,10 @@ class PlanReuse:
             save.items = classify(state)
             live = inspect_state(save.items, save_optimizer=settings.save_optimizer)
             if live.signature == kept.signature and self._update_values(kept, live):
-                proposal.digests = self._digests(kept, live, save)
+                digests_here = self._digests(kept, live, save)
                 for name, values in save.replicated.items():
                     proposal.replicated[name] = digest_of_all(values)
+                proposal.digests = digests_here
         if proposal.digests is not None and settings.ranks.rank == 0:
             try:
                 forecast = Forecast(kept.nbytes, free_bytes(settings.run.path))

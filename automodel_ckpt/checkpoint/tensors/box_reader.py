@@ -134,13 +134,12 @@ def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
 
     Files are relative to *root*. Raises OSError if one cannot be read.
     """
+    by_file: dict[str, list[FileSlice]] = {}
+    for stored in tensor.slices:
+        if stored.nbytes and stored.digest is not None:
+            by_file.setdefault(stored.file, []).append(FileSlice(stored, tensor.shape))
     wrong: list[Slice] = []
-    for file in {stored.file for stored in tensor.slices if stored.digest is not None}:
-        slices = [
-            FileSlice(stored, tensor.shape)
-            for stored in tensor.slices
-            if stored.nbytes and stored.file == file and stored.digest is not None
-        ]
+    for file, slices in by_file.items():
         wrong += [one.stored for one in damaged(root, file, slices)]
     if not wrong:
         return None

@@ -102,9 +102,11 @@ def _computed(reader: BoxReader, shape: tuple[int, ...]) -> Statistics:
     size = sum(block.size for block in blocks)
     mean = sum(block.mean * (block.size / size) for block in blocks)
     # Not from sums of squares: the difference of two large ones would lose the variance.
-    deviations = sum(
-        block.squared_deviations + block.size * (block.mean - mean) ** 2 for block in blocks
-    )
+    deviations = 0.0
+    for block in blocks:
+        # Not `**`, which raises OverflowError where the product is infinite.
+        between = (block.mean - mean) * (block.mean - mean)
+        deviations += block.squared_deviations + block.size * between
     return Statistics(
         min(block.low for block in blocks),
         max(block.high for block in blocks),
