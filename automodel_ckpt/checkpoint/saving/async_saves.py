@@ -5,21 +5,25 @@ This module coordinates the ranks; ``background.py`` is the part of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -27,17 +31,22 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     rank_manifest_paths,
     read_rank_manifests,
 )
+from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
+from automodel_ckpt.checkpoint.saving.agreement import digest_of_all
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
-from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveReport
+from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent
+from automodel_ckpt.checkpoint.state.storable import check_safe_values
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 from automodel_ckpt.parallel.ranks import agree
 
@@ -47,6 +56,39 @@ _POLL_SECONDS = 0.02
 _NODES_POLL_SECONDS = 0.5
 # Side files, headers and the alignment of files, in addition to a rank's share of the tensors.
 _SLACK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The plan of a save, for later saves while the state has the same *signature*.
+
+    *layout* has the places of the trees in the memory of the writer, and *pickled* the values there that are not
+    tensors. *written* is the rank manifest before anything is written; *nbytes* is what a save takes on disk.
+    """
+
+    signature: Any
+    plan: SavePlan
+    dp_ranks: list[int]
+    layout: MemoryLayout
+    written: RankManifest
+    nbytes: int
+    pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _ReuseProposal:
+    """What a rank reports to the others before a save with the plan of the previous save.
+
+    *digests* are as in a Proposal, None where the plan does not match that rank's state; *replicated* has a digest by
+    tree of what one rank stores. Only rank 0 sets the other fields: *staging* is the directory that it created,
+    *failed* whether it could not, and *previous* the checkpoint that files are shared with.
+    """
+
+    digests: dict[str, str] | None = None
+    replicated: dict[str, str] = field(default_factory=dict)
+    staging: str = ""
+    failed: bool = False
+    previous: Previous | None = None
 
 
 class AsyncSaves:
@@ -71,9 +113,7 @@ class AsyncSaves:
         self._timeout_seconds = timeout_seconds
         self._background = Background(on_cuda=on_cuda)
         self._in_flight: Save | None = None
-        self._reuse = PlanReuse(planner, group)
-        # The places of the trees in the memory of the writer, and the rank manifest before anything is written.
-        self._plan: tuple[MemoryLayout, RankManifest] | None = None
+        self._kept: _Kept | None = None
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
@@ -90,21 +130,23 @@ class AsyncSaves:
     ) -> SaveReport:
         """Plan a save, copy the state and start writing; return when the state is copied. Collective.
 
-        *proposals* and *shares* come from all ranks.
-
-        Raises :class:`SaveFailed` on all ranks.
+        *proposals* and *shares* come from all ranks. Raises :class:`SaveFailed` on all ranks.
         """
+        signature = _signature(save)
         try:
             with raise_on_all_ranks(self._group, f"saving {save.name}", self._settings.run.path):
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
-                live = self._reuse.live_state(save)
                 trees = lay_out(jobs)
                 self._copy_and_start(save, written, trees, objects)
         except AutomodelError:
             self._abandon(save)
             raise
-        self._reuse.keep(save, live, proposals, trees)
-        self._plan = trees, written
+        # On all ranks: the next save calls collectives only with a plan.
+        dp_ranks, nbytes = (
+            [proposal.dp_rank for proposal in proposals],
+            self._planner.expected_bytes,
+        )
+        self._kept = _Kept(signature, save.plan, dp_ranks, trees, written, nbytes)
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
@@ -143,21 +185,61 @@ class AsyncSaves:
     def save_with_previous_plan(self, save: Save, state: Mapping[str, Any]) -> SaveReport | None:
         """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
 
-        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. Later failures are
-        raised by :meth:`wait_for_save` on all ranks.
+        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory, and
+        :class:`RecipeError` where state of an optimizer differs that must not. Later failures are raised by
+        :meth:`wait_for_save` on all ranks.
         """
-        prepare = self._reuse.agree(save, state)
-        if prepare is None:
+        kept = self._kept
+        if kept is None:
             return None
-        assert self._plan is not None
-        trees, written = self._plan
+        doing, where = f"saving {save.name}", self._settings.run.path
+        proposal, failure = self._propose_reuse(kept, save, state), None
+        if proposal.digests is not None and self._is_rank0:
+            try:
+                forecast = Forecast(kept.nbytes, free_bytes(where))
+                proposal.staging = self._planner.reserve(save, forecast)
+                proposal.previous = save.previous
+            except Exception as error:
+                failure, proposal.failed = as_failure(error, doing, where), True
+        proposals = agree.gather_objects(self._group, proposal)
+        # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
+        if proposals[0].failed:
+            agree.all_or_nothing(self._group, failure)
+        digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
+        # Rank 0 may have created its directory before it sees that another rank's state differs.
+        if len(digests) < len(proposals):
+            self._kept = None
+            save.staging.remove()
+            return None
+        check_consistent(digests)
+        # The plan may be of a time when the ranks had the same values.
+        replicated = [proposal.replicated for proposal in proposals]
+        self._planner.replica_warnings.compare(self._group, save.replicated, replicated)
+        save.staging.path, save.previous = Path(proposals[0].staging), proposals[0].previous
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            self._copy_and_start(save, written, trees, prepare())
+            for name, tree in kept.plan.trees.items():
+                tree.set_values(save.plan.trees[name].flat())
+            save.plan = kept.plan
+            objects = self._planner.object_jobs(save, digests, kept.dp_ranks)
+            self._copy_and_start(save, kept.written, kept.layout, objects)
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
-            self._background.fail(as_failure(error, f"saving {save.name}", self._settings.run.path))
+            self._background.fail(as_failure(error, doing, where))
         return self._report_started(save)
+
+    def _propose_reuse(self, kept: _Kept, save: Save, state: Mapping[str, Any]) -> _ReuseProposal:
+        """Read the state of this rank, and compare it with the plan."""
+        # Whatever fails here fails again, and is reported, when the save is planned anew.
+        with contextlib.suppress(Exception):
+            self._planner.read_state(save, state)
+            for tree in save.plan.trees.values():
+                tree.flatten()
+            if _signature(save) == kept.signature and _update_values(kept, save):
+                digests = self._planner.digests(save)
+                replicated = {name: digest_of_all(each) for name, each in save.replicated.items()}
+                return _ReuseProposal(digests, replicated)
+        return _ReuseProposal()
 
     # ---------------------------------------------------------------- in rank 0's thread
 
@@ -293,7 +375,7 @@ class AsyncSaves:
                 error, f"stopping the save of {save.name}", self._settings.run.path
             )
         self._in_flight = None
-        self._reuse.forget()
+        self._kept = None
         try:
             agree.all_or_nothing(self._group, failure)
         finally:
@@ -304,7 +386,7 @@ class AsyncSaves:
         save, self._in_flight = self._in_flight, None
         if save is not None and self._background.state == "busy":
             self._background.abandon()
-            self._reuse.forget()
+            self._kept = None
             save.staging.remove()
 
     def wait(self) -> None:
@@ -352,7 +434,7 @@ class AsyncSaves:
 
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
-        self._reuse.forget()
+        self._kept = None
         self._background.close()
 
 
@@ -404,3 +486,38 @@ def _buffers(items: Iterable[Item]) -> set[int]:
     """The data pointers of module buffers, which a forward pass may change."""
     modules = [item.value for item in items if item.kind == "module"]
     return {buffer.data_ptr() for module in modules for buffer in module.buffers()}
+
+
+def _signature(save: Save) -> Any:
+    """What the plan of a save depends on. Its trees are flattened, and not yet assigned."""
+    items = [(item.name, item.kind, item.scope, item.aliases, item.owner) for item in save.items]
+    trees = {}
+    for name, tree in save.plan.trees.items():
+        specs = {key: _spec(value) for key, value in tree.flat().items()}
+        trees[name] = tree.kinds, tree.paths, list(specs.items())
+    return items, save.plan.tied, trees
+
+
+def _spec(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    spec = type(value), value.dtype, value.shape
+    if isinstance(value, DTensor):
+        return *spec, local_tensor(value).shape, value.placements, value.device_mesh
+    return spec
+
+
+def _update_values(kept: _Kept, save: Save) -> bool:
+    """Update the values that are not tensors in the memory; return False where one no longer has its size."""
+    for name in kept.layout.values:
+        tree, key = name
+        value = save.plan.trees[tree].flat()[key]
+        pickled = pickle.dumps(value)
+        if kept.pickled.get(name) == pickled:
+            continue
+        check_safe_values(tree, {key: value})
+        # All later data would move, in memory and in the file: a new size requires a new plan.
+        if not kept.layout.replace(name, bytes(saved(value))):
+            return False
+        kept.pickled[name] = pickled
+    return True

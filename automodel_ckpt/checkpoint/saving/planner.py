@@ -2,8 +2,8 @@
 
 Synchronous saves (``saving/publisher.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
 :meth:`Planner.read_state`, :meth:`Planner.propose`, :meth:`Planner.assign` with the proposals of all ranks,
-:meth:`Planner.plan`, and :meth:`Planner.create_on_node`. A save that uses the plan of the previous one calls only
-:meth:`Planner.reserve`, :meth:`Planner.object_jobs` and :meth:`Planner.create_on_node` (``saving/plan_reuse.py``).
+:meth:`Planner.plan`, and :meth:`Planner.create_on_node`. An asynchronous save that uses the plan of the previous one
+calls :meth:`Planner.reserve` and :meth:`Planner.object_jobs` instead of the middle ones.
 """
 
 from __future__ import annotations
@@ -123,12 +123,7 @@ class Planner:
             check_storable(tree.name, state)
             check_safe_values(tree.name, state)
         save.descriptions = {tree.name: tree.describe() for tree in save.plan.trees.values()}
-        digests = {key: check_safe(key, value) for key, value in save.objects.items()}
-        if self.settings.save_optimizer:
-            for item in save.items:
-                if item.kind == "optimizer" and trained_by_all(item.value) is None:
-                    digests |= digests_of_own(item.name, item.value)
-        save.replicated = self._replicated(save)
+        digests = self.digests(save)
         summaries = {}
         for name, description in save.descriptions.items():
             summaries[name] = summarize(description, save.replicated[name])
@@ -142,16 +137,20 @@ class Planner:
             proposal.previous = save.previous
         return proposal
 
-    def _replicated(self, save: Save) -> dict[str, dict[str, str]]:
-        """The digests of what only one rank stores, by tree; without buffers that DDP copies to all ranks anyway."""
+    def digests(self, save: Save) -> dict[str, str]:
+        """Digests of the objects, and of what optimizers store unsharded, by name. Also sets those of *save*."""
+        digests = {key: check_safe(key, value) for key, value in save.objects.items()}
+        # Without buffers that DDP copies to all ranks anyway.
         copied = set()
         for item in save.items:
             if isinstance(item.value, DistributedDataParallel) and item.value.broadcast_buffers:
                 copied.add(item.name)
-        found = {}
+            is_stored = item.kind == "optimizer" and item.name in save.plan.trees
+            if is_stored and trained_by_all(item.value) is None:
+                digests |= digests_of_own(item.name, item.value)
         for name, tree in save.plan.trees.items():
-            found[name] = replicated_digests(tree, compares_buffers=name not in copied)
-        return found
+            save.replicated[name] = replicated_digests(tree, compares_buffers=name not in copied)
+        return digests
 
     # ---------------------------------------------------------------- what only rank 0 decides
 
