@@ -35,19 +35,10 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class TreeSummary:
-    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh.
-
-    *replicated* is the digest of :func:`replicated_digests`.
-    """
+    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh."""
 
     digest: str
     origins: Mapping[Mesh, int]
-    replicated: str = ""
-
-
-def summarize(description: TreeDescription, replicated: Mapping[str, str]) -> TreeSummary:
-    """Return what this rank sends first."""
-    return TreeSummary(description.digest(), description.origins, digest_of_all(replicated))
 
 
 def digest_of_all(digests: Mapping[str, str]) -> str:

@@ -31,14 +31,12 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     rank_manifest_paths,
     read_rank_manifests,
 )
-from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
-from automodel_ckpt.checkpoint.saving.agreement import digest_of_all
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
@@ -73,22 +71,6 @@ class _Kept:
     written: RankManifest
     nbytes: int
     pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _ReuseProposal:
-    """What a rank reports to the others before a save with the plan of the previous save.
-
-    *digests* are as in a Proposal, None where the plan does not match that rank's state; *replicated* has a digest by
-    tree of what one rank stores. Only rank 0 sets the other fields: *staging* is the directory that it created,
-    *failed* whether it could not, and *previous* the checkpoint that files are shared with.
-    """
-
-    digests: dict[str, str] | None = None
-    replicated: dict[str, str] = field(default_factory=dict)
-    staging: str = ""
-    failed: bool = False
-    previous: Previous | None = None
 
 
 class AsyncSaves:
@@ -196,14 +178,12 @@ class AsyncSaves:
         proposal, failure = self._propose_reuse(kept, save, state), None
         if proposal.digests is not None and self._is_rank0:
             try:
-                forecast = Forecast(kept.nbytes, free_bytes(where))
-                proposal.staging = self._planner.reserve(save, forecast)
-                proposal.previous = save.previous
+                self._planner.reserve(save, Forecast(kept.nbytes, free_bytes(where)), proposal)
             except Exception as error:
-                failure, proposal.failed = as_failure(error, doing, where), True
+                failure = as_failure(error, doing, where)
         proposals = agree.gather_objects(self._group, proposal)
-        # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
-        if proposals[0].failed:
+        # All ranks see rank 0's proposal, so that all of them enter this collective, or none does.
+        if proposals[0].digests is not None and not proposals[0].staging:
             agree.all_or_nothing(self._group, failure)
         digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
         # Rank 0 may have created its directory before it sees that another rank's state differs.
@@ -228,7 +208,7 @@ class AsyncSaves:
             self._background.fail(as_failure(error, doing, where))
         return self._report_started(save)
 
-    def _propose_reuse(self, kept: _Kept, save: Save, state: Mapping[str, Any]) -> _ReuseProposal:
+    def _propose_reuse(self, kept: _Kept, save: Save, state: Mapping[str, Any]) -> Proposal:
         """Read the state of this rank, and compare it with the plan."""
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
@@ -236,10 +216,8 @@ class AsyncSaves:
             for tree in save.plan.trees.values():
                 tree.flatten()
             if _signature(save) == kept.signature and _update_values(kept, save):
-                digests = self._planner.digests(save)
-                replicated = {name: digest_of_all(each) for name, each in save.replicated.items()}
-                return _ReuseProposal(digests, replicated)
-        return _ReuseProposal()
+                return self._planner.propose_values(save)
+        return Proposal()
 
     # ---------------------------------------------------------------- in rank 0's thread
 
@@ -458,7 +436,7 @@ def create_async_saves(
                 planner, group, timeout_seconds=timeout_seconds, on_cuda=_on_cuda(state)
             )
             created.append(saves)
-            nbytes = planner.disk_space.forecast(classify(state)).nbytes
+            nbytes = planner.forecast(classify(state)).nbytes
             saves.reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
             return str(error) or type(error).__name__
