@@ -372,43 +372,34 @@ class AsyncSaves:
         self._background.wait()
 
     def wait_for_nodes(self) -> None:
-        """Like :meth:`wait`. If each node has its own directory, also wait until rank 0 has published the save here.
+        """Like :meth:`wait`. If each node has its own directory, also wait until rank 0 has published the save here:
+        until then, this node's process serves the save.
 
         A save is abandoned if a node has ended that this one waits for.
         """
-        poll_seconds = _POLL_SECONDS if self._nodes is None else _NODES_POLL_SECONDS
-        while self._background.state == "busy":
-            if self._lacks_node():
-                self.abandon_save()
-            self._background.wait(poll_seconds)
-        if not self.has_failed:
-            self._await_publication()
-
-    @property
-    def _absent_ranks(self) -> set[int]:
-        """The ranks that have no part of the save in progress on this node."""
         save = self._in_flight
-        # The directory was renamed if it is published.
-        if save is None or not save.staging.path.is_dir():
-            return set()
-        paths = rank_manifest_paths(save.staging.path, self._settings.ranks.world_size)
-        return {rank for rank, path in enumerate(paths) if not path.exists()}
-
-    def _lacks_node(self) -> bool:
-        """Whether a node has ended that this one waits for: rank 0's, or one with files that rank 0 does not have."""
-        nodes = self._nodes
-        if nodes is None or self._in_flight is None or not nodes.is_leader:
-            return False
-        return nodes.have_ended(self._absent_ranks if self._is_rank0 else [0])
-
-    def _await_publication(self) -> None:
-        """Wait until rank 0 has published the save in progress. Until then, this node's process serves the save."""
-        save = self._in_flight
-        if save is None or self._nodes is None or self._is_rank0 or not self._nodes.is_leader:
+        if save is None or self._nodes is None or not self._nodes.is_leader:
+            self.wait()
             return
-        while save.staging.path.is_dir() and not self._lacks_node():
-            time.sleep(_NODES_POLL_SECONDS)
-        save.staging.remove()
+        while self._background.state == "busy":
+            if self._lacks_node(save):
+                self.abandon_save()
+            self._background.wait(_NODES_POLL_SECONDS)
+        if not self.has_failed and not self._is_rank0:
+            while save.staging.path.is_dir() and not self._lacks_node(save):
+                time.sleep(_NODES_POLL_SECONDS)
+            save.staging.remove()
+
+    def _lacks_node(self, save: Save) -> bool:
+        """Whether a node has ended that this one waits for: rank 0's, or one with files that rank 0 does not have."""
+        absent = {0}
+        if self._is_rank0:
+            absent = set()
+            # The directory was renamed if it is published.
+            if save.staging.path.is_dir():
+                paths = rank_manifest_paths(save.staging.path, self._settings.ranks.world_size)
+                absent = {rank for rank, path in enumerate(paths) if not path.exists()}
+        return self._nodes is not None and self._nodes.have_ended(absent)
 
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
@@ -432,12 +423,12 @@ def create_async_saves(
     def create() -> str:
         """Return why this rank does not support asynchronous saves; empty where it does."""
         try:
-            saves = AsyncSaves(
-                planner, group, timeout_seconds=timeout_seconds, on_cuda=_on_cuda(state)
+            on_cuda = _on_cuda(state)
+            created.append(
+                AsyncSaves(planner, group, timeout_seconds=timeout_seconds, on_cuda=on_cuda)
             )
-            created.append(saves)
             nbytes = planner.forecast(classify(state)).nbytes
-            saves.reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
+            created[0].reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
             return str(error) or type(error).__name__
         return ""
@@ -445,13 +436,14 @@ def create_async_saves(
     reasons = ["an error"]
     try:
         doing = "preparing asynchronous saves"
-        found = gather_or_raise(group, create, doing, planner.settings.run.path)
-        reasons = [reason for reason in found if reason]
+        reasons = gather_or_raise(group, create, doing, planner.settings.run.path)
     finally:
         # Closed again where any rank does not support them, or fails.
-        for saves in created if reasons else ():
-            saves.close()
-    return (None, reasons[0]) if reasons else (created[0], "")
+        if any(reasons):
+            for saves in created:
+                saves.close()
+    reason = next(filter(None, reasons), "")
+    return (None, reason) if reason else (created[0], "")
 
 
 def _on_cuda(state: Mapping[str, Any]) -> bool:

@@ -173,7 +173,7 @@ class Background:
                 then(task)
         except Exception as error:
             # The writer of an abandoned save was killed: that is a consequence, not a failure.
-            if not task.is_abandoned:
+            if not task.abandoned.is_set():
                 self._failure = as_failure(error, doing, Path(command.staging))
         finally:
             if task.writer is not self._writer:
@@ -227,12 +227,12 @@ class Background:
 
         Applies where this rank's writer is working; with *also_waiting*, also where the save waits for other ranks.
         """
-        if not self.is_writing and not (also_waiting and self.state == "busy"):
-            return
+        what = "the process that writes this rank's checkpoints made no progress"
+        if not self.is_writing:
+            what = "publishing made no progress"
+            if not also_waiting or self.state != "busy":
+                return
         kind = ExportFailed if self._exporting.locked() else SaveFailed
-        what = "publishing made no progress"
-        if self.is_writing:
-            what = "the process that writes this rank's checkpoints made no progress"
         seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
         self._failure = kind(
             what,
@@ -251,7 +251,7 @@ class Background:
 
         Raises OSError where a new writer process is needed and cannot be started.
         """
-        self._task.abandon()
+        self._task.abandoned.set()
         if not self._task.has_ended.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
@@ -281,21 +281,14 @@ class SaveTask:
         self.writer = writer
         self.has_ended = threading.Event()
         self.has_ended.set()
-        self._abandoned = threading.Event()
+        # Once set, :meth:`pause` and :meth:`do` raise.
+        self.abandoned = threading.Event()
         self.where = Path()
         self.is_writing = False
 
-    @property
-    def is_abandoned(self) -> bool:
-        return self._abandoned.is_set()
-
-    def abandon(self) -> None:
-        """Make :meth:`pause` and :meth:`do` raise from now on."""
-        self._abandoned.set()
-
     def pause(self, seconds: float) -> None:
         """Wait for *seconds*. Raises :class:`Cancelled` when the task has been abandoned."""
-        if self._abandoned.wait(seconds):
+        if self.abandoned.wait(seconds):
             raise Cancelled
 
     def do(self, command: Command, where: Path) -> Any:
@@ -303,7 +296,7 @@ class SaveTask:
 
         Raises :class:`Cancelled` when the task has been abandoned, else what :meth:`Writer.run` raises.
         """
-        if self.is_abandoned:
+        if self.abandoned.is_set():
             raise Cancelled
         self.where, self.is_writing = where, True
         try:
