@@ -211,7 +211,7 @@ class Checkpointer:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
         safely.
         """
-        self._planner.check_state(classify(state))
+        self._planner.check_state(state)
 
     def call_on_rank0(self, doing: str, work: Callable[[], object]) -> None:
         """Call *work* on rank 0, while the other ranks wait. Collective.
@@ -227,7 +227,7 @@ class Checkpointer:
         """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
         stored.
         """
-        return self._planner.disk_space.forecast(classify(state))
+        return self._planner.forecast(classify(state))
 
     def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
@@ -243,7 +243,7 @@ class Checkpointer:
         with self._raise_on_all_ranks("estimating the size of a checkpoint"):
             if self.is_rank0:
                 forecast = self.forecast(state)
-                self._planner.disk_space.check_fits(forecast, classify(state))
+                self._planner.check_fits(forecast, classify(state))
                 log.info(
                     "a checkpoint takes about %s; %s are free",
                     size_text(forecast.nbytes),
@@ -360,10 +360,10 @@ class Checkpointer:
         # After the block: the others would wait here for a rank that failed in it.
         proposals = agree.gather_objects(self._group, proposal)
         shares = self._planner.assign(save, proposals, self._group)
-        save.staging.path = Path(proposals[0].staging or "")
+        save.staging.path = Path(proposals[0].staging)
         if self.is_rank0 and not self._items_are_logged:
             self._items_are_logged = True
-            digests = [proposal.digests for proposal in proposals]
+            digests = [proposal.digests or {} for proposal in proposals]
             _log_items(save, digests, save_optimizer=self._settings.save_optimizer)
         return saves.save(save, proposals, shares)
 

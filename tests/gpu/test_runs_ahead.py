@@ -11,7 +11,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, gathered
-from automodel_ckpt.checkpoint.saving.host_memory import PageLock
+from automodel_ckpt.checkpoint.saving.host_memory import lock_pages, unlock_pages
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.values.records import Control, Number
@@ -83,13 +83,11 @@ def test_no_operation_of_a_step_but_some_masks_waits_for_the_device(
 
 def test_a_failed_registration_leaves_no_error_for_the_next_kernel() -> None:
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    lock, second = PageLock(), PageLock()
-    assert lock.lock(memory)
+    assert lock_pages(memory)
     # CUDA rejects memory that is registered already.
-    assert not second.lock(memory)
+    assert not lock_pages(memory)
     assert float(torch.ones(4, device="cuda").mul_(2).sum()) == 8.0
-    second.unlock(memory)
-    lock.unlock(memory)
+    unlock_pages(memory)
 
 
 @pytest.mark.parametrize("nbytes", [1, (1 << 20) + 3, 5 << 20])

@@ -50,7 +50,7 @@ from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.saving.agreement import shares_of_all, summarize
+from automodel_ckpt.checkpoint.saving.agreement import TreeSummary, shares_of_all
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveSettings
@@ -115,14 +115,15 @@ def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, 
     ranks = layout.DataParallelRanks(rank, num_ranks)
     run: Any = SimpleNamespace(path=Path(), root=Path())
     settings = SaveSettings(run, ranks, {}, CheckpointOptions())
-    save = Save(layout.CheckpointName(20, 0), "", {}, {}, False, False, None, None, 0.0)
+    save = Save(layout.CheckpointName(20, 0))
     save.plan.trees, save.plan.tied = trees, {"model": {}}
     started = time.process_time()
     for tree in trees.values():
         tree.flatten()
     save.descriptions = {name: tree.describe() for name, tree in trees.items()}
-    summaries = {name: summarize(each, {}) for name, each in save.descriptions.items()}
-    proposal = Proposal(summaries, {"rng": digest_of(b""), "loader": digest_of(b"")}, rank)
+    proposal = Proposal({"rng": digest_of(b""), "loader": digest_of(b"")}, dp_rank=rank)
+    for name, description in save.descriptions.items():
+        proposal.trees[name] = TreeSummary(description.digest(), description.origins)
     sent = pickle.dumps(proposal)
     proposals = [pickle.loads(sent) for _ in range(num_ranks)]
     shares: dict[str, list[Share]] = {}

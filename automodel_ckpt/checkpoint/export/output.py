@@ -13,7 +13,7 @@ from automodel_ckpt.checkpoint.files.direct import (
     SECTOR_BYTES,
     bypass_page_cache,
 )
-from automodel_ckpt.checkpoint.files.durable_file import preallocate
+from automodel_ckpt.checkpoint.files.durable_file import reserve_range
 
 
 def create_output(path: Path, header: bytes, nbytes: int) -> int:
@@ -26,7 +26,7 @@ def create_output(path: Path, header: bytes, nbytes: int) -> int:
     try:
         with naming(path):
             os.ftruncate(descriptor, nbytes)
-            preallocate(descriptor, nbytes)
+            reserve_range(descriptor, 0, nbytes)
             write_all(descriptor, memoryview(header), 0)
     except OSError:
         os.close(descriptor)

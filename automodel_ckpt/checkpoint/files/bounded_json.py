@@ -66,12 +66,8 @@ def check_growth(data: bytes) -> None:
     """Raise ValueError if parsing *data* would take more memory than :func:`parse_json` allows."""
     if len(data) * _LARGEST_GROWTH <= FREE_BYTES:
         return
-    limit = max(FREE_BYTES, MAX_GROWTH * len(data))
-    # Counting keys takes as long as all other counting, and most files are below the limit without it.
-    if _parsed_bytes(data, 0, data.count(b'"') // 2) <= limit:
-        return
     num_bytes = parsed_bytes(data)
-    if num_bytes > limit:
+    if num_bytes > max(FREE_BYTES, MAX_GROWTH * len(data)):
         raise ValueError(
             f"{len(data)} bytes of JSON would take too much memory, about {num_bytes} bytes"
         )
@@ -80,26 +76,15 @@ def check_growth(data: bytes) -> None:
 def parsed_bytes(data: bytes) -> int:
     """Estimate the memory in bytes that parsing JSON takes, without parsing it. The content itself is included."""
     num_keys = data.count(b'":')
-    num_new_keys = num_keys
-    for key, num_repeated in _REPEATED_KEYS.items():
-        num_new_keys -= num_repeated * data.count(key)
-    num_new_keys = max(num_new_keys, 0)
-    num_values = max(data.count(b'"') // 2 - num_keys, 0)
-    repeated_bytes = _KEY_BYTES * (num_keys - num_new_keys)
-    return repeated_bytes + _parsed_bytes(data, num_values, num_new_keys)
-
-
-def _parsed_bytes(data: bytes, num_texts: int, num_new_keys: int) -> int:
-    """Estimate the memory of everything except repeated keys. *num_texts* does not include the keys."""
+    num_repeated = sum(number * data.count(key) for key, number in _REPEATED_KEYS.items())
+    num_texts = max(data.count(b'"') // 2 - num_keys, 0) + max(num_keys - num_repeated, 0)
     # The bytes and their text. One character beyond Latin-1 can make every character of the text, and of the values,
     # take four bytes.
     allocated = 2 * len(data) if data.isascii() else 9 * len(data)
     allocated += _MAPPING_BYTES * data.count(b"{")
     allocated += _LIST_BYTES * data.count(b"[")
     allocated += _ELEMENT_BYTES * data.count(b",")
-    allocated += _TEXT_BYTES * num_texts
-    allocated += (_KEY_BYTES + _TEXT_BYTES) * num_new_keys
-    return allocated
+    return allocated + _TEXT_BYTES * num_texts + _KEY_BYTES * num_keys
 
 
 MAX_INTEGER = 2**63 - 1

@@ -49,7 +49,7 @@ class DurableFile:
         self._descriptor = os.open(path, flags, 0o666)
         try:
             with self._named():
-                preallocate(self._descriptor, nbytes)
+                reserve_range(self._descriptor, 0, nbytes)
                 if nbytes >= DIRECT_FROM_BYTES:
                     self._stream = DirectStream(self._descriptor, path)
         except OSError:
@@ -199,19 +199,6 @@ def digest_range(descriptor: int, start: int, nbytes: int | None) -> tuple[int, 
         hashed.update(buffer[:count])
         done += count
     return done, digest_from(hashed)
-
-
-def preallocate(descriptor: int, nbytes: int) -> None:
-    """Reserve *nbytes* on disk if the file system supports it. Raises OSError if the disk is full."""
-    if nbytes <= 0:
-        return
-    try:
-        # Where the file system lacks fallocate, the C library writes zeros instead. So this is only
-        # for files of one process; reserve_range uses the system call.
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
 
 
 def reserve_range(descriptor: int, start: int, nbytes: int) -> bool:

@@ -50,59 +50,35 @@ def read_weight_map(
 def _read(
     index: Path, follow_links: bool, check_bytes: Callable[[str, bytes], None] | None
 ) -> dict[str, str] | None:
-    path = index
-    if follow_links:
-        path = Path(os.path.realpath(index))
+    path = Path(os.path.realpath(index)) if follow_links else index
     try:
         content = read_safely(path.parent, path.name, limit=_MAX_INDEX_BYTES)
+        if check_bytes is not None:
+            check_bytes(index.name, content)
+        document = parse_json(content)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise _unusable("the index of the weights cannot be read", index, error.strerror) from error
-    if check_bytes is not None:
-        check_bytes(index.name, content)
-    weight_map = _parse(content, index)
+    except (OSError, ValueError) as error:
+        value = getattr(error, "strerror", None) or repr(error)[:200]
+        raise _unusable("the index of the weights cannot be read", index, value) from error
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict):
+        kind = type(document if weight_map is None else weight_map).__name__
+        raise _unusable("the index of the weights has no weight_map of file names", index, kind)
     # An index from another source must not lead to files outside of its directory.
-    _check_file_names(set(weight_map.values()), index)
+    for fqn, name in weight_map.items():
+        reason: str | None = "this is no name"
+        if isinstance(name, str):
+            reason = layout.unsafe_path(name) or (
+                "it is in a subdirectory" if "/" in name else None
+            )
+        if reason is not None:
+            value = f"{fqn[:200]!r}: {name!r:.200}: {reason}"
+            raise _unusable("the index names a file outside of its directory", index, value)
     single, suffix, _ = index.name.partition(_INDEX_SUFFIX)
     if suffix and single not in weight_map.values() and (index.parent / single).is_file():
         return None
     return weight_map
-
-
-def _parse(content: bytes, index: Path) -> dict[str, str]:
-    try:
-        document = parse_json(content)
-    except ValueError as error:
-        value = repr(error)[:200]
-        raise _unusable("the index of the weights cannot be read", index, value) from error
-    if not isinstance(document, dict):
-        kind = type(document).__name__
-        raise _unusable("the index of the weights is not a JSON mapping", index, kind)
-    weight_map = document.get("weight_map")
-    if not isinstance(weight_map, dict):
-        kind = type(weight_map).__name__
-        raise _unusable("the index of the weights has no weight_map of file names", index, kind)
-    for fqn, name in weight_map.items():
-        if not isinstance(name, str):
-            value = f"{fqn[:200]!r}: {name!r:.200}"
-            raise _unusable("the weight_map of the index has a value that is no name", index, value)
-    return weight_map
-
-
-def _check_file_names(names: set[str], index: Path) -> None:
-    for name in sorted(names):
-        reason = layout.unsafe_path(name)
-        if reason is None and "/" in name:
-            raise CheckpointUnusable(
-                "the index names a file in a subdirectory, which is not supported",
-                where=str(index),
-                value=repr(name[:200]),
-                hint="move the files beside the index, and remove the directory from the names in its weight_map",
-            )
-        if reason is not None:
-            value = f"{name[:200]!r}: {reason}"
-            raise _unusable("the index names a file outside of its directory", index, value)
 
 
 def _unusable(what: str, index: Path, value: object) -> CheckpointUnusable:

@@ -25,6 +25,11 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
 
+_CLASSES: Mapping[Kind, type] = {
+    "module": torch.nn.Module,
+    "optimizer": Optimizer,
+    "lr_scheduler": LRScheduler,
+}
 # File systems allow 255 bytes. Suffixes such as _global_rank_1023.pt need some of them.
 _MAX_NAME_BYTES = 200
 
@@ -156,38 +161,30 @@ def classify(state: Mapping[str, Any]) -> list[Item]:
     owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
     for number, item in enumerate(items):
         if item.kind == "lr_scheduler":
-            items[number] = _with_owner(item, owners)
+            if (owner := owners.get(id(item.value.optimizer))) is None:
+                raise RecipeError(
+                    "a learning-rate scheduler drives an optimizer that is not part of the saved state",
+                    where=f"attribute {item.name!r}",
+                    value=type(item.value.optimizer).__name__,
+                    hint="add the optimizer to the state (an attribute of a recipe), "
+                    f"or add {item.name!r} to `untracked` of the recipe",
+                )
+            items[number] = replace(item, owner=owner)
     _check_places(items)
     return items
 
 
 def _item(name: str, value: object, aliases: tuple[str, ...]) -> Item:
-    if isinstance(value, torch.nn.Module):
-        return Item(name, value, "module", "replicated", aliases)
-    if isinstance(value, Optimizer):
-        return Item(name, value, "optimizer", "replicated", aliases)
-    if isinstance(value, LRScheduler):
-        return Item(name, value, "lr_scheduler", "replicated", aliases)
-    if isinstance(value, torch.utils.data.DataLoader):
-        return Item(name, value, "object", "dp_rank", aliases)
+    for kind, of_kind in _CLASSES.items():
+        if isinstance(value, of_kind):
+            return Item(name, value, kind, "replicated", aliases)
     # An object with __getattr__ may return anything for this name.
     scope = getattr(value, "checkpoint_scope", None)
-    if not isinstance(scope, str) or scope not in get_args(layout.Scope):
+    if isinstance(value, torch.utils.data.DataLoader):
+        scope = "dp_rank"
+    elif not isinstance(scope, str) or scope not in get_args(layout.Scope):
         scope = "replicated"
     return Item(name, value, "object", cast(layout.Scope, scope), aliases)
-
-
-def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
-    owner = owners.get(id(item.value.optimizer))
-    if owner is None:
-        raise RecipeError(
-            "a learning-rate scheduler drives an optimizer that is not part of the saved state",
-            where=f"attribute {item.name!r}",
-            value=type(item.value.optimizer).__name__,
-            hint="add the optimizer to the state (an attribute of a recipe), "
-            f"or add {item.name!r} to `untracked` of the recipe",
-        )
-    return replace(item, owner=owner)
 
 
 def _check_places(items: Iterable[Item]) -> None:
@@ -223,46 +220,44 @@ _EXAMPLE = 'pass {"model": model, "optimizer": optimizer}'
 _ITSELF = 'pass the object itself, not its state_dict(): {"model": model}'
 
 
+def _wrong(what: str, where: str, value: object, hint: str) -> RecipeError:
+    return RecipeError(what, where=where, value=f"{value!s:.200}", hint=hint)
+
+
 def path_text(directory: Any) -> str:
     """Return the *directory* of a run as text, with the home directory for ``~/``, as the commands read it.
 
     Raises :class:`RecipeError` for what is no path, and for an empty one: it would be the current directory.
     """
-    try:
-        text = os.fsdecode(directory)
-    except TypeError:
-        text = ""
-    reason = "it is a file" if text and "\0" not in text and os.path.isfile(text) else ""
+    text = os.fsdecode(directory) if isinstance(directory, str | bytes | os.PathLike) else ""
+    reason = ""
     if not text or "\0" in text:
         reason = "a path is a text that is not empty and has no null characters, or a pathlib.Path"
+    elif os.path.isfile(text):
+        reason = "it is a file"
     if reason:
-        raise RecipeError(
-            "this is not the path of a directory",
-            where=_CLASS,
-            value=f"{directory!r:.200}: {reason}",
-            hint="pass the directory of the run, which is created if it does not exist",
-        )
+        hint = "pass the directory of the run, which is created if it does not exist"
+        value = f"{directory!r:.100}: {reason}"
+        raise _wrong("this is not the path of a directory", _CLASS, value, hint)
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def check_call(ranks: Any, options: Any, assets: Any) -> None:
     """Raise :class:`RecipeError` for arguments of other kinds, as they are if the names are left out."""
+    name, value = "", None
     if isinstance(options, type) or not hasattr(options, "model_save_format"):
-        what, name, value = "the options are not CheckpointOptions", "options", options
+        name, value = "options", options
         hint = "pass options=CheckpointOptions(keep_last=3), for example"
     elif ranks is not None and not hasattr(ranks, "world_size"):
-        what = "the second argument is the position of this process among the ranks"
         name, value = "ranks", ranks
         hint = "pass options by name: Checkpointer(directory, options=CheckpointOptions(...))"
-    elif assets is None or (
-        isinstance(assets, Mapping) and all(hasattr(each, "nbytes") for each in assets.values())
-    ):
-        return
-    else:
-        what = "the assets must be a mapping from names in the state to HFAssets"
-        name, value = "assets", assets
-        hint = 'pass assets={"model": HFAssets.from_model(model, ...)}'
-    raise RecipeError(what, where=f"{_CLASS}, {name}", value=f"{value!r:.200}", hint=hint)
+    elif assets is not None:
+        values = assets.values() if isinstance(assets, Mapping) else [None]
+        if not all(hasattr(each, "nbytes") for each in values):
+            name, value = "assets", assets
+            hint = 'pass assets={"model": HFAssets.from_model(model, ...)}'
+    if name:
+        raise _wrong(f"this cannot be the argument {name}", _CLASS, repr(value), hint)
 
 
 def check_state(state: object, where: str = _SAVE) -> None:
@@ -272,32 +267,17 @@ def check_state(state: object, where: str = _SAVE) -> None:
     of the objects are reported as theirs from then on.
     """
     if not isinstance(state, Mapping) or not state:
-        raise RecipeError(
-            "the state must be a mapping from names to objects",
-            where=where,
-            value=f"an empty {type(state).__name__}" if not state else type(state).__name__,
-            hint=_EXAMPLE,
-        )
+        kind = ("an empty " if isinstance(state, Mapping) else "") + type(state).__name__
+        raise _wrong("the state must be a mapping from names to objects", where, kind, _EXAMPLE)
     if all(hasattr(value, "nbytes") for value in state.values()):
         names = ", ".join(map(str, state))
-        raise RecipeError(
-            "the state consists of tensors", where=where, value=f"{names:.200}", hint=_ITSELF
-        )
+        raise _wrong("the state consists of tensors", where, names, _ITSELF)
     for name, value in state.items():
         if not isinstance(name, str):
-            raise RecipeError(
-                "a name in the state is not text",
-                where=where,
-                value=f"{name!r:.200}",
-                hint=_EXAMPLE,
-            )
+            raise _wrong("a name in the state is not text", where, repr(name), _EXAMPLE)
         if not is_stateful(value):
-            raise RecipeError(
-                "an object of the state has no state_dict() and load_state_dict()",
-                where=f"{where}, {name!r}",
-                value=type(value).__name__,
-                hint=_hint(name, value),
-            )
+            what = "an object of the state has no state_dict() and load_state_dict()"
+            raise _wrong(what, f"{where}, {name!r}", type(value).__name__, _hint(name, value))
         register_object(value)
 
 
@@ -319,24 +299,17 @@ def count(name: str, value: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_INTEGER:
-        raise RecipeError(
-            f"{name} must be a count",
-            where=_SAVE,
-            value=f"{value!r:.100}",
-            hint=f"pass a whole number from 0 to {MAX_INTEGER}",
-        )
+        hint = f"pass a whole number from 0 to {MAX_INTEGER}"
+        raise _wrong(f"{name} must be a count", _SAVE, repr(value), hint)
     return number
 
 
 def yaml_text(value: Any) -> str:
     """Return *value*, the text of config.yaml. Raises :class:`RecipeError` if it is no text."""
     if not isinstance(value, str):
-        raise RecipeError(
-            "config_yaml must be the text of a YAML file",
-            where=f"{_SAVE}, config_yaml",
-            value=f"{value!r:.200}",
-            hint="pass yaml.safe_dump(settings), or the file's read_text()",
-        )
+        what = "config_yaml must be the text of a YAML file"
+        hint = "pass yaml.safe_dump(settings), or the file's read_text()"
+        raise _wrong(what, f"{_SAVE}, config_yaml", repr(value), hint)
     return value
 
 
@@ -345,13 +318,13 @@ def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
 
     Raises :class:`RecipeError` for a tensor of several elements, and for what JSON does not have.
     """
+    where = f"{_SAVE}, {argument}"
     if not isinstance(numbers, Mapping):
-        raise RecipeError(
-            f"{argument} must be a mapping from names to numbers",
-            where=f"{_SAVE}, {argument}",
-            value=f"{numbers!r:.200}",
-            hint=f'pass {argument}={{"val_loss": 0.5}}',
+        what, hint = (
+            f"{argument} must be a mapping of numbers",
+            f'pass {argument}={{"val_loss": 0.5}}',
         )
+        raise _wrong(what, where, repr(numbers), hint)
     plain: dict[str, Any] = {}
     for name, value in numbers.items():
         try:
@@ -360,11 +333,8 @@ def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
             json.dumps(plain[name])
         except (RuntimeError, TypeError, ValueError) as error:
             shape = getattr(value, "shape", None)
-            text = f"{value!r:.200}" if shape is None else f"an array of shape {list(shape)}"
-            raise RecipeError(
-                "this cannot be written as JSON",
-                where=f"{_SAVE}, {argument}[{name!r}]",
-                value=text,
-                hint="pass a number, such as the mean of a tensor",
-            ) from error
+            text = repr(value) if shape is None else f"an array of shape {list(shape)}"
+            hint = "pass a number, such as the mean of a tensor"
+            what = "this cannot be written as JSON"
+            raise _wrong(what, f"{where}[{name!r}]", text, hint) from error
     return plain

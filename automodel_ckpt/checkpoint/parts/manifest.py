@@ -290,13 +290,8 @@ def _state_record(raw: Mapping[str, Any]) -> StateRecord:
 def _tree_fault(tree: Tree, files: Files) -> str | None:
     """Return the first tensor or value of *tree* that its slices or *files* do not make up; None when there is none."""
     for tensor in tree.stored:
-        if tensor.dtype not in DTYPE_BITS:
-            return f"the tensor {tensor.fqn!r} has the unknown dtype {tensor.dtype!r}"
-        if reason := _slices_fault(tensor):
+        if reason := _tensor_fault(tensor, files):
             return f"the tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {reason}"
-        if misplaced := _misplaced(tensor, files):
-            where = list(misplaced.offsets)
-            return f"the slice at {where} of {tensor.fqn!r} is not in {misplaced.file!r}"
     for blob in tree.objects.values():
         if not is_in_file(blob, files):
             return f"the value {blob.fqn!r} is not in {blob.file!r}"
@@ -304,6 +299,26 @@ def _tree_fault(tree: Tree, files: Files) -> str | None:
         if stored not in tree.tensors:
             return f"{alias!r} is tied to {stored!r}, which is not stored"
     return None if tree.table is None else _table_fault(tree.table, files)
+
+
+def _tensor_fault(tensor: Tensor, files: Files) -> str | None:
+    """Return why the slices of a tensor, or their files, do not make it up; None when they do."""
+    if tensor.dtype not in DTYPE_BITS:
+        return f"unknown dtype {tensor.dtype!r}"
+    if not isinstance(tensor.slices, tuple):
+        fault = shape_fault(tensor.shape)  # A formula divides a tensor completely.
+    else:
+        boxes = [stored.box for stored in tensor.slices]
+        fault = tiling_fault(boxes, tensor.shape) or interleaving_fault(tensor.slices)
+    if fault is not None:
+        return fault
+    for stored in tensor.slices if isinstance(tensor.slices, tuple) else ():
+        if stored.nbytes != nbytes_of(stored.dtype, stored.sizes):
+            return f"the slice at {list(stored.offsets)} has {stored.nbytes} bytes"
+    for stored in _byte_ranges(tensor):
+        if not is_in_file(stored, files):
+            return f"the slice at {list(stored.offsets)} is not in {stored.file!r}"
+    return None
 
 
 def _table_fault(table: SliceTable, files: Files) -> str | None:
@@ -314,20 +329,6 @@ def _table_fault(table: SliceTable, files: Files) -> str | None:
         return f"{file!r} is not the table of its {table.num_rows} slices"
     missing = next((each for each in table.files if each not in files), None)
     return None if missing is None else f"{missing!r} is not among the files"
-
-
-def _misplaced(tensor: Tensor, files: Files) -> Slice | None:
-    """Return the first slice with a wrong size or outside of its file; None when there is none."""
-    if not isinstance(tensor.slices, tuple):
-        whole = tensor.slices.whole
-        return None if whole is None or is_in_file(whole, files) else whole
-    for stored in tensor.slices:
-        if stored.nbytes != nbytes_of(stored.dtype, stored.sizes):
-            return stored
-    for stored in contiguous_slices(tensor):
-        if not is_in_file(stored, files):
-            return stored
-    return None
 
 
 def _parts_fault(path: str, parts: Sequence[Slice | Blob], end: int | None) -> str | None:
@@ -351,14 +352,6 @@ def is_in_file(stored: Slice | Blob, files: Files) -> bool:
     if record is None or stored.start < 0:
         return False
     return 0 <= stored.nbytes <= record.size - stored.start
-
-
-def _slices_fault(tensor: Tensor) -> str | None:
-    """Return why the slices of a tensor do not make it up; None when they do."""
-    if not isinstance(tensor.slices, tuple):
-        return shape_fault(tensor.shape)  # A formula divides a tensor completely.
-    boxes = [stored.box for stored in tensor.slices]
-    return tiling_fault(boxes, tensor.shape) or interleaving_fault(tensor)
 
 
 def _byte_ranges(tensor: Tensor) -> Sequence[Slice]:
@@ -388,15 +381,11 @@ def _decode(data: bytes, path: Path | str) -> dict[str, Any]:
             hint="resume with that revision and without the key, and save again",
         )
     if version is not None and version > FORMAT_VERSION:
-        raise _unusable(
-            "the checkpoint has a newer format than this version supports",
-            path,
-            f"version {version}",
-        )
+        what = "the checkpoint has a newer format than this version supports"
+        raise _unusable(what, path, f"version {version}")
     if tail != _TAIL % digest_of(head).encode():
-        raise _unusable(
-            "the manifest is damaged: its digest does not match", path, f"{len(data)} bytes"
-        )
+        what = "the manifest is damaged: its digest does not match"
+        raise _unusable(what, path, f"{len(data)} bytes")
     try:
         raw = parse_json(data)
     except ValueError as error:

@@ -365,7 +365,7 @@ def _rank_offsets(sharding: Sharding, shape: tuple[int, ...]) -> Any:
         for each in mesh_dims:
             chunks = -(-sizes // sharding.mesh[each])
             # A chunk has at least one element.
-            index = np.arange(min(sharding.mesh[each], shape[dim]))
+            index = np.arange(min(sharding.mesh[each], int(sizes.max(initial=0))))
             rest = sizes[:, None] - index * chunks[:, None]
             is_filled = rest > 0
             offsets = (offsets[:, None] + index * sharding.strides[each])[is_filled]

@@ -383,12 +383,10 @@ def _bounds_fault(box: Box, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def interleaving_fault(tensor: Tensor) -> str | None:
-    """Return why the interleaved slices of a tensor are inconsistent; None when they are not."""
-    if not isinstance(tensor.slices, tuple):
-        return None
-    places = {(stored.file, stored.start, stored.interleaved) for stored in tensor.slices}
-    if len(places) > 1 and any(stored.interleaved for stored in tensor.slices):
+def interleaving_fault(slices: Sequence[Slice]) -> str | None:
+    """Return why the interleaved *slices* of a tensor are inconsistent; None when they are not."""
+    places = {(stored.file, stored.start, stored.interleaved) for stored in slices}
+    if len(places) > 1 and any(interleaved for _, _, interleaved in places):
         return "some of its slices are interleaved, in one place, and others are not there"
     return None
 

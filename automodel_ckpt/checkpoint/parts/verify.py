@@ -74,20 +74,21 @@ class FileContents:
 
     def listed(self, file: str) -> list[FileSlice]:
         """Return those in a file that no table describes, in the order of its Merkle digest."""
-        # Interleaved slices of a tensor have the same start; their offsets order them.
-        return sorted(
-            self._listed.get(file, ()), key=lambda one: (one.stored.start, one.stored.offsets)
-        )
+        return sorted(self._listed.get(file, ()), key=_place)
 
     def slices(self, file: str) -> list[FileSlice]:
         """Return those in a file in their order. Raises :class:`CheckpointUnusable` for a damaged table."""
-        found = self.listed(file)
+        found = list(self._listed.get(file, ()))
         for tree in self._trees:
             for tensor, stored in slices_in_rank_file(tree, file):
                 if stored.nbytes:
                     found.append(FileSlice(stored, tensor.shape))
-        found.sort(key=lambda one: (one.stored.start, one.stored.offsets))
-        return found
+        return sorted(found, key=_place)
+
+
+def _place(one: FileSlice) -> tuple[int, tuple[int, ...]]:
+    # Interleaved slices of a tensor have the same start; their offsets order them.
+    return one.stored.start, one.stored.offsets
 
 
 def has_merkle_digest(record: FileRecord) -> bool:
@@ -178,19 +179,18 @@ def verify(
     """
     if level == "none":
         return []
-    contents = FileContents(manifest.trees.values())
     try:
-        mine = _share(list(_tasks(manifest, contents)), rank, num_ranks)
+        contents = FileContents(manifest.trees.values())
         problems = _table_problems(checkpoint, manifest) if rank == 0 else []
     except CheckpointUnusable as error:
         return list(error.problems)
     if problems:
         return problems
+    mine = _share(_tasks(manifest, contents), rank, num_ranks)
     # A file is in a task of some rank: with thousands of files and ranks, no rank checks all sizes.
     my_files = {task.path for task in mine}
     for path, record in manifest.files.items():
-        problem = size_problem(checkpoint, path, record) if path in my_files else None
-        if problem is not None:
+        if path in my_files and (problem := size_problem(checkpoint, path, record)):
             problems.append(problem)
     if problems or level == "size":
         return problems
@@ -216,16 +216,12 @@ def _table_problems(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 
 
 class _Task(NamedTuple):
-    """A file to read, or a part of it.
-
-    If the file has a Merkle digest: ``slices[first:last]``. The first task also reads what is in no slice.
-    """
+    """A file to read; of one with a Merkle digest, only *slices*, and with *is_first* the bytes before all slices."""
 
     path: str
     nbytes: int
     slices: Sequence[FileSlice] | None = None
-    first: int = 0
-    last: int = 0
+    is_first: bool = True
 
 
 def _tasks(manifest: Manifest, contents: FileContents) -> Iterator[_Task]:
@@ -235,19 +231,18 @@ def _tasks(manifest: Manifest, contents: FileContents) -> Iterator[_Task]:
             # One task: XXH3 digests of parts cannot be combined into the file's digest.
             yield _Task(path, record.size)
             continue
-        slices = contents.listed(path)
-        first = 0
-        nbytes = 0
-        for last, one in enumerate(slices, start=1):
+        slices: list[FileSlice] = []
+        nbytes, is_first = 0, True
+        for one in contents.listed(path):
+            if nbytes >= _TASK_BYTES:
+                yield _Task(path, nbytes, slices, is_first)
+                slices, nbytes, is_first = [], 0, False
+            slices.append(one)
             nbytes += one.stored.nbytes
-            if nbytes >= _TASK_BYTES and last < len(slices):
-                yield _Task(path, nbytes, slices, first, last)
-                first = last
-                nbytes = 0
-        yield _Task(path, nbytes, slices, first, len(slices))
+        yield _Task(path, nbytes, slices, is_first)
 
 
-def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
+def _share(tasks: Iterable[_Task], rank: int, num_ranks: int) -> list[_Task]:
     """Return the tasks of this rank. They are divided so that all ranks read about the same number of bytes."""
     # The ranks do not communicate: each must compute the same division, from the manifest alone.
     loads = [(0, reader) for reader in range(num_ranks)]
@@ -287,8 +282,7 @@ def _digest_problem(
     checkpoint: Path, manifest: Manifest, contents: FileContents, task: _Task
 ) -> Problem | None:
     """Read a file or slices of it. Return the damage, with the tensors and values that it is in."""
-    path = task.path
-    where, record = str(checkpoint / path), manifest.files[path]
+    path, record = task.path, manifest.files[task.path]
     wrong: Sequence[FileSlice] = ()
     try:
         if task.slices is None:
@@ -297,17 +291,15 @@ def _digest_problem(
             with contextlib.suppress(CheckpointUnusable):  # a damaged table
                 wrong = damaged(checkpoint, path, contents.slices(path))
         else:
-            wrong = damaged(checkpoint, path, task.slices[task.first : task.last])
-            # The first task of a file also checks the bytes before the first slice.
-            is_first = task.first == 0
-            if not wrong and not (
-                is_first and not head_fits(checkpoint, path, record, task.slices)
-            ):
+            wrong = damaged(checkpoint, path, task.slices)
+            fits = not task.is_first or head_fits(checkpoint, path, record, contents.listed(path))
+            if fits and not wrong:
                 return None
     except OSError as error:
-        return Problem("a file of the checkpoint cannot be read", where, error.strerror, _HINT)
+        what = "a file of the checkpoint cannot be read"
+        return Problem(what, str(checkpoint / path), error.strerror, _HINT)
     what = "a file of the checkpoint is not what was saved: its digest differs"
-    return Problem(what, where, damage_text(wrong), _HINT)
+    return Problem(what, str(checkpoint / path), damage_text(wrong), _HINT)
 
 
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
@@ -315,7 +307,11 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 
     Exports have different manifests (``export_manifest.py``).
     """
-    problems, contents = [], FileContents(manifest.trees.values())
+    try:
+        contents = FileContents(manifest.trees.values())
+    except CheckpointUnusable as error:  # a damaged table
+        return list(error.problems)
+    problems = []
     # All files of a tree have the damage of its table. A dict, because it has an order.
     of_tables: dict[Problem, None] = {}
     for path, record in manifest.files.items():

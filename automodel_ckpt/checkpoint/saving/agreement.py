@@ -11,7 +11,7 @@ warning names what differs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,19 +35,10 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class TreeSummary:
-    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh.
-
-    *replicated* is the digest of :func:`replicated_digests`.
-    """
+    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh."""
 
     digest: str
     origins: Mapping[Mesh, int]
-    replicated: str = ""
-
-
-def summarize(description: TreeDescription, replicated: Mapping[str, str]) -> TreeSummary:
-    """Return what this rank sends first."""
-    return TreeSummary(description.digest(), description.origins, digest_of_all(replicated))
 
 
 def digest_of_all(digests: Mapping[str, str]) -> str:
@@ -64,24 +55,12 @@ def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> dict[str, s
     options = f"{plan.name}.param_groups."
     found: dict[str, str] = {}
     for name, value in plan.flat().items():
-        whole = _whole(value)
-        is_compared = name.startswith(options) or not isinstance(value, torch.Tensor)
-        if compares_buffers and plan.kinds.get(name) == BUFFERS:
-            is_compared = True
-        if is_compared and whole is not None:
+        is_tensor = isinstance(value, torch.Tensor)
+        is_buffer = compares_buffers and plan.kinds.get(name) == BUFFERS
+        if is_tensor and not is_buffer and not name.startswith(options):
+            continue
+        if (whole := _whole(value)) is not None:
             found[name] = check_safe(plan.name, {name: whole})
-    return found
-
-
-def present_digests(
-    compared: Mapping[str, Iterable[str]], trees: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, str]]:
-    """Return the digests of the present values in *trees*, by tree and name, of the names that were *compared*."""
-    found: dict[str, dict[str, str]] = {}
-    for tree, names in compared.items():
-        values = trees.get(tree, {})
-        digests = {name: check_safe(tree, {name: _whole(values[name])}) for name in names}
-        found[tree] = digests
     return found
 
 

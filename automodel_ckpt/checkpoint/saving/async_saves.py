@@ -5,21 +5,25 @@ This module coordinates the ranks; ``background.py`` is the part of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -32,12 +36,15 @@ from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, r
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
-from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveReport
+from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent
+from automodel_ckpt.checkpoint.state.storable import check_safe_values
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 from automodel_ckpt.parallel.ranks import agree
 
@@ -47,6 +54,23 @@ _POLL_SECONDS = 0.02
 _NODES_POLL_SECONDS = 0.5
 # Side files, headers and the alignment of files, in addition to a rank's share of the tensors.
 _SLACK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The plan of a save, for later saves while the state has the same *signature*.
+
+    *layout* has the places of the trees in the memory of the writer, and *pickled* the values there that are not
+    tensors. *written* is the rank manifest before anything is written; *nbytes* is what a save takes on disk.
+    """
+
+    signature: Any
+    plan: SavePlan
+    dp_ranks: list[int]
+    layout: MemoryLayout
+    written: RankManifest
+    nbytes: int
+    pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
 class AsyncSaves:
@@ -71,9 +95,7 @@ class AsyncSaves:
         self._timeout_seconds = timeout_seconds
         self._background = Background(on_cuda=on_cuda)
         self._in_flight: Save | None = None
-        self._reuse = PlanReuse(planner, group)
-        # The places of the trees in the memory of the writer, and the rank manifest before anything is written.
-        self._plan: tuple[MemoryLayout, RankManifest] | None = None
+        self._kept: _Kept | None = None
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
@@ -90,21 +112,23 @@ class AsyncSaves:
     ) -> SaveReport:
         """Plan a save, copy the state and start writing; return when the state is copied. Collective.
 
-        *proposals* and *shares* come from all ranks.
-
-        Raises :class:`SaveFailed` on all ranks.
+        *proposals* and *shares* come from all ranks. Raises :class:`SaveFailed` on all ranks.
         """
+        signature = _signature(save)
         try:
             with raise_on_all_ranks(self._group, f"saving {save.name}", self._settings.run.path):
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
-                live = self._reuse.live_state(save)
                 trees = lay_out(jobs)
                 self._copy_and_start(save, written, trees, objects)
         except AutomodelError:
             self._abandon(save)
             raise
-        self._reuse.keep(save, live, proposals, trees)
-        self._plan = trees, written
+        # On all ranks: the next save calls collectives only with a plan.
+        dp_ranks, nbytes = (
+            [proposal.dp_rank for proposal in proposals],
+            self._planner.expected_bytes,
+        )
+        self._kept = _Kept(signature, save.plan, dp_ranks, trees, written, nbytes)
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
@@ -143,21 +167,57 @@ class AsyncSaves:
     def save_with_previous_plan(self, save: Save, state: Mapping[str, Any]) -> SaveReport | None:
         """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
 
-        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. Later failures are
-        raised by :meth:`wait_for_save` on all ranks.
+        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory, and
+        :class:`RecipeError` where state of an optimizer differs that must not. Later failures are raised by
+        :meth:`wait_for_save` on all ranks.
         """
-        prepare = self._reuse.agree(save, state)
-        if prepare is None:
+        kept = self._kept
+        if kept is None:
             return None
-        assert self._plan is not None
-        trees, written = self._plan
+        doing, where = f"saving {save.name}", self._settings.run.path
+        proposal, failure = self._propose_reuse(kept, save, state), None
+        if proposal.digests is not None and self._is_rank0:
+            try:
+                self._planner.reserve(save, Forecast(kept.nbytes, free_bytes(where)), proposal)
+            except Exception as error:
+                failure = as_failure(error, doing, where)
+        proposals = agree.gather_objects(self._group, proposal)
+        # All ranks see rank 0's proposal, so that all of them enter this collective, or none does.
+        if proposals[0].digests is not None and not proposals[0].staging:
+            agree.all_or_nothing(self._group, failure)
+        digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
+        # Rank 0 may have created its directory before it sees that another rank's state differs.
+        if len(digests) < len(proposals):
+            self._kept = None
+            save.staging.remove()
+            return None
+        check_consistent(digests)
+        # The plan may be of a time when the ranks had the same values.
+        replicated = [proposal.replicated for proposal in proposals]
+        self._planner.replica_warnings.compare(self._group, save.replicated, replicated)
+        save.staging.path, save.previous = Path(proposals[0].staging), proposals[0].previous
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            self._copy_and_start(save, written, trees, prepare())
+            for name, tree in kept.plan.trees.items():
+                tree.set_values(save.plan.trees[name].flat())
+            save.plan = kept.plan
+            objects = self._planner.object_jobs(save, digests, kept.dp_ranks)
+            self._copy_and_start(save, kept.written, kept.layout, objects)
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
-            self._background.fail(as_failure(error, f"saving {save.name}", self._settings.run.path))
+            self._background.fail(as_failure(error, doing, where))
         return self._report_started(save)
+
+    def _propose_reuse(self, kept: _Kept, save: Save, state: Mapping[str, Any]) -> Proposal:
+        """Read the state of this rank, and compare it with the plan."""
+        # Whatever fails here fails again, and is reported, when the save is planned anew.
+        with contextlib.suppress(Exception):
+            self._planner.read_state(save, state)
+            for tree in save.plan.trees.values():
+                tree.flatten()
+            if _signature(save) == kept.signature and _update_values(kept, save):
+                return self._planner.propose_values(save)
+        return Proposal()
 
     # ---------------------------------------------------------------- in rank 0's thread
 
@@ -293,7 +353,7 @@ class AsyncSaves:
                 error, f"stopping the save of {save.name}", self._settings.run.path
             )
         self._in_flight = None
-        self._reuse.forget()
+        self._kept = None
         try:
             agree.all_or_nothing(self._group, failure)
         finally:
@@ -304,7 +364,7 @@ class AsyncSaves:
         save, self._in_flight = self._in_flight, None
         if save is not None and self._background.state == "busy":
             self._background.abandon()
-            self._reuse.forget()
+            self._kept = None
             save.staging.remove()
 
     def wait(self) -> None:
@@ -312,47 +372,38 @@ class AsyncSaves:
         self._background.wait()
 
     def wait_for_nodes(self) -> None:
-        """Like :meth:`wait`. If each node has its own directory, also wait until rank 0 has published the save here.
+        """Like :meth:`wait`. If each node has its own directory, also wait until rank 0 has published the save here:
+        until then, this node's process serves the save.
 
         A save is abandoned if a node has ended that this one waits for.
         """
-        poll_seconds = _POLL_SECONDS if self._nodes is None else _NODES_POLL_SECONDS
-        while self._background.state == "busy":
-            if self._lacks_node():
-                self.abandon_save()
-            self._background.wait(poll_seconds)
-        if not self.has_failed:
-            self._await_publication()
-
-    @property
-    def _absent_ranks(self) -> set[int]:
-        """The ranks that have no part of the save in progress on this node."""
         save = self._in_flight
-        # The directory was renamed if it is published.
-        if save is None or not save.staging.path.is_dir():
-            return set()
-        paths = rank_manifest_paths(save.staging.path, self._settings.ranks.world_size)
-        return {rank for rank, path in enumerate(paths) if not path.exists()}
-
-    def _lacks_node(self) -> bool:
-        """Whether a node has ended that this one waits for: rank 0's, or one with files that rank 0 does not have."""
-        nodes = self._nodes
-        if nodes is None or self._in_flight is None or not nodes.is_leader:
-            return False
-        return nodes.have_ended(self._absent_ranks if self._is_rank0 else [0])
-
-    def _await_publication(self) -> None:
-        """Wait until rank 0 has published the save in progress. Until then, this node's process serves the save."""
-        save = self._in_flight
-        if save is None or self._nodes is None or self._is_rank0 or not self._nodes.is_leader:
+        if save is None or self._nodes is None or not self._nodes.is_leader:
+            self.wait()
             return
-        while save.staging.path.is_dir() and not self._lacks_node():
-            time.sleep(_NODES_POLL_SECONDS)
-        save.staging.remove()
+        while self._background.state == "busy":
+            if self._lacks_node(save):
+                self.abandon_save()
+            self._background.wait(_NODES_POLL_SECONDS)
+        if not self.has_failed and not self._is_rank0:
+            while save.staging.path.is_dir() and not self._lacks_node(save):
+                time.sleep(_NODES_POLL_SECONDS)
+            save.staging.remove()
+
+    def _lacks_node(self, save: Save) -> bool:
+        """Whether a node has ended that this one waits for: rank 0's, or one with files that rank 0 does not have."""
+        absent = {0}
+        if self._is_rank0:
+            absent = set()
+            # The directory was renamed if it is published.
+            if save.staging.path.is_dir():
+                paths = rank_manifest_paths(save.staging.path, self._settings.ranks.world_size)
+                absent = {rank for rank, path in enumerate(paths) if not path.exists()}
+        return self._nodes is not None and self._nodes.have_ended(absent)
 
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
-        self._reuse.forget()
+        self._kept = None
         self._background.close()
 
 
@@ -372,12 +423,12 @@ def create_async_saves(
     def create() -> str:
         """Return why this rank does not support asynchronous saves; empty where it does."""
         try:
-            saves = AsyncSaves(
-                planner, group, timeout_seconds=timeout_seconds, on_cuda=_on_cuda(state)
+            on_cuda = _on_cuda(state)
+            created.append(
+                AsyncSaves(planner, group, timeout_seconds=timeout_seconds, on_cuda=on_cuda)
             )
-            created.append(saves)
-            nbytes = planner.disk_space.forecast(classify(state)).nbytes
-            saves.reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
+            nbytes = planner.forecast(classify(state)).nbytes
+            created[0].reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
             return str(error) or type(error).__name__
         return ""
@@ -385,13 +436,14 @@ def create_async_saves(
     reasons = ["an error"]
     try:
         doing = "preparing asynchronous saves"
-        found = gather_or_raise(group, create, doing, planner.settings.run.path)
-        reasons = [reason for reason in found if reason]
+        reasons = gather_or_raise(group, create, doing, planner.settings.run.path)
     finally:
         # Closed again where any rank does not support them, or fails.
-        for saves in created if reasons else ():
-            saves.close()
-    return (None, reasons[0]) if reasons else (created[0], "")
+        if any(reasons):
+            for saves in created:
+                saves.close()
+    reason = next(filter(None, reasons), "")
+    return (None, reason) if reason else (created[0], "")
 
 
 def _on_cuda(state: Mapping[str, Any]) -> bool:
@@ -404,3 +456,38 @@ def _buffers(items: Iterable[Item]) -> set[int]:
     """The data pointers of module buffers, which a forward pass may change."""
     modules = [item.value for item in items if item.kind == "module"]
     return {buffer.data_ptr() for module in modules for buffer in module.buffers()}
+
+
+def _signature(save: Save) -> Any:
+    """What the plan of a save depends on. Its trees are flattened, and not yet assigned."""
+    items = [(item.name, item.kind, item.scope, item.aliases, item.owner) for item in save.items]
+    trees = {}
+    for name, tree in save.plan.trees.items():
+        specs = {key: _spec(value) for key, value in tree.flat().items()}
+        trees[name] = tree.kinds, tree.paths, list(specs.items())
+    return items, save.plan.tied, trees
+
+
+def _spec(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    spec = type(value), value.dtype, value.shape
+    if isinstance(value, DTensor):
+        return *spec, local_tensor(value).shape, value.placements, value.device_mesh
+    return spec
+
+
+def _update_values(kept: _Kept, save: Save) -> bool:
+    """Update the values that are not tensors in the memory; return False where one no longer has its size."""
+    for name in kept.layout.values:
+        tree, key = name
+        value = save.plan.trees[tree].flat()[key]
+        pickled = pickle.dumps(value)
+        if kept.pickled.get(name) == pickled:
+            continue
+        check_safe_values(tree, {key: value})
+        # All later data would move, in memory and in the file: a new size requires a new plan.
+        if not kept.layout.replace(name, bytes(saved(value))):
+            return False
+        kept.pickled[name] = pickled
+    return True

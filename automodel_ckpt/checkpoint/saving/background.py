@@ -5,7 +5,6 @@ At most one save is written at a time. No collective is called here; ``saving/as
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +17,7 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.jobs.writer import Command, Export, Write, Writer
 from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout, PageLock
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 _END_SECONDS = 10.0
@@ -34,11 +33,10 @@ class Background:
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         """Start the writer process. Raises :class:`OSError` where this system does not support it."""
-        self._memory = HostMemory(PageLock() if on_cuda else None)
+        self._memory = HostMemory(on_cuda=on_cuda)
         self._writer = Writer(self._memory.descriptor)
         self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
-        self._thread = _TaskThread()
         self._task = SaveTask(self._writer)
         self._failure: AutomodelError | None = None
         self._activity: tuple[bytes, ...] = ()
@@ -60,7 +58,7 @@ class Background:
     def state(self) -> State:
         if self._failure is not None:
             return "failed"
-        return "idle" if self._thread.idle.is_set() else "busy"
+        return "idle" if self._task.has_ended.is_set() else "busy"
 
     @property
     def is_writing(self) -> bool:
@@ -153,8 +151,15 @@ class Background:
         command = Write(str(staging), written, jobs, self._memory.tensor.nbytes, previous)
         self._activity, self._idle_seconds, self._observed_at = (), 0.0, time.monotonic()
         task = SaveTask(self._writer)
+        # Not in the thread: a caller that waits right after this must find the save in progress.
+        task.has_ended.clear()
         self._task = task
-        self._thread.begin(lambda: self._run(task, command, then, doing))
+
+        def run() -> None:
+            self._run(task, command, then, doing)
+            task.has_ended.set()
+
+        threading.Thread(target=run, name="save", daemon=True).start()
 
     def _run(
         self, task: SaveTask, command: Write, then: Callable[[SaveTask], None] | None, doing: str
@@ -168,7 +173,7 @@ class Background:
                 then(task)
         except Exception as error:
             # The writer of an abandoned save was killed: that is a consequence, not a failure.
-            if not task.is_abandoned:
+            if not task.abandoned.is_set():
                 self._failure = as_failure(error, doing, Path(command.staging))
         finally:
             if task.writer is not self._writer:
@@ -222,12 +227,12 @@ class Background:
 
         Applies where this rank's writer is working; with *also_waiting*, also where the save waits for other ranks.
         """
-        if not self.is_writing and not (also_waiting and self.state == "busy"):
-            return
+        what = "the process that writes this rank's checkpoints made no progress"
+        if not self.is_writing:
+            what = "publishing made no progress"
+            if not also_waiting or self.state != "busy":
+                return
         kind = ExportFailed if self._exporting.locked() else SaveFailed
-        what = "publishing made no progress"
-        if self.is_writing:
-            what = "the process that writes this rank's checkpoints made no progress"
         seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
         self._failure = kind(
             what,
@@ -239,31 +244,28 @@ class Background:
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the save has ended, or after so many seconds."""
-        self._thread.idle.wait(seconds)
+        self._task.has_ended.wait(seconds)
 
     def abandon(self) -> AutomodelError | None:
         """Stop the save and prepare for the next one. Returns the failure of the save, or None.
 
         Raises OSError where a new writer process is needed and cannot be started.
         """
-        self._task.abandon()
-        if not self._thread.idle.is_set():
+        self._task.abandoned.set()
+        if not self._task.has_ended.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
-            # The thread may be in a call that cannot be interrupted. A new one replaces it. It ends when the call
-            # returns: its task stays abandoned, and its writer dead.
-            if not self._thread.idle.is_set():
-                # First: without it, the next save would wait for a thread that was stopped.
-                writer = Writer(self._memory.descriptor)
-                self._thread.end()
-                self._writer, self._thread = writer, _TaskThread()
+            # The thread may be in a call that cannot be interrupted. It ends when the call returns: its task stays
+            # abandoned, and its writer dead.
+            if not self._task.has_ended.is_set():
+                self._writer = Writer(self._memory.descriptor)
+                self._task = SaveTask(self._writer)
         failure, self._failure = self._failure, None
         return failure
 
     def close(self) -> None:
         """Wait for the save, then end the writer process and release the memory."""
         self.wait()
-        self._thread.end()
         self._writer.end()
         self._memory.close()
 
@@ -277,21 +279,16 @@ class SaveTask:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
-        self._abandoned = threading.Event()
+        self.has_ended = threading.Event()
+        self.has_ended.set()
+        # Once set, :meth:`pause` and :meth:`do` raise.
+        self.abandoned = threading.Event()
         self.where = Path()
         self.is_writing = False
 
-    @property
-    def is_abandoned(self) -> bool:
-        return self._abandoned.is_set()
-
-    def abandon(self) -> None:
-        """Make :meth:`pause` and :meth:`do` raise from now on."""
-        self._abandoned.set()
-
     def pause(self, seconds: float) -> None:
         """Wait for *seconds*. Raises :class:`Cancelled` when the task has been abandoned."""
-        if self._abandoned.wait(seconds):
+        if self.abandoned.wait(seconds):
             raise Cancelled
 
     def do(self, command: Command, where: Path) -> Any:
@@ -299,39 +296,13 @@ class SaveTask:
 
         Raises :class:`Cancelled` when the task has been abandoned, else what :meth:`Writer.run` raises.
         """
-        if self.is_abandoned:
+        if self.abandoned.is_set():
             raise Cancelled
         self.where, self.is_writing = where, True
         try:
             return self.writer.run(command)
         finally:
             self.is_writing = False
-
-
-class _TaskThread:
-    """One thread that runs the saves in order. Starting a thread for each would delay training by milliseconds."""
-
-    def __init__(self) -> None:
-        self.idle = threading.Event()
-        self.idle.set()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="save", daemon=True).start()
-
-    def begin(self, task: Callable[[], None]) -> None:
-        # Not in the thread: a caller that waits right after `begin` must find the save in progress.
-        self.idle.clear()
-        self._tasks.put(task)
-
-    def end(self) -> None:
-        """End the thread when its current task has finished."""
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            # Otherwise the task would keep the state that it refers to alive until the next one.
-            del task
-            self.idle.set()
 
 
 class Cancelled(Exception):

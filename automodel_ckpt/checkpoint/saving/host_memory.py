@@ -18,7 +18,6 @@ import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,15 +40,14 @@ _RESERVE_BYTES = 64 << 20
 class HostMemory:
     """Memory that a writer process can share; it grows on demand and is released only by :meth:`close`.
 
-    With a *page_lock* it is registered with CUDA, so that copies from the device are asynchronous, where that is
-    possible.
+    *on_cuda*: it is registered with CUDA, where that is possible, so that copies from the device are asynchronous.
     """
 
-    def __init__(self, page_lock: PageLock | None = None) -> None:
+    def __init__(self, *, on_cuda: bool = False) -> None:
         self.descriptor = os.memfd_create("automodel_ckpt", os.MFD_CLOEXEC)
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._view = memoryview(b"")
-        self._page_lock = page_lock
+        self._locks_pages, self._is_locked = on_cuda, False
 
     def reserve(self, nbytes: int) -> None:
         """Ensure that at least *nbytes* are allocated. Raises :class:`OSError` where the system does not have them."""
@@ -70,8 +68,8 @@ class HostMemory:
         _touch_all_pages(mapped)
         self._view = memoryview(mapped)
         self.tensor = torch.frombuffer(self._view, dtype=torch.uint8)
-        if self._page_lock is not None:
-            self._page_lock.lock(self.tensor)
+        # After the first failure, which is logged, nothing is locked.
+        self._locks_pages = self._is_locked = self._locks_pages and lock_pages(self.tensor)
 
     @torch.no_grad()
     def fill(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -100,8 +98,9 @@ class HostMemory:
         return flat.view(source.shape)
 
     def _release(self) -> None:
-        if self._page_lock is not None and self.tensor.nbytes:
-            self._page_lock.unlock(self.tensor)
+        if self._is_locked:
+            self._is_locked = False
+            unlock_pages(self.tensor)
         self.tensor, self._view = torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(b"")
 
     def close(self) -> None:
@@ -109,55 +108,40 @@ class HostMemory:
         os.close(self.descriptor)
 
 
-class PageLock:
-    """Registers memory with CUDA (page-locking), so that copies from the device are asynchronous and fast.
+def lock_pages(tensor: torch.Tensor) -> bool:
+    """Register the memory of a CPU tensor with CUDA, so that copies from the device are asynchronous and fast.
 
-    It can fail: a process may lock only so many bytes (``ulimit -l``), and containers and sandboxes such as gVisor may
-    lock none. Copies to ordinary memory give the same bytes, but the host waits for them. After the first failure,
-    which is logged, nothing is locked.
+    A process may lock only so many bytes (``ulimit -l``), and containers and sandboxes such as gVisor may lock none.
+    Copies to ordinary memory give the same bytes, but the host waits for them. Returns False then, after a log line.
     """
+    try:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        reason = f"cudaHostRegister returned error {status}" if status else ""
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:160]
+    if not reason:
+        return True
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    log.warning(
+        "cannot page-lock %s for asynchronous saves (%s; ulimit -l is %s): training waits longer for each copy",
+        size_text(tensor.nbytes),
+        reason,
+        "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft),
+    )
+    if torch.cuda.is_available():
+        # CUDA's last error would be reported for the next kernel of the training. torch has no binding of
+        # cudaGetLastError, but calls it after each kernel that it starts.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda").add_(1)
+    return False
 
-    def __init__(self, cudart: Any = None) -> None:
-        """*cudart* is the CUDA runtime; by default torch's, when it is needed first."""
-        self._cudart = cudart
-        self._works = True
-        self._locked: set[int] = set()
 
-    def lock(self, tensor: torch.Tensor) -> None:
-        """Lock the memory of the CPU tensor *tensor*, or log why CUDA cannot."""
-        if not self._works:
-            return
-        try:
-            if self._cudart is None:
-                self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            status = int(self._cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-            reason = f"cudaHostRegister returned error {status}" if status else ""
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0][:160]
-        if not reason:
-            self._locked.add(tensor.data_ptr())
-            return
-        self._works = False
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        log.warning(
-            "cannot page-lock %s for asynchronous saves (%s; ulimit -l is %s): training waits longer for each copy",
-            size_text(tensor.nbytes),
-            reason,
-            "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft),
-        )
-        if torch.cuda.is_available():
-            # CUDA's last error would be reported for the next kernel of the training. torch has no binding of
-            # cudaGetLastError, but calls it after each kernel that it starts.
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device="cuda").add_(1)
-
-    def unlock(self, tensor: torch.Tensor) -> None:
-        """Unlock the memory of *tensor* if :meth:`lock` has locked it. Raises RuntimeError if CUDA cannot."""
-        address = tensor.data_ptr()
-        if address in self._locked:
-            self._locked.remove(address)
-            if status := int(self._cudart.cudaHostUnregister(address)):
-                raise RuntimeError(f"cudaHostUnregister returned error {status}")
+def unlock_pages(tensor: torch.Tensor) -> None:
+    """Unlock what :func:`lock_pages` has locked. Raises RuntimeError if CUDA cannot."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if status := int(cudart.cudaHostUnregister(tensor.data_ptr())):
+        raise RuntimeError(f"cudaHostUnregister returned error {status}")
 
 
 def _round_up(nbytes: int) -> int:

@@ -211,13 +211,15 @@ class SaveReport:
 class Proposal:
     """What a rank sends to the others before a save. Only rank 0 sets the fields from *staging* on."""
 
-    trees: dict[str, TreeSummary]
-    """The summary of each tree (module or optimizer), by name."""
-    digests: dict[str, str]
-    """The digests of other state, by name."""
-    dp_rank: int
-    staging: str | None = None
-    """The path of the staging directory that rank 0 created."""
+    digests: dict[str, str] | None = None
+    """The digests of small state, by name. None where this rank cannot use the plan of the previous save."""
+    replicated: dict[str, str] = field(default_factory=dict)
+    """A digest by tree of what only one rank stores."""
+    dp_rank: int = 0
+    trees: dict[str, TreeSummary] = field(default_factory=dict)
+    """The summary of each tree (module or optimizer), by name; empty with the plan of the previous save."""
+    staging: str = ""
+    """The path of the staging directory that rank 0 created; empty if it could not."""
     maps: dict[str, BaseMaps] = field(default_factory=dict)
     """How the files that all ranks write together are named and split, by tree."""
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -249,19 +251,19 @@ class SavePlan:
 class Save:
     """One save on this rank, from its request to its publication.
 
-    The fields without a default are the arguments of :meth:`Checkpointer.save`, and *started*, the time of the call in
-    seconds of ``time.monotonic``.
+    The first fields are the arguments of :meth:`Checkpointer.save`, and *started*, the time of the call in seconds of
+    ``time.monotonic``.
     """
 
     name: layout.CheckpointName
-    config_yaml: str
-    losses: dict[str, Any]
-    progress: dict[str, Any]
-    validated: bool
-    last: bool
-    before_publishing: Callable[[], None] | None
-    on_saved: Callable[[SaveReport], None] | None
-    started: float
+    config_yaml: str = ""
+    losses: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    validated: bool = False
+    last: bool = False
+    before_publishing: Callable[[], None] | None = None
+    on_saved: Callable[[SaveReport], None] | None = None
+    started: float = 0.0
 
     staging: Staging = field(default_factory=Staging)
     previous: Previous | None = None

@@ -93,11 +93,6 @@ def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
     return {entry: hashed.hexdigest() for entry, hashed in hashes.items()}
 
 
-def has_digests_of_own(name: str, digests: Mapping[str, str]) -> bool:
-    """Whether there are any of :func:`digests_of_own` for the optimizer *name* among the *digests* of a rank."""
-    return any(key.startswith(f"{name}{_OF_ALL}") for key in digests)
-
-
 def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
     """Raise :class:`RecipeError` where the results of :func:`digests_of_own` differ between ranks."""
     for key, digest in digests[0].items():

@@ -68,15 +68,13 @@ def map_slice(file: Path | BinaryIO, stored: Slice, dtype: Any) -> Array:
         # numpy maps no array without dimensions.
         mapped: Array = np.memmap(file, dtype, "r", stored.start, stored.sizes or (1,))
         return mapped.reshape(stored.sizes)
-    last = 0
-    for size, stride in zip(stored.sizes, stored.strides, strict=True):
-        last += (size - 1) * stride
+    # The stride of a dimension of one element has no meaning, and can be any number.
+    pairs = list(zip(stored.sizes, stored.strides, strict=True))
+    strides = [stride if size > 1 else 0 for size, stride in pairs]
+    last = sum((size - 1) * stride for (size, _), stride in zip(pairs, strides, strict=True))
     # Raises ValueError where the file is shorter: no element is outside of the mapping.
     elements: Array = np.memmap(file, dtype, "r", stored.start, (last + 1,))
-    steps: list[int] = []
-    for size, stride in zip(stored.sizes, stored.strides, strict=True):
-        # The stride of a dimension of one element has no meaning, and can be any number.
-        steps.append(stride * elements.itemsize if size > 1 else 0)
+    steps = [stride * elements.itemsize for stride in strides]
     found: Array = np.lib.stride_tricks.as_strided(elements, stored.sizes, steps, writeable=False)
     return found
 
@@ -93,11 +91,8 @@ class BoxReader:
         self._maps: list[tuple[Slice, Array]] = []
         for stored in contiguous_slices(tensor):
             if stored.nbytes:  # an empty range cannot be mapped
-                self._maps.append((stored, self._mapped(root, stored)))
-
-    def _mapped(self, root: Path, stored: Slice) -> Array:
-        with os.fdopen(open_safely(root, stored.file), "rb") as file:
-            return map_slice(file, stored, self._dtype)
+                with os.fdopen(open_safely(root, stored.file), "rb") as file:
+                    self._maps.append((stored, map_slice(file, stored, self._dtype)))
 
     def read(self, box: Box) -> Array:
         """Return the values in *box*, as an array of its sizes."""
@@ -134,13 +129,12 @@ def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
 
     Files are relative to *root*. Raises OSError if one cannot be read.
     """
+    by_file: dict[str, list[FileSlice]] = {}
+    for stored in tensor.slices:
+        if stored.nbytes and stored.digest is not None:
+            by_file.setdefault(stored.file, []).append(FileSlice(stored, tensor.shape))
     wrong: list[Slice] = []
-    for file in {stored.file for stored in tensor.slices if stored.digest is not None}:
-        slices = [
-            FileSlice(stored, tensor.shape)
-            for stored in tensor.slices
-            if stored.nbytes and stored.file == file and stored.digest is not None
-        ]
+    for file, slices in by_file.items():
         wrong += [one.stored for one in damaged(root, file, slices)]
     if not wrong:
         return None

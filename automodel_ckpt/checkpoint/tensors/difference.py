@@ -106,7 +106,9 @@ def compare(
         is_same = have_same_digests(one, other)
         if not is_same and not reads_values:
             digests = digests_of(one), digests_of(other)
-            (differing if digests[0].keys() == digests[1].keys() else undecided).append(fqn)
+            is_known = None not in (*digests[0].values(), *digests[1].values())
+            is_known = is_known and digests[0].keys() == digests[1].keys()
+            (differing if is_known else undecided).append(fqn)
             continue
         if is_same:
             stored = [side for side in stored if _is_in(changed_files, *side)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
 from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.tensors.float_cast import Array
+    pass
 
 _COMPLEX = frozenset({"C64", "C128"})
 
@@ -34,33 +34,6 @@ class Statistics:
     num_inf: int = 0
     num_zero: int = 0
     numel: int = 0
-
-
-class _Block(NamedTuple):
-    """The finite values of a box: their number, and sums of squares of the values and of their deviations."""
-
-    size: int
-    low: float
-    high: float
-    mean: float
-    squared_deviations: float
-    squares: float
-
-
-def _block(values: Array) -> _Block:
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        mean = float(values.mean())
-        centered = values - mean
-        return _Block(
-            values.size,
-            float(values.min()),
-            float(values.max()),
-            mean,
-            float(np.dot(centered, centered)),
-            float(np.dot(values, values)),
-        )
 
 
 def statistics_of(root: Path, tensor: Tensor) -> Statistics:
@@ -87,29 +60,28 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
 def _computed(reader: BoxReader, shape: tuple[int, ...]) -> Statistics:
     import numpy as np
 
-    blocks: list[_Block] = []
-    num_nan = num_inf = num_zero = 0
+    size = num_nan = num_inf = num_zero = 0
+    low, high = math.inf, -math.inf
+    shift, total, deviations, squares = 0.0, 0.0, 0.0, 0.0
     for box in boxes(shape):
         values = reader.wide(reader.read(box)).reshape(-1)
         num_zero += int(values.size - np.count_nonzero(values))
         num_nan += int(np.count_nonzero(np.isnan(values)))
         num_inf += int(np.count_nonzero(np.isinf(values)))
-        if (finite := values[np.isfinite(values)]).size:
-            blocks.append(_block(finite))
+        if not (finite := values[np.isfinite(values)]).size:
+            continue
+        low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+        with np.errstate(over="ignore", invalid="ignore"):
+            # From a value near the mean: the difference of two large sums of squares would lose the variance.
+            shift = shift if size else float(finite.mean())
+            centered = finite - shift
+            total += float(centered.sum())
+            deviations += float(np.dot(centered, centered))
+            squares += float(np.dot(finite, finite))
+        size += finite.size
     counts = (num_nan, num_inf, num_zero, math.prod(shape))
-    if not blocks:
+    if not size:
         return Statistics(None, None, None, None, None, *counts)
-    size = sum(block.size for block in blocks)
-    mean = sum(block.mean * (block.size / size) for block in blocks)
-    # Not from sums of squares: the difference of two large ones would lose the variance.
-    deviations = sum(
-        block.squared_deviations + block.size * (block.mean - mean) ** 2 for block in blocks
-    )
-    return Statistics(
-        min(block.low for block in blocks),
-        max(block.high for block in blocks),
-        mean,
-        math.sqrt(deviations / size),
-        math.sqrt(sum(block.squares for block in blocks)),
-        *counts,
-    )
+    offset = total / size
+    variance = math.inf if math.isinf(deviations) else max(deviations / size - offset * offset, 0.0)
+    return Statistics(low, high, shift + offset, math.sqrt(variance), math.sqrt(squares), *counts)

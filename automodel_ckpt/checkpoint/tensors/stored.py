@@ -12,7 +12,7 @@ import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, row_major_boxes
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, row_major_boxes, whole_box
 from automodel_ckpt.checkpoint.tensors.box_reader import map_slice, require_intact
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 
@@ -28,10 +28,7 @@ def read_row_major(root: Path, stored: Slice, first: int, memory: memoryview) ->
         values = map_slice(file, stored, dtype)
     done = 0
     for box in row_major_boxes(stored.sizes, first, first + target.size):
-        index = tuple(
-            slice(offset, offset + size)
-            for offset, size in zip(box.offsets, box.sizes, strict=True)
-        )
+        index = box.within(whole_box(stored.sizes))
         target[done : done + box.numel].reshape(box.sizes)[...] = values[index]
         done += box.numel
 

@@ -37,7 +37,7 @@ _TITLES = {"general": "checkpoint", "config": "model config"}
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 _LISTS = {
     "differing": "changed, by digest (values in a store are not read: `ckpt pull` the checkpoints to compare them)",
-    "undecided": "not compared, because they are stored in other slices (`ckpt pull` the checkpoints to compare them)",
+    "undecided": "not compared: other slices, or no digests (`ckpt pull` the checkpoints to compare them)",
     "damaged": "damaged, not compared",
     "only_first": "only in A",
     "only_second": "only in B",

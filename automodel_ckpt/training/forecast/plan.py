@@ -128,5 +128,4 @@ def _checkpoint_bytes(recipe: Any, assets: Mapping[str, Assets]) -> int:
         world_size=rank.sizes.world,
         save_optimizer=recipe.config.checkpoint.save_optimizer,
         side_bytes=sum(each.nbytes for each in assets.values()),
-        num_shards=rank.sizes.tp * rank.num_shards,
     )

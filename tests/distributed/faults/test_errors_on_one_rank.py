@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.background import Background
-from automodel_ckpt.checkpoint.saving.planner import DiskSpace
+from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.monitoring import HangsConfig, LoggingConfig
 from automodel_ckpt.errors import AutomodelError, RecipeError
@@ -121,7 +121,7 @@ def what_follows_a_save_with_an_export(case: Case) -> None:
 
 
 def an_asynchronous_save_that_cannot_be_prepared(case: Case) -> None:
-    case.fails_on(1, DiskSpace, "forecast", ValueError("odd state"))
+    case.fails_on(1, Planner, "forecast", ValueError("odd state"))
     case.checkpointer(is_async=True).save(STATE, step=1, epoch=0)
 
 

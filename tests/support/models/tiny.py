@@ -78,7 +78,7 @@ def checkpointer(root: Path, **options: Any) -> Checkpointer:
 
 def kept_plan(checkpointer: Checkpointer) -> Any:
     """The plan that the next asynchronous save can reuse, if there is one."""
-    return None if checkpointer._async is None else checkpointer._async._reuse._kept
+    return None if checkpointer._async is None else checkpointer._async._kept
 
 
 def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> SaveReport:

@@ -33,7 +33,7 @@ def checkpoint(
     return path
 
 
-def shown(capsys: Capture, one: Path, other: Path) -> Any:
+def shown(capsys: Capture, one: Path | str, other: Path) -> Any:
     assert main(["diff", str(one), str(other), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -137,6 +137,20 @@ def test_another_programs_files_are_compared_and_marked(tmp_path: Path, capsys: 
     document = shown(capsys, checkpoint(tmp_path / "a", tensors), tmp_path / "hf")
     assert document["foreign"] == [str(tmp_path / "hf")]
     assert [change["fqn"] for change in document["trees"]["model"]["changed"]] == ["moved"]
+
+
+def test_values_in_a_store_are_not_compared_with_files_that_have_no_digests(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    tensors = {"w": torch.ones(3)}
+    one = checkpoint(tmp_path / "epoch_0_step_1", tensors, 1)
+    assert main(["push", str(one), f"file://{tmp_path}/store"]) == 0
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    document = shown(capsys, f"file://{tmp_path}/store/{one.name}", tmp_path / "hf")
+    assert document["trees"]["model"]["undecided"] == ["w"]
+    assert document["trees"]["model"]["differing"] == []
 
 
 def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:

@@ -105,6 +105,15 @@ def test_a_mean_far_from_zero_costs_no_digits(tmp_path: Path, capsys: Capture) -
     assert found["std"] == pytest.approx(values.std(unbiased=False).item(), rel=1e-7)
 
 
+def test_a_spread_beyond_the_largest_number_is_infinite(tmp_path: Path, capsys: Capture) -> None:
+    # Several boxes with means that are far apart.
+    values = torch.full((600_000,), 1e200, dtype=torch.float64)
+    values[300_000:] = -1e200
+    write_checkpoint(tmp_path / "c", {"w": values}, cut("w", values, 1))
+    assert main(["show", str(tmp_path / "c"), "--stats"]) == 0
+    assert "inf" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "layout", [{}, {"model_save_format": "torch_save"}, {"model_layout": "hf"}], ids=str
 )

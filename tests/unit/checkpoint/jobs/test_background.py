@@ -296,6 +296,26 @@ def test_a_publication_that_fails_in_the_background_is_reported(
         saver.checkpointer.wait_for_save()
 
 
+def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_failed_save(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.wait_for_save()
+
+    def cannot(directory: Path, *_: Any) -> None:
+        if directory.name == "optim":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        os.mkdir(directory)
+
+    monkeypatch.setattr(Path, "mkdir", cannot)
+    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOSPC"):
+        saver.save(2)
+    monkeypatch.undo()
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
+    saver.save(3)
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
 def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     saver.pause()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,8 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
-from automodel_ckpt.checkpoint.parts.slice_table import (
-    ROW,
-    SEGMENT,
-)
+from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
+from automodel_ckpt.checkpoint.parts.slice_table import ROW, SEGMENT, Segment, SliceTable
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.tensors.box_reader import require_intact
@@ -261,6 +259,31 @@ def test_a_deep_verification_lists_the_damage_of_a_table_and_goes_on(
     ]
     assert ckpt(["verify", "--deep", str(path)]) == 3
     assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
+
+
+def test_a_verification_reports_the_damage_of_a_table_of_files_that_all_ranks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, monkeypatch, **FORMATS["hf"])
+    resealed_table(path, set_field("rank", 1))
+    for found in (verify(path, Manifest.read(path)), verify_deep(path, Manifest.read(path))):
+        assert [problem.where for problem in found] == [str(path / "model/.slices")]
+    assert ckpt(["verify", "--deep", str(path)]) == 3
+    assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
+
+
+def test_a_large_mesh_takes_no_memory_for_ranks_that_store_nothing() -> None:
+    segments = {
+        rank: [Segment(0, "", 0, 0, bytes(ROW.itemsize))] for rank in range(0, 4096 * 4096, 4096)
+    }
+    table = SliceTable.merged(segments)
+    sharding = Sharding((4096, 4096), (4096, 1), ((0, (0, 1)),))
+    table.add(RegularSlices("w", "F32", (4096,), sharding, 0, position=Position("f", 0, False)))
+    tracemalloc.start()
+    table.check_counts()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2_000_000
 
 
 # ---------------------------------------------------------------- formulas

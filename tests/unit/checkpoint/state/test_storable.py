@@ -242,7 +242,7 @@ def test_an_optimizer_of_torch_that_makes_no_state_with_zero_gradients_resumes_e
     [
         (
             lambda made: made.optimizer.param_groups[0].update(where=Path("/")),
-            "'param_groups.0.where'",
+            "'optimizer.param_groups.0.where'",
         ),
         (
             lambda made: made.model.register_buffer("odd", torch.eye(2).to_sparse()),
