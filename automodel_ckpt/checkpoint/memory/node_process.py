@@ -97,7 +97,12 @@ class NodeProcess:
                 # Meanwhile: kill() may have found no process.
                 self.kill()
             # At the same port after a failure: the other nodes know it.
-            port = self._ask(process, self._settings, lambda: None, START_SECONDS)
+            try:
+                port = self._ask(process, self._settings, lambda: None, START_SECONDS)
+            except NodeFailed:
+                # A process that does not listen could run no command.
+                self.kill()
+                raise
             self._settings = replace(self._settings, port=port)
 
     def _watch(self) -> None:
