@@ -133,7 +133,8 @@ class CommandProcess:
                     check()
                     if not self._connection.poll(_POLL_SECONDS):
                         if time.monotonic() - last_sign > stalled_seconds:
-                            raise TimeoutError
+                            text = f"process {self.pid}: nothing for {stalled_seconds:.0f} s"
+                            raise TimeoutError(text)
                         continue
                     last_sign = time.monotonic()
                 kind, value = self._connection.recv()

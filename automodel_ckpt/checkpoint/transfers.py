@@ -225,7 +225,7 @@ class Transfers:
             self.uploads = None
             return
         self._run.on_published = uploads.note_published
-        self._run.on_exported = uploads.request
+        self._run.on_exported = uploads.process.request
         is_here = step is not None and (uploads.root / name).is_dir()
         uploads.start(step, name if is_here else None)
 

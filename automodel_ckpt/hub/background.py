@@ -11,7 +11,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
-from automodel_ckpt.checkpoint.run.pending import TO_HUB, link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.pending import TO_HUB, step_of
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.repository import has_token
@@ -75,7 +75,7 @@ class Pushes:
         def job() -> dict[str, Any]:
             return {**self.job, "went_back_to": self._step}
 
-        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, job, name=name)
+        self.process = UploadingProcess(_MODULE, root, LINK, LOCK, STATUS, job, name=name)
         # The text of the card instead of its path.
         fields = {**asdict(section), "card": _card(section)}
         self.job = {"section": fields, "makes_exports": makes_exports}
@@ -85,11 +85,8 @@ class Pushes:
 
         Checkpoints after this step that were to be uploaded are not: the run went back to a step before them.
         """
-        for name in pending(self._root, LINK):
-            if step_of(name) > (resumed_step or 0):
-                unlink(self._root, LINK, name)
         self._step = resumed_step or 0
-        self.process.start()
+        self.process.start(self._step)
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
@@ -111,9 +108,8 @@ class Pushes:
             self._request(name)
 
     def _request(self, name: str) -> None:
-        link(self._root, LINK, name)
         self._step = step_of(name)
-        self.process.ensure()
+        self.process.request(name)
 
     def finish(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait for the uploads at the end of a run, while they make progress; with ``hub.required`` in any case.
@@ -124,7 +120,7 @@ class Pushes:
         if not self.process.is_started:
             return
         self.process.finish(waits=self._section.required, must_end=must_end)
-        missing = pending(self._root, LINK)
+        missing = self.process.pending
         status = self.process.status
         if not missing and not status.error:
             return

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import text
-from automodel_ckpt.checkpoint.files.ownership import file_system_at, untouched_seconds
+from automodel_ckpt.checkpoint.files.ownership import untouched_seconds
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
@@ -111,8 +111,7 @@ def _is_own(directory: Path) -> bool:
 
 def claim_directory(directory: Path, run: Path, identity: str) -> None:
     """Record that *directory* belongs to *run*. Others beside it that no run refers to are removed. Raises OSError."""
-    owner = {"run": str(run), "id": identity, "file_system": file_system_at(run)}
-    write_note(directory / _OWNER, owner)
+    write_note(directory / _OWNER, {"run": str(run), "id": identity})
     # After the record is current: the run may have been moved.
     remove_orphans(directory.parent)
 
@@ -143,77 +142,43 @@ def remove_memory(directory: Path) -> None:
 def remove_orphans(parent: Path) -> None:
     """Remove this user's directories of memory checkpoints in *parent* that no run refers to any more.
 
-    The memory checkpoints of a live run stay, since its run directory may be visible only in another container. If a
-    stopped run's disk may only be unmounted, they stay until they were not touched for a week.
+    The memory checkpoints of a live run stay, since its run directory may be visible only in another container. If the
+    parent of a run directory is missing, because its disk is not mounted, they stay until untouched for a week.
     """
     for entry in os.scandir(parent):
         directory = Path(entry.path)
         if not entry.name.startswith(f"{_PREFIX}-{os.getuid()}-") or not _is_own(directory):
             continue
         owner = _owner(directory)
-        if owner is None:
-            continue
         with contextlib.suppress(OSError, AutomodelError):
-            if not _is_orphan(directory, owner):
-                continue
-            lease = Lease(directory)
-            remove_memory(directory)
-            lease.release()
+            if owner is not None and _is_orphan(directory, *owner):
+                lease = Lease(directory)
+                remove_memory(directory)
+                lease.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """The *run* directory that memory checkpoints were created for, their *identity*, and where the run is stored.
-
-    *file_system* is the run directory's file system at the last start (``ownership.file_system_at``); None: unknown.
-    """
-
-    run: Path
-    identity: str
-    file_system: tuple[int, int] | None
-
-
-def _owner(directory: Path) -> _Owner | None:
-    """Return what *directory* was created for, or None when it has no record of it."""
+def _owner(directory: Path) -> tuple[Path, str] | None:
+    """Return the run directory and the identity that *directory* was created for, or None without a record."""
     record = read_note(directory, _OWNER, _MAX_BYTES)
     with contextlib.suppress(*Damaged):
         run, identity = text(record["run"]), text(record["id"])
-        if not run.startswith("/") or "\0" in run:
-            return None
-        file_system = None
-        # Records of earlier versions lack it.
-        if "file_system" in record:
-            device, number = record["file_system"]
-            file_system = int(device), int(number)
-        return _Owner(Path(run), identity, file_system)
+        if run.startswith("/") and "\0" not in run:
+            return Path(run), identity
     return None
 
 
-def _is_orphan(directory: Path, owner: _Owner) -> bool:
-    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now.
-
-    A run that was renamed is found in the same parent directory.
-    """
-    if _refers_to(owner.run, owner.identity):
-        return False
+def _is_orphan(directory: Path, run: Path, identity: str) -> bool:
+    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if any(_identity(path) == owner.identity for path in owner.run.parent.iterdir()):
-            return False
-    # The path of an unmounted disk is missing, too, or is a directory of another file system.
-    found = owner.run if owner.run.is_dir() else owner.run.parent
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if owner.file_system == file_system_at(found):
-            return True
-    return untouched_seconds(directory) > UNREACHABLE_SECONDS
-
-
-def _refers_to(run: Path, identity: str) -> bool:
-    """Whether *run* has the *identity*, or may have it. Raises OSError where a file system fails, which may pass."""
-    try:
         os.stat(run / layout.MEMORY)
+        # A record that cannot be read may have the identity.
+        if _identity(run) in (None, identity):
+            return False
+    try:
+        # A run that was renamed is found in the same parent directory.
+        return all(_identity(path) != identity for path in run.parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return _identity(run) in (None, identity)
+        return untouched_seconds(directory) > UNREACHABLE_SECONDS
 
 
 def is_outdated(parent: Path, identity: str, run: Path) -> bool:
@@ -225,10 +190,10 @@ def is_outdated(parent: Path, identity: str, run: Path) -> bool:
     if not os.path.lexists(directory):
         return True
     owner = _owner(directory)
-    if owner is None or _identity(owner.run) != identity:
+    if owner is None or _identity(owner[0]) != identity:
         # It was moved, or was killed before it wrote the record.
         return False
-    return not os.path.samefile(owner.run, run)
+    return not os.path.samefile(owner[0], run)
 
 
 def _identity(run: Path) -> str | None:

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
 from automodel_ckpt.checkpoint.memory.save_files import files_below
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.store.transfer import Throttle
-from automodel_ckpt.errors import AutomodelError, os_problem
+from automodel_ckpt.errors import AutomodelError
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -37,7 +37,6 @@ START_SECONDS = 120.0
 _NUM_THREADS = 8
 _WATCH_SECONDS, _LONGEST_WATCH_SECONDS = 1.0, 60.0
 """How often a thread looks whether the process has ended, and how often it tries to start it."""
-_HINT = "check what killed it (the system log reports out-of-memory kills)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,37 +133,26 @@ class NodeProcess:
     def _ask(
         self,
         process: CommandProcess,
-        document: dict[str, Any] | Settings,
+        command: dict[str, Any] | Settings,
         check: Callable[[], None],
         stalled_seconds: float,
     ) -> Any:
         try:
-            return process.do(document, check=check, stalled_seconds=stalled_seconds)
-        except NodeFailed:
-            raise
+            return process.do(command, check=check, stalled_seconds=stalled_seconds)
         except AutomodelError as error:
             raise NodeFailed.all_of(error.problems) from error
-        except ChildProcessError as error:
-            raise self._failure("ended unexpectedly", str(error)) from error
-        except TimeoutError as error:
+        except OSError as error:
+            self.kill()
+            raise NodeFailed(
+                "the process that copies checkpoints in memory between nodes failed",
+                where=self._settings.root,
+                value=str(error),
+                hint="check the memory of the node, and what killed the process (the system log reports that)",
+            ) from error
+        except BaseException:
             # It must not answer the next command with the result of this one.
             self.kill()
-            text = f"process {process.pid}: nothing for {stalled_seconds:.0f} s"
-            raise self._failure("does not respond", text) from error
-        except OSError as error:
-            problem = os_problem(error, "copying a checkpoint in memory failed", hint=_HINT)
-            raise NodeFailed.all_of([problem]) from error
-        except BaseException:
-            self.kill()
             raise
-
-    def _failure(self, what: str, value: str) -> NodeFailed:
-        return NodeFailed(
-            f"the process that copies checkpoints in memory between nodes {what}",
-            where=self._settings.root,
-            value=value,
-            hint=_HINT,
-        )
 
     def kill(self) -> None:
         """Kill the process. It is started again, at the latest by the next command."""

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.pending import link, step_of
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed
@@ -56,7 +56,7 @@ def part_uploads(root: Path, settings: RemoteOptions, token: str, node: int) -> 
     """
     job = _job(settings, token, node=node)
     name = "the uploading process of this node"
-    return UploadingProcess(_PART_MODULE, root, LOCK, PART_STATUS, lambda: job, name=name)
+    return UploadingProcess(_PART_MODULE, root, LINK, LOCK, PART_STATUS, lambda: job, name=name)
 
 
 class Uploads:
@@ -81,7 +81,7 @@ class Uploads:
             "mode": mode,
         }
         self.job = _job(settings, self.token, metric_key=metric_key, keep=keep, num_nodes=1)
-        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, self._present_job)
+        self.process = UploadingProcess(_MODULE, root, LINK, LOCK, STATUS, self._present_job)
         self._newest: str | None = None
         self._went_back_to = 0
 
@@ -96,13 +96,10 @@ class Uploads:
         """
         if self.process.is_started:
             return
-        for name in pending(self.root, LINK):
-            if step_of(name) > (resumed_step or 0):
-                unlink(self.root, LINK, name)
         if resumed_name is not None:
             link(self.root, LINK, resumed_name)
         self._went_back_to = gone_back.note(self.root, resumed_step or 0, self.token)
-        self.process.start()
+        self.process.start(resumed_step or 0)
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
@@ -126,16 +123,7 @@ class Uploads:
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
         self._newest = name
-        self.request(name)
-
-    def request(self, name: str) -> None:
-        """Have a checkpoint and its exports uploaded. They may be in the store already."""
-        if self.process.is_over:
-            # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
-            log.warning("%s is not uploaded: %s", name, self.process.status.error)
-            return
-        link(self.root, LINK, name)
-        self.process.ensure()
+        self.process.request(name)
 
     # ---------------------------------------------------------------- the end
 
@@ -152,10 +140,10 @@ class Uploads:
             if name is not None and (self.root / name).is_dir() and exports_in(self.root / name):
                 # An earlier start or `ckpt` may have made it. The rules of the store never remove these two.
                 link(self.root, LINK, name)
-        if missing := pending(self.root, LINK):
+        if missing := self.process.pending:
             log.info("waiting for the upload of %s", ", ".join(missing))
         self.process.finish(waits=self._is_required, must_end=must_end)
-        missing = pending(self.root, LINK)
+        missing = self.process.pending
         newest = layout.parse_checkpoint_name(self._newest or "")
         # The status is not enough: the process of an earlier start may have written it.
         if not missing and newest is not None and self._run.checkpoint(newest) is None:
@@ -185,7 +173,7 @@ class Uploads:
 
         The wait ends when *must_end* returns true. It is logged if a checkpoint is not in the store then.
         """
-        missing = pending(self.root, LINK)
+        missing = self.process.pending
         if not self.process.is_started or not missing:
             return
         if seconds > 0:
@@ -193,7 +181,7 @@ class Uploads:
             log.info(message, seconds, ", ".join(missing))
             end = time.monotonic() + seconds
             self.process.finish(waits=True, must_end=lambda: must_end() or time.monotonic() > end)
-        missing = pending(self.root, LINK)
+        missing = self.process.pending
         if missing:
             log.warning(
                 "not in the store yet: %s; the upload continues for up to a minute while this machine runs, and "

@@ -26,7 +26,7 @@ from typing import Any
 
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
-from automodel_ckpt.checkpoint.run.pending import pending
+from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
 
 log = logging.getLogger("automodel_ckpt")
@@ -207,23 +207,6 @@ def _open_lock(root: Path, lock_file: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def lower_priority(niceness: int) -> None:
-    """Leave the processors to training, and the disk: the priority of its reads follows from *niceness*."""
-    value = min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, 19)
-    # On Linux, each thread has its own, which threads that it starts inherit. The library of a store has a thread
-    # already, which does most of the work.
-    threads = [0]
-    with contextlib.suppress(OSError):
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
-    for thread in threads:
-        # It may have ended.
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, thread, value)
-    # A session is a group of the scheduler on some systems, which compares niceness only within groups.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(niceness))
-
-
 def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], UploadLoop]) -> int:
     """Upload until the trainer asks to finish, or for :data:`LAST_SECONDS` after it has ended otherwise.
 
@@ -233,13 +216,16 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
     # Unbuffered, so that select() sees what is left.
     commands = os.fdopen(0, "rb", buffering=0)
     started = json.loads(_line(commands))
+    # Leave the processors to training, and the disk: the priority of reads follows. Threads inherit it.
+    os.nice(started["niceness"])
+    # A session is a group of the scheduler on some systems, which compares niceness only within groups.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(started["niceness"]))
     with only_one(root, lock_file, started["process"]) as is_newest:
         if not is_newest():
             return 0
         uploads = make(started["job"])
         uploads.is_newest = is_newest
-        # After the imports, so that the process is ready soon on a busy machine too.
-        lower_priority(started["niceness"])
         thread = threading.Thread(target=uploads.run, name="upload")
         thread.start()
         deadline = math.inf
@@ -280,21 +266,22 @@ class UploadingProcess:
     """The process, seen from the trainer: one that is killed, or fails, is started again after a pause.
 
     It calls ``main([ROOT])`` of *module* with what *job* returns, and writes its :class:`Status` to *status_file*.
-    Several threads may use it. *name* is for the log.
+    Links with *prefix* name the checkpoints that it uploads. Several threads may use it. *name* is for the log.
     """
 
     def __init__(
         self,
         module: str,
         root: Path,
+        prefix: str,
         lock_file: str,
         status_file: str,
         job: Callable[[], Mapping[str, Any]],
         *,
         name: str = "the uploading process",
     ) -> None:
-        self._module, self._root, self._lock_file, self._job = module, root, lock_file, job
-        self._status_file, self._name = status_file, name
+        self._module, self._root, self._prefix, self._job = module, root, prefix, job
+        self._lock_file, self._status_file, self._name = lock_file, status_file, name
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pause_seconds = _RESTART_SECONDS
@@ -310,20 +297,29 @@ class UploadingProcess:
         return self._process is not None
 
     @property
-    def is_over(self) -> bool:
-        """Whether the process has ended because another run took over."""
-        process = self._process
-        return process is not None and process.poll() is not None and self.status.is_over
+    def pending(self) -> list[str]:
+        """The checkpoints that have to be uploaded, newest first."""
+        return pending(self._root, self._prefix)
 
-    def start(self) -> None:
-        """Start the process. Raises OSError."""
+    def start(self, step: float = math.inf) -> None:
+        """Start the process. The run continues from *step*: later checkpoints are not uploaded. Raises OSError."""
+        for name in self.pending:
+            if step_of(name) > step:
+                unlink(self._root, self._prefix, name)
         with self._lock:
             self._start()
 
-    def ensure(self) -> None:
-        """Start the process again if it has ended, also after :meth:`finish`, but not if another run took over."""
+    def request(self, name: str) -> None:
+        """Have a checkpoint uploaded. Until it is, it is not removed from the local disk."""
         process = self._process
-        if process is not None and process.poll() is not None and not self.status.is_over:
+        has_ended = process is not None and process.poll() is not None
+        if has_ended and self.status.is_over:
+            # Another run took over: a link would keep the checkpoint on the local disk forever.
+            log.warning("%s is not uploaded: %s", name, self.status.error)
+            return
+        link(self._root, self._prefix, name)
+        if process is not None and has_ended:
+            # Also after finish().
             self._restart(process)
 
     def finish(self, *, waits: bool, must_end: Callable[[], bool] = lambda: False) -> None:

@@ -161,8 +161,8 @@ class Fetcher:
 
         Returns None when it is in the run directory, or in no store. Also returns None, and logs this at *level*, when
         the store cannot be read and a local checkpoint is the one to resume from, as far as this can be known without
-        the store. Raises
-        :class:`StoreError`, and :class:`CheckpointUnusable` if *restore_from* is the URL of no checkpoint.
+        the store. Raises :class:`StoreError`, and :class:`CheckpointUnusable` if *restore_from* is the URL of no
+        checkpoint.
         """
         name = own_name(restore_from, self._settings)
         is_elsewhere = name is not None and is_url(name)

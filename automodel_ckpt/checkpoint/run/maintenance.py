@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import fsync_directory, walk
@@ -16,14 +16,6 @@ from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import links, policy, resume
 from automodel_ckpt.checkpoint.run.shared_files import freed_bytes
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """A checkpoint that the keep policy does not keep, and the bytes that its removal frees."""
-
-    name: str
-    nbytes: int
 
 
 def pin(root: Path, name: str) -> None:
@@ -69,8 +61,10 @@ def superseded_names(root: Path) -> list[str]:
 
 def removable(
     root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False
-) -> list[Removal]:
-    """List the checkpoints that :func:`remove` should remove, oldest first; with *superseded*, also superseded ones.
+) -> dict[str, int]:
+    """Return the checkpoints that :func:`remove` should remove, oldest first, with the bytes that this frees.
+
+    With *superseded*, also superseded ones.
 
     Never included: the newest checkpoint that has all files with their sizes, targets of links, what the policy
     keeps, and directories that are not complete checkpoints.
@@ -89,8 +83,7 @@ def removable(
     if superseded:
         names += superseded_names(root)
     # Files that other checkpoints share stay on the disk.
-    freed = freed_bytes([root / name for name in names])
-    return [Removal(name, nbytes) for name, nbytes in zip(names, freed, strict=True)]
+    return dict(zip(names, freed_bytes([root / name for name in names]), strict=True))
 
 
 def recover(root: Path) -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-Inode = tuple[int, int]
-"""Device and number of a file; equal for all its names."""
-
 
 def repeated_bytes(checkpoints: Sequence[Path]) -> int:
     """Return the bytes that the sizes of *checkpoints* count more than once: shared files take their bytes once."""
-    counts: Counter[Inode] = Counter()
+    seen: set[tuple[int, int]] = set()
     repeated = 0
-    for checkpoint in checkpoints:
-        for _, status in _files(checkpoint):
-            if status.st_nlink > 1:
-                inode = (status.st_dev, status.st_ino)
-                repeated += status.st_size if counts[inode] else 0
-                counts[inode] += 1
+    for status in (status for checkpoint in checkpoints for status in _files(checkpoint)):
+        inode = (status.st_dev, status.st_ino)
+        repeated += status.st_size if inode in seen else 0
+        seen.add(inode)
     return repeated
 
 
@@ -30,27 +26,23 @@ def freed_bytes(checkpoints: Sequence[Path]) -> list[int]:
 
     A file is freed with its last name.
     """
-    removed: Counter[Inode] = Counter()
+    removed: Counter[tuple[int, int]] = Counter()
     freed: list[int] = []
     for checkpoint in checkpoints:
-        num_bytes = 0
-        for _, status in _files(checkpoint):
+        freed.append(0)
+        for status in _files(checkpoint):
             inode = (status.st_dev, status.st_ino)
             removed[inode] += 1
             if removed[inode] >= status.st_nlink:
-                num_bytes += status.st_size
-        freed.append(num_bytes)
+                freed[-1] += status.st_size
     return freed
 
 
-def _files(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the regular files below a directory. Links are not followed; what disappears meanwhile is skipped."""
+def _files(directory: Path) -> Iterator[os.stat_result]:
+    """Yield the status of the regular files below a directory. What disappears meanwhile is skipped."""
     for parent, _, names in os.walk(directory):
         for name in names:
-            path = Path(parent, name)
-            try:
-                status = os.lstat(path)
-            except OSError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                yield path, status
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(parent, name))
+                if stat.S_ISREG(status.st_mode):
+                    yield status

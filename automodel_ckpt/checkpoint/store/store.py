@@ -358,23 +358,17 @@ def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-# The keys of s3fs, adlfs, gcsfs (two versions), and local files.
-_TIMES = ("LastModified", "last_modified", "mtime", "updated")
+# The keys of s3fs, adlfs, and gcsfs and local files.
+_TIMES = ("LastModified", "last_modified", "mtime")
 
 
 def _time_of(info: Mapping[str, Any]) -> float | None:
     """When an object was written, by its entry in a listing; None when that is not known."""
-    for key in _TIMES:
-        value = info.get(key)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-        if isinstance(value, datetime):
-            # A time without a zone is in UTC.
-            value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-    return None
+    found = next((info[key] for key in _TIMES if key in info), None)
+    if isinstance(found, datetime):
+        # A time without a zone is in UTC.
+        return found.replace(tzinfo=found.tzinfo or UTC).timestamp()
+    return float(found) if isinstance(found, int | float) else None
 
 
 def is_transient(error: BaseException) -> bool:

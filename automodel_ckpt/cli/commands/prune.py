@@ -222,10 +222,9 @@ def _removable(arguments: argparse.Namespace, run: Path, policy: KeepPolicy) -> 
     """Map the name of each checkpoint that may be removed to its size in bytes."""
     from automodel_ckpt.checkpoint.run import maintenance
 
-    removals = maintenance.removable(
+    return maintenance.removable(
         run, policy, metric_key=_metric(arguments), superseded=arguments.superseded
     )
-    return {removal.name: removal.nbytes for removal in removals}
 
 
 def _remove(

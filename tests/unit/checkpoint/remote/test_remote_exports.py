@@ -12,7 +12,6 @@ import pytest
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.remote import uploader
-from automodel_ckpt.checkpoint.remote.background import Uploads
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
 from automodel_ckpt.checkpoint.run.pending import link, pending
@@ -28,23 +27,23 @@ def run_with(place: Path, *, is_async: bool) -> Path:
     text = f"{RECIPE}checkpoint: {{checkpoint_dir: {place}/run, save_consolidated: every, "
     text += f"is_async: {str(is_async).lower()}, remote: {{url: 'file://{place}/store'}}}}\n"
 
-    request = Uploads.request
+    request, run = UploadingProcess.request, place / "run"
 
-    def note(self: Uploads, name: str) -> None:
-        if not (self.root / name / EXPORT).is_dir():
+    def note(self: UploadingProcess, name: str) -> None:
+        if not (run / name / EXPORT).is_dir():
             request(self, name)
             return
-        assert not export_problems(self.root / name / EXPORT)
+        assert not export_problems(run / name / EXPORT)
         # As if its checkpoint was uploaded already.
-        os.unlink(self.root / f"{LINK}{name}")
+        os.unlink(run / f"{LINK}{name}")
         request(self, name)
-        assert name in pending(self.root, LINK)
+        assert name in pending(run, LINK)
         with open(place / "exported", "a") as file:
             file.write(f"{name}\n")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UploadingProcess, "start", lambda self: None)
-        patch.setattr(Uploads, "request", note)
+        patch.setattr(UploadingProcess, "start", lambda self, step=0: None)
+        patch.setattr(UploadingProcess, "request", note)
         ranks.run(partial(train, write_recipe(place, text)), 1, init=False)
     return place / "run"
 

@@ -32,7 +32,7 @@ from tests.support.runs.stored_runs import FIRST, SECOND, write_run
 
 @pytest.fixture(autouse=True)
 def _no_uploading_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UploadingProcess, "start", lambda self: None)
+    monkeypatch.setattr(UploadingProcess, "start", lambda self, step=0: None)
 
 
 def in_store(url: str, root: Path, names: tuple[str, ...] = (FIRST, SECOND)) -> RemoteRun:

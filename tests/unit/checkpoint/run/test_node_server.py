@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,7 +192,7 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
         os.kill(first, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(node_process, "STALLED_SECONDS", 0.1)
-            with pytest.raises(NodeFailed, match="does not respond"):
+            with pytest.raises(NodeFailed, match="nothing for 0 s"):
                 process.do(commanded, lambda: None)
         process.do(commanded, lambda: None)
         assert process.pid != first and process.address.port == port
@@ -278,3 +279,18 @@ def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> Non
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         HangReports(run, lambda *_: None).receive("step_3/rank_0.txt", b"state")
     assert list(outside.iterdir()) == []
+
+
+def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NodeFailed, match=r"(?i)address"):
+        NodeProcess(tmp_path, "192.0.2.1", TOKEN)
+    monkeypatch.setattr(node_process, "_WATCH_SECONDS", 600.0)
+    commanded = {"do": "keep", "names": [NAME], "to": []}
+    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
+        process.kill()
+        taken = socket.create_server(process.address)
+        with taken, pytest.raises(NodeFailed, match=r"(?i)address"):
+            process.do(commanded, lambda: None)
+        process.do(commanded, lambda: None)
