@@ -327,7 +327,7 @@ class Checkpointer:
         config_yaml = yaml_text(config_yaml)
         self.wait_for_save()
         started = time.monotonic()
-        self._begin_generation(None)
+        self._begin_generation(None, abandons_later=True)
         self.prepare(state)
         save = Save(
             name,
@@ -448,19 +448,24 @@ class Checkpointer:
         finally:
             # Collective calls in load() end after the last read of all ranks.
             self.transfers.remove_fetched(fetched)
-        self._begin_generation(resumed)
+        self._begin_generation(resumed, abandons_later=self._options.restore_from is not None)
         if resumed is None:
             self.transfers.start_uploads(None)
         else:
             self.transfers.start_uploads(resumed.step, resumed.path.name)
         return resumed
 
-    def _begin_generation(self, resumed: Resumed | None) -> None:
-        """Begin a generation of the run, once, if nodes have or had separate directories. Collective."""
+    def _begin_generation(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
+        """Begin a generation of the run, once, if nodes have or had separate directories. Collective.
+
+        If it *abandons_later* checkpoints, what the nodes have of them is removed.
+        """
         if self._directories is None or self._has_generation:
             return
         self._has_generation = True
-        self._directories.begin(0 if resumed is None else resumed.step)
+        step = 0 if resumed is None else resumed.step
+        of_generation = "" if resumed is None else resumed.manifest.environment.get(NOTE, "")
+        self._directories.begin(step, of_generation=of_generation, abandons_later=abandons_later)
         self.notes[NOTE] = self._directories.generation
 
     @collector_paused()
@@ -484,7 +489,7 @@ class Checkpointer:
             self.transfers.remove_fetched(fetched)
         if resumed is not None:
             self._has_generation = False
-            self._begin_generation(resumed)
+            self._begin_generation(resumed, abandons_later=True)
             self.transfers.roll_back(resumed.step)
         return resumed
 

@@ -1,8 +1,9 @@
 """The directories of a run on nodes without shared storage: each node has its own, and a store has all files.
 
 A checkpoint is distributed over the nodes (:mod:`.memory.nodes`), and each of them uploads its files. A start finds the
-checkpoints that the nodes have completely together, whatever nodes there are now, and sets the rest aside until it
-begins to train.
+checkpoints that the nodes have completely together, whatever nodes there are now, and sets the rest aside. If that has
+a later checkpoint than the start continues from, it stays until the run publishes a checkpoint: a start with the nodes
+that are absent now can continue from it before.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.fetched import remove_fetched
-from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run.generation import Postponed, RunGeneration
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
@@ -64,6 +66,10 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 log = logging.getLogger("automodel_ckpt")
 
 Convert = Callable[[Exception], AutomodelError]
+_POSTPONED = (
+    "the disks of the nodes do not have all files of %s, nor does the store: training continues from an earlier state. "
+    "Absent nodes may have the rest. To continue from %s, start again with all nodes before this run saves a checkpoint"
+)
 
 
 class NodeDirectories:
@@ -106,8 +112,9 @@ class NodeDirectories:
             convert=convert,
             shares_manifest=True,
         )
-        # The last start of this node may be earlier than the last start of the run.
-        generations = agree.gather_objects(group, RunGeneration.read(root))
+        self._last_here = RunGeneration.read(root)
+        """The generation of the last start of this node. It may be earlier than the run's generation."""
+        generations = agree.gather_objects(group, self._last_here)
         self._generation = max(generations, key=lambda generation: generation.number)
         self.on_nodes: Mapping[Path, CheckpointOnNodes] = {}
         """The checkpoints that the nodes have completely together, by path."""
@@ -117,6 +124,10 @@ class NodeDirectories:
                 remove_fetched(root)
             if not self.is_one:
                 self.nodes.share_hang_reports()
+        with agree.raise_on_all_ranks(group, convert):
+            if self._generation.postponed.digest:
+                # Before the logs of the last start replace them.
+                self._keep_logs(self._generation.postponed.number)
         self._bring_logs(generations)
         self.find()
 
@@ -156,21 +167,50 @@ class NodeDirectories:
         ]
         if last == 0 or 0 in with_logs:
             return
-        from automodel_ckpt.checkpoint.remote.pull import LOGS
+        self._copy_logs(self.root, with_logs)
 
+    def _copy_logs(self, directory: Path, with_logs: Sequence[int]) -> None:
+        """Replace the logs of rank 0's node by those in *directory* on the node of the first rank *with_logs*.
+
+        Without such a rank, they are removed.
+        """
         source = with_logs[0] if with_logs else 0
         logs: dict[str, bytes] = {}
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self._rank == source and with_logs:
-                for name in LOGS:
-                    with contextlib.suppress(FileNotFoundError):
-                        logs[name] = read_safely(self.root, name)
+                logs = _read_logs(directory)
         logs = agree.broadcast_object(self._group, logs, source)
         with agree.raise_on_all_ranks(self._group, self._convert):
-            for name in LOGS if self._rank == 0 else ():
-                (self.root / name).unlink(missing_ok=True)
-                if name in logs:
-                    replace_file(self.root / name, logs[name])
+            if self._rank == 0:
+                from automodel_ckpt.checkpoint.remote.pull import LOGS
+
+                for name in LOGS:
+                    (self.root / name).unlink(missing_ok=True)
+                for name, data in logs.items():
+                    replace_file(self.root / name, data)
+
+    def _keep_logs(self, number: int) -> None:
+        """Copy the logs of the generation with this *number*, if this rank leads the node that has them.
+
+        Not collective. Raises OSError.
+        """
+        last = self._last_here
+        target = self._logs_of(number)
+        if not (self.nodes.is_leader and last.has_logs and last.number == number):
+            return
+        if target.exists():
+            return
+        # A start removes what is left of it.
+        staged = self.root / layout.trash_name(uuid.uuid4().hex)
+        staged.mkdir()
+        for name, data in _read_logs(self.root).items():
+            replace_file(staged / name, data)
+        os.rename(staged, target)
+
+    def _logs_of(self, number: int) -> Path:
+        from automodel_ckpt.checkpoint.memory.save_files import EARLIER_LOGS
+
+        return self.root / f"{EARLIER_LOGS}{number}"
 
     def find(self) -> None:
         """Update :attr:`on_nodes`, and set aside what the nodes do not have completely or the run has abandoned."""
@@ -178,33 +218,116 @@ class NodeDirectories:
 
         self.on_nodes = survey(self.nodes, self._group, self._level, self._generation.is_current)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, of_generation: str = "", abandons_later: bool = False) -> None:
         """Begin a generation that continues from *step*: later checkpoints of earlier starts are abandoned.
 
-        What :meth:`find` has set aside is removed. Before, another start on more nodes may still use it.
+        What :meth:`find` has set aside is removed. Before, another start on more nodes may still use it. Unless
+        *abandons_later*, the newest later checkpoint stays until the run publishes one. *of_generation* is the name of
+        the generation that the checkpoint of *step* is of: if the present one has published it, the run has gone on
+        without the postponed one.
         """
-        from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
-
+        self._restore_logs(step)
+        has_gone_on = of_generation == self._generation.name
+        later = None if abandons_later else self._later_checkpoint(step, has_gone_on=has_gone_on)
+        postponed = self._postponed(later)
         kept = []
         for path, checkpoint in self.on_nodes.items():
             name = layout.parse_checkpoint_name(path.name)
             if name is not None and name.step <= step:
                 kept.append(checkpoint.digest)
-        self._generation = agree.broadcast_object(self._group, self._generation.next(kept))
+        generation = agree.broadcast_object(self._group, self._generation.next(kept, postponed))
+        with agree.raise_on_all_ranks(self._group, self._convert):
+            if postponed.digest:
+                # Before the recipe shortens them to the step.
+                self._keep_logs(postponed.number)
+            if self.nodes.is_leader:
+                replace(generation, has_logs=self._rank == 0).write(self.root)
+        self._generation = generation
         own: list[str] = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
-                replace(self._generation, has_logs=self._rank == 0).write(self.root)
-                own = remove_set_aside(self.root)
+                from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+
+                own = remove_set_aside(self.root, postponed.digest)
         by_rank = agree.gather_objects(self._group, own)
         removed = sorted({name for names in by_rank for name in names})
         if removed and self._rank == 0:
             message = "removed from the disks of the nodes (abandoned, or without all files): %s"
             log.warning(message, ", ".join(removed))
+        if later is not None and self._rank == 0:
+            name = layout.CheckpointName(later.step, later.epoch)
+            log.warning(_POSTPONED, name, name)
+
+    def _later_checkpoint(self, step: int, *, has_gone_on: bool) -> Summary | None:
+        """The newest checkpoint after *step* that was set aside because files of it are missing. Collective.
+
+        Not the postponed one, if the run *has_gone_on* without it. Returns None when the nodes have the checkpoint of
+        *step*: their disks may have no space for the files that they have of a third one.
+        """
+        own: list[Summary] = []
+        with agree.raise_on_all_ranks(self._group, self._convert):
+            if self.nodes.is_leader:
+                from automodel_ckpt.checkpoint.memory.save_files import saves_set_aside
+
+                own = saves_set_aside(self.root)
+        found = [each for of_rank in agree.gather_objects(self._group, own) for each in of_rank]
+        if self._checkpoint_at(step) is not None:
+            return None
+        abandoned = self._generation.postponed.digest if has_gone_on else ""
+        later = []
+        for each in found:
+            is_current = each.digest != abandoned and self._generation.is_current(each)
+            if each.step > step and is_current:
+                later.append(each)
+        return max(later, key=lambda each: (each.step, each.digest), default=None)
+
+    def _postponed(self, later: Summary | None) -> Postponed:
+        if later is None:
+            return Postponed()
+        before = self._generation.postponed
+        return (
+            before
+            if later.digest == before.digest
+            else Postponed(later.digest, self._generation.number)
+        )
+
+    def _checkpoint_at(self, step: int) -> CheckpointOnNodes | None:
+        for path, checkpoint in self.on_nodes.items():
+            name = layout.parse_checkpoint_name(path.name)
+            if name is not None and name.step == step:
+                return checkpoint
+        return None
+
+    def _restore_logs(self, step: int) -> None:
+        """If the run continues from the postponed checkpoint, bring the logs of its generation to rank 0's node.
+
+        The logs of the starts since do not have its steps. Collective.
+        """
+        found, postponed = self._checkpoint_at(step), self._generation.postponed
+        if found is None or found.digest != postponed.digest:
+            return
+        directory = self._logs_of(postponed.number)
+        # A start creates a directory. The target of a link can be anything.
+        is_here = self.nodes.is_leader and directory.is_dir() and not directory.is_symlink()
+        exist = agree.gather_objects(self._group, is_here)
+        with_logs = [rank for rank, exists in enumerate(exist) if exists]
+        if with_logs:
+            self._copy_logs(directory, with_logs)
 
     def release(self) -> None:
         """End the process of this node. Not collective."""
         self.nodes.release()
+
+
+def _read_logs(directory: Path) -> dict[str, bytes]:
+    """The contents of the logs in *directory*, by name."""
+    found = {}
+    from automodel_ckpt.checkpoint.remote.pull import LOGS
+
+    for name in LOGS:
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = read_safely(directory, name)
+    return found
 
 
 def open_node_directories(

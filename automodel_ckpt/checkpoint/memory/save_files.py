@@ -22,6 +22,8 @@ _NO_PARTS = frozenset({SAVE, f".{SAVE}", f".{layout.MANIFEST}"})
 """Files that are not of the checkpoint: the record, and what a killed process leaves of it or of the manifest."""
 SET_ASIDE = ".unusable-"
 """The prefix of checkpoints that the nodes of a start do not have completely."""
+EARLIER_LOGS = ".earlier-logs-"
+"""The prefix of directories with the logs of a generation of the run. The generation's number follows."""
 _SAVE_BYTES = 256
 
 
@@ -69,12 +71,34 @@ def bring_back(directory: Path) -> None:
             os.rename(path, target)
 
 
-def remove_set_aside(directory: Path) -> list[str]:
-    """Remove the checkpoints in *directory* that were set aside, and return their names. Raises OSError."""
-    found = _set_aside_in(directory)
-    for path in found:
+def saves_set_aside(directory: Path) -> list[Summary]:
+    """The checkpoints in *directory* that were set aside and have a manifest, but no links."""
+    found = []
+    for path in _set_aside_in(directory):
+        if path.is_symlink():
+            continue
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            found.append(Summary.read(path))
+    return found
+
+
+def remove_set_aside(directory: Path, kept: str = "") -> list[str]:
+    """Remove the checkpoints in *directory* that were set aside, except the one with the digest *kept*.
+
+    If none is kept, logs of earlier generations are removed, too. Returns the names of the checkpoints. Raises OSError.
+    """
+    removed = []
+    if not kept:
+        for entry in list(os.scandir(directory)):
+            number = entry.name.removeprefix(EARLIER_LOGS)
+            if number != entry.name and number.isdecimal():
+                _remove(Path(entry.path))
+    for path in _set_aside_in(directory):
+        if kept and not path.is_symlink() and save_digest(path)[0] == kept:
+            continue
         _remove(path)
-    return [path.name.removeprefix(SET_ASIDE) for path in found]
+        removed.append(path.name.removeprefix(SET_ASIDE))
+    return removed
 
 
 def _set_aside_in(directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
@@ -24,19 +24,33 @@ NOTE = "generation"
 
 
 @dataclass(frozen=True, slots=True)
+class Postponed:
+    """A later checkpoint, by the *digest* of its manifest, of which absent nodes may have the missing files.
+
+    It continues the logs of the generation with this *number*. Without a digest, there is no such checkpoint.
+    """
+
+    digest: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunGeneration:
     """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
 
     The number is the time in nanoseconds since 1970 at which the generation began, or one more than the number of the
     generation before. The kept checkpoints are the checkpoints of earlier generations that it continues. Without a
     record, a run is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs
-    of the run are on this node, because rank 0 was there.
+    of the run are on this node, because rank 0 was there. The run continues from the *postponed* checkpoint if the
+    nodes of a start have it completely before the generation publishes a checkpoint. The publication removes what the
+    nodes have of it.
     """
 
     number: int = 0
     name: str = ""
     kept: tuple[str, ...] = ()
     has_logs: bool = False
+    postponed: Postponed = field(default_factory=Postponed)
 
     @classmethod
     def read(cls, run: Path) -> RunGeneration:
@@ -45,12 +59,14 @@ class RunGeneration:
         When it is missing or damaged, returns the generation of a run without a record.
         """
         found = read_note(run, layout.GENERATION)
+        postponed = found.get("postponed", {"digest": "", "number": 0})
         try:
             return cls(
                 int(found["number"]),
                 str(found["name"]),
                 tuple(str(digest) for digest in found["kept"]),
                 bool(found["has_logs"]),
+                Postponed(str(postponed["digest"]), int(postponed["number"])),
             )
         except Damaged:
             return cls()
@@ -62,10 +78,12 @@ class RunGeneration:
     def is_current(self, summary: Summary) -> bool:
         """Whether the checkpoint with this manifest is of this generation, or of an earlier one that it continues."""
         name = summary.environment.get(NOTE, "")
-        return not self.name or name == self.name or summary.digest in self.kept
+        continued = (*self.kept, self.postponed.digest)
+        return not self.name or name == self.name or summary.digest in continued
 
-    def next(self, kept: Iterable[str]) -> RunGeneration:
+    def next(self, kept: Iterable[str], postponed: Postponed | None = None) -> RunGeneration:
         """Return the generation of the next start, which continues the checkpoints with the digests *kept*."""
         # This node's clock may be behind the clock of the start before.
         number = max(self.number + 1, time.time_ns())
-        return RunGeneration(number, uuid.uuid4().hex, tuple(kept))
+        name = uuid.uuid4().hex
+        return RunGeneration(number, name, tuple(kept), postponed=postponed or Postponed())

@@ -269,6 +269,67 @@ def close_while_saving(base: Path, *, dies: bool) -> list[str]:
     return [path.name for path in run.checkpointer.directory.glob("*epoch*step*")]
 
 
+def start(base: Path, nodes: list[int], steps: int = 0) -> tuple[int, str, list[int], list[str]]:
+    """Start as a recipe does, which shortens the log to the step, and train some steps.
+
+    Returns the step and the origin of the loaded checkpoint, the logged steps (of rank 0), and what is kept of others.
+    """
+    run = Run(base, nodes[dist.get_rank()])
+    step, logged = run.step, run.logged()[: run.step]
+    if dist.get_rank() == 0:
+        run.log.write_text("".join(f"{each}\n" for each in logged))
+    run.train(steps)
+    dist.barrier()
+    kept = sorted(os.path.basename(path) for path in run.checkpointer.directory.glob(".[ue][na]*"))
+    run.finish()
+    return step, run.origin, logged, kept
+
+
+def start_without_a_node(base: Path) -> list[tuple[int, str, list[int], list[str]]]:
+    """The store has step 1, and the disks of nodes 0 and 1 have step 3."""
+    store = base / "store"
+
+    def keep_store() -> None:
+        shutil.copytree(store, base / "copy")
+
+    def go_back() -> None:
+        shutil.rmtree(store)
+        shutil.copytree(base / "copy", store)
+
+    run = Run(base, dist.get_rank())
+    run.train(1)
+    run.checkpointer.transfers.finish()
+    between(keep_store)
+    run.train(2)
+    run.finish()
+    found = []
+    for nodes, steps in (([0, 2], 0), ([2, 1], 0), ([1, 0], 0), ([0, 2], 1)):
+        # The uploads of the start before had no effect.
+        between(go_back)
+        found.append(start(base, nodes, steps))
+        dist.barrier()
+    return found
+
+
+def test_a_start_without_a_node_keeps_what_the_others_have_until_the_next_checkpoint(
+    tmp_path: Path,
+) -> None:
+    make_nodes(tmp_path, 3)
+    by_rank = ranks.run(start_without_a_node, 2, tmp_path, timeout=TIMEOUT)
+    first, second = by_rank
+    assert [each[:3] for each in first] == [
+        (1, "store", [1]),
+        (1, "store", [1]),
+        # Node 1 leads now; the log of three steps was on node 0, and shortened since.
+        (3, "nodes", [1, 2, 3]),
+        (1, "store", [1]),
+    ]
+    part = ".unusable-epoch_0_step_3"
+    assert part in first[0][3] and part in second[1][3]
+    for found in by_rank:
+        assert [each[3] for each in found[2:]] == [[], []]
+
+
 def test_a_save_in_progress_is_published_on_all_nodes_before_they_close(tmp_path: Path) -> None:
     make_nodes(tmp_path, 2)
     close = partial(close_while_saving, dies=False)

@@ -138,6 +138,7 @@ def _leftovers(add: Add) -> None:
         "superseded": f"{NAME}.superseded-1",
         "fetched": ".fetched",
         "unusable": f".unusable-{NAME}",
+        "logs": ".earlier-logs-1",
         "export_to_upload": f".hub.staging-{unique}",
         "strange": "epoch_0_step_7\x1b[2J",
         "new_line": "epoch_0_step_7\nx",
@@ -300,11 +301,19 @@ def _own_files(add: Add) -> None:
             partial(_verified, change={"stamp": value}),
             READ_BY[NOTES],
         )
-        for key in ("number", "name", "kept", "has_logs"):
+        for key in ("number", "name", "kept", "has_logs", "postponed"):
             change = {key: value}
             add(
                 "generation_values",
                 f"{name}_{key}",
+                partial(_generation_of, change=change),
+                READ_BY[GENERATION],
+            )
+        for key in ("digest", "number"):
+            change = {"postponed": {"digest": "", "number": 0, key: value}}
+            add(
+                "generation_values",
+                f"{name}_postponed_{key}",
                 partial(_generation_of, change=change),
                 READ_BY[GENERATION],
             )

@@ -59,6 +59,7 @@ _RUN = {
     ".trash-*": "leftover",
     ".fetched": "leftover",
     ".unusable-*": "leftover",
+    ".earlier-logs-*": "leftover",
     ".hub.staging-*": "leftover",
     ".LATEST.*": "leftover",
     ".pin-*": "leftover",

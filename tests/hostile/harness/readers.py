@@ -15,7 +15,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory.nodes import open_memory
-from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside, saves_set_aside
 from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import part_uploader, uploader
@@ -154,6 +154,7 @@ def _generation(run: Path) -> int:
     generation.is_current(summary)
     try:
         generation.write(run)
+        saves_set_aside(run)
         remove_set_aside(run)
     except OSError as error:
         print_error(str(error))

@@ -82,6 +82,31 @@ def test_what_the_run_has_abandoned_is_removed_when_training_goes_on(root: Path)
     assert names_in(root) == [FIRST]
 
 
+def lose_a_file(checkpoint: Path) -> None:
+    os.remove(checkpoint / next(iter(Manifest.read(checkpoint).files)))
+
+
+@pytest.mark.parametrize("abandons", [False, True])
+def test_what_no_start_can_have_completely_stays_until_the_run_has_gone_on_without_it(
+    root: Path, abandons: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The nodes have neither checkpoint; a start continues from a store. Only the newest stays."""
+    for name in (FIRST, SECOND):
+        lose_a_file(root / name)
+    # Twice: another start does not change that.
+    for _ in range(2):
+        with directories(root) as found:
+            found.begin(5, abandons_later=abandons)
+            generation = found.generation
+        expected = [] if abandons else [f".unusable-{SECOND}"]
+        assert [path.name for path in root.glob("*epoch*")] == expected
+    text = f"To continue from {SECOND}, start again with all nodes before this run saves"
+    assert (text in caplog.text) is not abandons
+    with directories(root) as found:
+        found.begin(6, of_generation=generation)
+    assert not list(root.glob("*epoch*")) and not list(root.glob(".earlier*"))
+
+
 def test_a_directory_that_no_save_has_written_is_left_alone(root: Path) -> None:
     (root / FOREIGN).mkdir()
     (root / FOREIGN / "notes.txt").write_text("mine")
