@@ -152,7 +152,7 @@ def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, s
     Raises :class:`SaveFailed` where they do not match the base.
     """
     try:
-        return lay_out_tensors(plan.all_tensors(), directory, tied=tied, maps=maps)
+        return lay_out_tensors(plan.assignment.tensors, directory, tied=tied, maps=maps)
     except CheckpointUnusable as error:
         raise SaveFailed.all_of(error.problems) from error
 

@@ -21,13 +21,12 @@ from automodel_ckpt.checkpoint.formats.description import (
     DTYPES,
     TreeDescription,
     describe,
-    irregular_slices,
     local_tensor,
 )
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 
 __all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "located"]
@@ -85,10 +84,6 @@ class TreePlan:
         """Describe this rank's state. Call :meth:`flatten` first."""
         return describe(self._flat, self.paths, self.kinds)
 
-    def irregular(self, names: Sequence[str]) -> list[Tensor]:
-        """Describe this rank's slices of the tensors *names*, which have no formula."""
-        return irregular_slices(self._flat, names)
-
     def assign(self, shares: Sequence[Share], rank: int) -> None:
         """Assign each slice, and each value that is not a tensor, to exactly one rank.
 
@@ -107,10 +102,11 @@ class TreePlan:
         """The slices that *rank* writes, as :meth:`tensors` has the slices of this rank."""
         found: list[Tensor] = []
         for tensor in self.assignment.tensors.values():
-            stored = _slice_of(tensor, rank)
+            assert isinstance(tensor.slices, RegularSlices)
+            stored = tensor.slices.of_rank(rank)
             if stored is not None:
                 found.append(Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored,)))
-        return found + self.assignment.irregular_of(rank)
+        return found
 
     def tensors(self) -> list[Tensor]:
         """The slices that this rank writes: tensors with one slice each, which has no file yet.
@@ -118,10 +114,6 @@ class TreePlan:
         Empty slices of tensors that are not empty are omitted.
         """
         return self._own
-
-    def all_tensors(self) -> dict[str, Tensor]:
-        """All tensors with the slices of all ranks, which have no file yet, by FQN. Call :meth:`assign` first."""
-        return {**self.assignment.tensors, **self.assignment.irregular}
 
     def values(self) -> Iterator[tuple[str, bytes]]:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
@@ -154,12 +146,6 @@ class TreePlan:
         """Drop the references to the state, so that what training replaces is freed. The plan stays usable."""
         self.set_values({})
         self.state_dict = {}
-
-
-def _slice_of(tensor: Tensor, rank: int) -> Slice | None:
-    """The slice of a regular tensor that *rank* writes. Returns None when it writes none."""
-    assert isinstance(tensor.slices, RegularSlices)
-    return tensor.slices.of_rank(rank)
 
 
 def located(tensor: Tensor, file: str, start: int) -> Tensor:

@@ -23,6 +23,7 @@ from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.formats.description import describe
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
@@ -81,6 +82,8 @@ class Planner:
                 tree, _ = module_state(item.value)
                 check_storable(item.name, tree)
                 check_safe_values(item.name, tree)
+                # Also raises for meshes that cannot be described.
+                describe(tree, {}, {})
             elif self.settings.save_optimizer:
                 owners.check_parameters(item)
                 for index, group in enumerate(item.value.param_groups):
@@ -208,7 +211,7 @@ class Planner:
         for name in sorted(save.plan.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
             mine = save.descriptions[name]
-            shares[name] = shares_of_all(group, save.plan.trees[name], mine, summaries)
+            shares[name] = shares_of_all(group, mine, summaries)
         digests = []
         for proposal in proposals:
             digests.append({name: tree.replicated for name, tree in proposal.trees.items()})
@@ -245,7 +248,7 @@ class Planner:
         if self.settings.incremental is True:
             return kinds
         nbytes: Counter[str] = Counter()
-        for name, tensor in tree.all_tensors().items():
+        for name, tensor in tree.assignment.tensors.items():
             if name in kinds:
                 nbytes[kinds[name]] += tensor.nbytes
         return {name: kind for name, kind in kinds.items() if nbytes[kind] >= _MIN_SEPARATE_BYTES}
