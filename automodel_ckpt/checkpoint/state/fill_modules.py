@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     adapter_keys,
     complete_state,
+    has_plain_names,
     model_state_dict,
     module_state,
     stored_layout,
@@ -230,4 +231,7 @@ def set_module_state(
             fqns.get(name, name): value for name, value in loaded.items() if name not in row_names
         }
         own.update((fqn, present[fqn]) for fqn in layout.rows if fqn in present)
-    set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
+    if has_plain_names(unwrap(module)):
+        unwrap(module).load_state_dict(own, strict=strict)
+    else:
+        set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
