@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from automodel_ckpt.checkpoint.export import output as export_output
+from automodel_ckpt.checkpoint.export import copy_engine as export_output
 from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.jobs import shared_file
 

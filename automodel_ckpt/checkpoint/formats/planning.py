@@ -7,7 +7,7 @@ which slice (``assignment.py``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,12 +24,43 @@ from automodel_ckpt.checkpoint.formats.description import (
     local_tensor,
 )
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 
-__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "located"]
+__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreeLayout", "TreePlan", "located", "ordered"]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """The regular tensors of a tree and their copies, by name. Those in a part have the order of a rank's file."""
+
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    copies: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def rank_tree(self) -> RankTree:
+        """An empty record of what this rank writes of the tree."""
+        rows: dict[str, tuple[int, int]] = {}
+        placed = False
+        for number, tensor in enumerate((*self.tensors.values(), *self.copies.values())):
+            assert isinstance(tensor.slices, RegularSlices)
+            rows[tensor.fqn] = tensor.slices.part, number
+            placed = placed or tensor.slices.position is not None
+        return RankTree(rows=rows, placed=placed)
+
+
+def ordered(tensors: Iterable[Tensor], part_of: Callable[[str], int] = lambda fqn: 0) -> TreeLayout:
+    """The layout of regular *tensors* in files of the ranks, in this order; *part_of* is the part of a name."""
+    found: dict[str, Tensor] = {}
+    for tensor in tensors:
+        assert isinstance(tensor.slices, RegularSlices)
+        part = part_of(tensor.fqn)
+        if part != tensor.slices.part:
+            tensor = replace(tensor, slices=replace(tensor.slices, part=part))
+        found[tensor.fqn] = tensor
+    return TreeLayout(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ import numpy as np
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
-from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
+from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, located, ordered
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding

@@ -265,7 +265,7 @@ class Planner:
             file_layout = hf.lay_out(tree, tree.directory, maps, tied)
             plan.formats[name] = hf.NAME
             plan.file_layouts[name] = file_layout
-            plan.layouts[name] = file_layout.tree_layout(tree.assignment.tensors)
+            plan.layouts[name] = file_layout.tree
             return list(hf.plan_jobs(tree, rank, file_layout))
         is_module = name in plan.tied
         if is_module and self.settings.model_format == safetensors.NAME:

@@ -23,9 +23,8 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.jobs.jobs import run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.export import output as export_output
+from automodel_ckpt.checkpoint.export import copy_engine as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
