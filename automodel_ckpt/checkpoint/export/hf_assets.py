@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
-from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES
+from automodel_ckpt.checkpoint.export.plan import file_numbers
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
@@ -155,7 +155,7 @@ class HFAssets:
     def file_index_mapping(self) -> Mapping[str, int]:
         """For each tensor the number (from 1) of its file in an export: as in the base, else 5 GB a file at most."""
         if not self._base:
-            return _split_by_size(self._exported)
+            return file_numbers({fqn: nbytes_of(*spec) for fqn, spec in self._exported.items()})
         names = sorted({file for file, _ in self._base.values()})
         numbers = {name: number for number, name in enumerate(names, start=1)}
         # Tensors that the base does not have go to its last file.
@@ -344,19 +344,6 @@ def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> di
         if separator and f"{name.rpartition('.')[0]}.py" in files:
             local[auto_class] = name
     return local
-
-
-def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """The number (from 1) of each tensor's file, for files of at most MAX_FILE_BYTES."""
-    number, nbytes = 1, 0
-    result: dict[str, int] = {}
-    for fqn, spec in tensors.items():
-        size = nbytes_of(spec.dtype, spec.shape)
-        if nbytes and nbytes + size > MAX_FILE_BYTES:
-            number, nbytes = number + 1, 0
-        result[fqn] = number
-        nbytes += size
-    return result
 
 
 def _read_unchanged(tokenizer: Any, directory: Path) -> Any:

@@ -162,7 +162,11 @@ def read_tree(
             blobs.append((fqn, tree.objects[fqn]))
         elif fqn in tree.tensors:
             stored = tree.tensors[fqn]
-            reads += _reads(stored, value, local_boxes(value))
+            if tuple(value.shape) != stored.shape:
+                raise ValueError(f"{fqn} has the shape {stored.shape}, not {value.shape}")
+            box = local_boxes(value)
+            if box is not None:
+                reads += _reads(stored, local_tensor(value).detach(), box)
     # In the order of the disk.
     blobs.sort(key=lambda item: (item[1].file, item[1].start))
     reads.sort(key=lambda read: read.position)
@@ -178,21 +182,27 @@ def read_tree(
         read_all(_blocks(reads, files), threads, to_gpu=to_gpu)
 
 
+def read_box(root: Path, tensor: Tensor, box: Box) -> torch.Tensor:
+    """Read the part *box* of a stored tensor, in its dtype, into memory of the host.
+
+    Raises :class:`CheckpointUnusable` naming the file.
+    """
+    values = torch.empty(box.sizes, dtype=DTYPES[tensor.dtype], device="cpu")
+    if box.numel:
+        reads = sorted(_reads(tensor, values, box), key=lambda read: read.position)
+        with _Files(root) as files:
+            read_all(_blocks(reads, files), 1, to_gpu=False)
+    return values
+
+
 def _plain_value(files: _Files, blob: Blob, name: str) -> Any:
     from automodel_ckpt.checkpoint.pickles import pickle_reader
 
     return pickle_reader.load(files.read_blob(blob), name)
 
 
-def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Read]:
-    """Describe what to read of a stored tensor into *value*. This rank has the part *box* of it."""
-    if box is None:
-        return
-    if tuple(value.shape) != tensor.shape:
-        raise ValueError(
-            f"{tensor.fqn} has the shape {list(tensor.shape)}, not {list(value.shape)}"
-        )
-    local = local_tensor(value).detach()
+def _reads(tensor: Tensor, local: torch.Tensor, box: Box) -> Iterator[_Read]:
+    """Describe what to read of a stored tensor into *local*, its part *box*."""
     zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
         if stored.sizes == box.sizes and stored.offsets == box.offsets:

@@ -31,7 +31,6 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
     QuantizedTensor,
     dequantized_rows,
     read_rows,
-    rows_of,
 )
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -140,11 +139,7 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
     first = box.offsets[0]
     num_read = max(min(first + box.sizes[0], num_stored) - first, 0)
     columns = _columns_of(box, target)
-    if num_read and box.sizes[1:] == stored.shape[1:]:
-        rows = rows_of(stored, first, first + num_read)
-        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), {stored.fqn: local[:num_read]})
-    else:
-        _copy_rows(_blocks(source, stored, first, first + num_read), local, first, columns)
+    _copy_rows(_blocks(source, stored, first, first + num_read), local, first, columns)
     if first + box.sizes[0] > num_stored and new_rows == "mean":
         # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
         # Each rank sums all rows in the same blocks, so that the mean does not depend on the
