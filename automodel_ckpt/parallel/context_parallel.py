@@ -92,11 +92,7 @@ def _unsupported_reason(model: nn.Module) -> str:
     if not getattr(base, "_supports_attention_backend", False):
         return "its attention does not use transformers' attention interface"
     if attention_name(base) == "eager":
-        if getattr(base.get_decoder().config, "attn_logit_softcapping", None) is not None:
-            return "eager attention is each model's own, and sdpa does not cap attention scores"
-        if getattr(base, "_supports_sdpa", False):
-            return "eager attention is each model's own (model.attn_implementation sdpa is not)"
-        return "eager attention is each model's own, and this model has no sdpa attention"
+        return "eager attention is each model's own (sdpa is not, where the model has it)"
     return ""
 
 

@@ -2,12 +2,12 @@
 
     python -m tools.bench.async_saves [--size 512M] [--runs 5] [--directory DIR] [--docs]
 
-Two ranks share two cores (``--ranks 1``: one rank with an idle core). A rank's state is that of AdamW over bf16 weights; a
-step is a forward and a backward of a small network, and with two ranks a sum between them. In each round every row
-runs once: steps without a save, the save, and steps until it is done. ``stall`` is the time in which the call blocks
-training, relative to a copy of the same bytes to warm memory. ``step`` is the mean time of a step until the save is
-done, relative to steps without a save. ``lost`` is the total training time lost, in steps without a save. Figures are
-medians over the rounds, of the slowest rank.
+Two ranks share two cores (``--ranks 1``: one rank with an idle core). A rank's state is that of AdamW over bf16
+weights; a step is a forward and a backward of a small network, and with two ranks a sum between them. In each round
+every row runs once: steps without a save, the save, and steps until it is done. ``stall`` is the time in which the
+call blocks training, relative to a copy of the same bytes to warm memory. ``step`` is the mean time of a step until
+the save is done, relative to steps without a save. ``lost`` is the total training time lost, in steps without a save.
+Figures are medians over the rounds, of the slowest rank.
 """
 
 from __future__ import annotations

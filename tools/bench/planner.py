@@ -127,10 +127,10 @@ def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, 
     sent = pickle.dumps(proposal)
     proposals = [pickle.loads(sent) for _ in range(num_ranks)]
     shares: dict[str, list[Share]] = {}
-    for name, tree in trees.items():
+    for name in trees:
         of_tree = [proposal.trees[name] for proposal in proposals]
         # Equal digests: no collective is called.
-        shares[name] = shares_of_all(None, tree, save.descriptions[name], of_tree)
+        shares[name] = shares_of_all(None, save.descriptions[name], of_tree)
     Planner(settings).plan(save, proposals, shares)
     figures.seconds["plan"] = time.process_time() - started
     figures.nbytes["sent"] = len(sent)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.export.copy_engine import DamagedSlice, Digested, copy
+from automodel_ckpt.checkpoint.export.copy_engine import DamagedSlice, Digested, copy, create_output
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     cast_lines,
@@ -28,7 +28,6 @@ from automodel_ckpt.checkpoint.export.files import (
     write_manifest,
     write_side_files,
 )
-from automodel_ckpt.checkpoint.export.output import create_output
 from automodel_ckpt.checkpoint.export.plan import Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script

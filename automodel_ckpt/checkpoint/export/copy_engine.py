@@ -14,25 +14,27 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from automodel_ckpt.checkpoint.export.output import Output
+from automodel_ckpt.base.durable_io import naming, write_all
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
 from automodel_ckpt.checkpoint.files.digests import digest_from
 from automodel_ckpt.checkpoint.files.direct import (
+    DIRECT_FROM_BYTES,
     SECTOR_BYTES,
     begins_at_a_sector,
     block_of,
     bypass_page_cache,
 )
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.durable_file import reserve_range
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.files.threads import started_pool
+from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
@@ -135,6 +137,83 @@ def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
     )
 
 
+def create_output(path: Path, header: bytes, nbytes: int) -> int:
+    """Create a file of *nbytes* that begins with *header*.
+
+    Returns its descriptor, which the caller fsyncs and closes. The file's space is reserved, so that a full disk is
+    detected before the copy. Raises OSError with the file's name.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with naming(path):
+            os.ftruncate(descriptor, nbytes)
+            reserve_range(descriptor, 0, nbytes)
+            write_all(descriptor, memoryview(header), 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Output:
+    """A file made by :func:`create_output`, open for writing from several threads.
+
+    Data must have the same offset within a sector in memory as in the file, which O_DIRECT requires. Through the page
+    cache, one thread writes at a time: more would only wait for the file's lock in the kernel.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._one_writer = threading.Lock()
+        self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct: int | None = None
+        if os.fstat(self._cached).st_size >= DIRECT_FROM_BYTES:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            if bypass_page_cache(descriptor, True):
+                self._direct = descriptor
+            else:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """Close the file. The data is durable only after an fsync."""
+        os.close(self._cached)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def write(self, data: memoryview, at: int) -> None:
+        """Write all of *data* at byte *at*. Raises OSError with the file's name."""
+        with naming(self._path):
+            # The ends share a sector with other data and use the page cache.
+            head = min(-at % SECTOR_BYTES, len(data))
+            middle = (len(data) - head) // SECTOR_BYTES * SECTOR_BYTES
+            if self._direct is None or middle == 0:
+                self._put_cached(data, at)
+                return
+            tail = head + middle
+            self._put_cached(data[:head], at)
+            self._put_direct(data[head:tail], at + head)
+            self._put_cached(data[tail:], at + tail)
+
+    def _put_direct(self, data: memoryview, at: int) -> None:
+        # A short write can end within a sector: the rest then goes through the page cache.
+        while data and self._direct is not None and at % SECTOR_BYTES == 0:
+            try:
+                count = os.pwrite(self._direct, data, at)
+            except OSError as error:
+                # Some file systems accept the flag and reject the write.
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            data = data[count:]
+            at += count
+        self._put_cached(data, at)
+
+    def _put_cached(self, data: memoryview, at: int) -> None:
+        if data:
+            with self._one_writer:
+                write_all(self._cached, data, at)
+
+
 BLOCK_BYTES = 2 << 20
 # A block can be read from up to four times its bytes: F64 cast to BF16.
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
@@ -179,8 +258,24 @@ def copy(
     :class:`CheckpointUnusable` for a source that is too short.
     """
     tasks: list[_Task] = []
+    outputs: dict[str, Output] = {}
+    stopped = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(task: _Task) -> list[Digested]:
+        copier = copiers.pop()
+        try:
+            return copier.copy(task, outputs[task.file])
+        except _Stopped:
+            raise
+        except BaseException as failure:
+            failures.append(failure)
+            stopped.set()
+            raise
+        finally:
+            copiers.append(copier)
+
     with contextlib.ExitStack() as stack:
-        outputs: dict[str, Output] = {}
         for file in files:
             outputs[file.name] = Output(staging / file.name)
             stack.callback(outputs[file.name].close)
@@ -189,62 +284,28 @@ def copy(
                     tasks.append(_Task(file.name, tensor, start))
         # The largest first, so that all threads end at about the same time.
         tasks.sort(key=lambda task: -task.tensor.nbytes)
-        run = _Run(root, outputs, tasks)
         total = sum(task.tensor.nbytes for task in tasks)
-        run.by_threads(max(1, min(num_threads, total // BLOCK_BYTES)))
-    return run.written
+        count = max(1, min(num_threads, total // BLOCK_BYTES))
+        copiers = [
+            _Copier(root, stack.enter_context(contextlib.closing(Inputs(root))), stopped)
+            for _ in range(count)
+        ]
+        pool = (started_pool(count, "consolidate") if count > 1 else None) or CallingThread()
+        # Before the files are closed.
+        stack.callback(pool.end, stopped.set)
+        try:
+            results = [pool.submit(work, task) for task in tasks]
+            return [each for result in results for each in result.result()]
+        except _Stopped:
+            raise failures[0] from None
+        except BaseException:
+            # Also an interruption: the threads must end before it is raised.
+            stopped.set()
+            raise
 
 
 class _Stopped(Exception):
     """Another thread failed."""
-
-
-class _Run:
-    """One pass over all tensors."""
-
-    def __init__(self, root: Path, outputs: Mapping[str, Output], tasks: Iterable[_Task]) -> None:
-        self.written: list[Digested] = []
-        self._root = root
-        self._outputs = outputs
-        self._tasks = iter(tasks)
-        self._taking = threading.Lock()
-        self._stopped = threading.Event()
-        self._failure: BaseException | None = None
-
-    def by_threads(self, count: int) -> None:
-        """Write all tensors with at most *count* threads, this one included. Raises the first failure."""
-        others = started_pool(count - 1, "consolidate") if count > 1 else None
-        try:
-            if others is not None:
-                for _ in range(1, count):
-                    others.submit(self._work)
-            self._work()
-        except BaseException:
-            self._stopped.set()
-            raise
-        finally:
-            if others is not None:
-                # Those that have not begun are not needed: no tensor is left.
-                others.end(self._stopped.set)
-        if self._failure is not None:
-            raise self._failure
-
-    def _work(self) -> None:
-        try:
-            with contextlib.closing(Inputs(self._root)) as inputs:
-                copier = _Copier(self._root, inputs, self._stopped)
-                while (task := self._take()) is not None:
-                    self.written += copier.copy(task, self._outputs[task.file])
-        except _Stopped:
-            pass
-        # Also KeyboardInterrupt: the other threads must end before it is raised.
-        except BaseException as failure:
-            self._failure = self._failure or failure
-            self._stopped.set()
-
-    def _take(self) -> _Task | None:
-        with self._taking:
-            return next(self._tasks, None)
 
 
 @dataclass(slots=True)

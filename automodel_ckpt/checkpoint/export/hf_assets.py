@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
-from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES
+from automodel_ckpt.checkpoint.export.plan import file_numbers
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
@@ -155,7 +155,7 @@ class HFAssets:
     def file_index_mapping(self) -> Mapping[str, int]:
         """For each tensor the number (from 1) of its file in an export: as in the base, else 5 GB a file at most."""
         if not self._base:
-            return _split_by_size(self._exported)
+            return file_numbers({fqn: nbytes_of(*spec) for fqn, spec in self._exported.items()})
         names = sorted({file for file, _ in self._base.values()})
         numbers = {name: number for number, name in enumerate(names, start=1)}
         # Tensors that the base does not have go to its last file.
@@ -198,7 +198,7 @@ class HFAssets:
         if self._base:
             dtypes = {fqn: entry.dtype for fqn, (_, entry) in sorted(self._base.items())}
             files[DTYPE_MAP] = _json_bytes(dtypes)
-            self._log_differences()
+            self._warn_of_differences()
         return files
 
     def config_json(self) -> bytes:
@@ -257,49 +257,33 @@ class HFAssets:
         return next((name for name in names if name in self.tensors or name in self.tied), fqn)
 
     def _expected(self, fqn: str) -> dict[str, Any]:
-        """A tensor that an export must contain: its shape, the declared difference from the base, if any, and the
-        dtypes of an export in which it stays float32.
-        """
+        """A tensor that an export must contain: its shape, and the dtypes of an export in which it stays float32."""
         expected: dict[str, Any] = {"shape": list(self._exported[fqn].shape)}
         if codes := self._float32_of(fqn):
             expected["float32_in"] = sorted(codes)
-        if self._is_declared(fqn) and (difference := self._difference(fqn)):
-            expected["declared"] = difference
         return expected
 
     def _float32_of(self, fqn: str) -> frozenset[str]:
         kept = self.float32_in or {}
         return frozenset(code for code, names in kept.items() if fqn in names)
 
-    def _is_declared(self, fqn: str) -> bool:
-        return any(fnmatchcase(fqn, pattern) for pattern in self.declared)
-
-    def _difference(self, fqn: str) -> str:
-        """How a tensor differs between an export and the base; empty if it does not, or without a base."""
-        if not self._base:
-            return ""
-        if fqn not in self._base:
-            return "not in the base"
-        if fqn not in self._exported:
-            return "in the base only"
-        is_same = self._base[fqn][1].shape == self._exported[fqn].shape
-        return "" if is_same else "of another shape than in the base"
-
-    def _log_differences(self) -> None:
-        found: dict[tuple[str, bool], list[str]] = {}
-        for fqn in {**self._exported, **self._base}:
-            if difference := self._difference(fqn):
-                found.setdefault((difference, self._is_declared(fqn)), []).append(fqn)
-        for (difference, is_declared), names in found.items():
-            log.log(
-                logging.INFO if is_declared else logging.WARNING,
-                "%s the base: %s %s: %s",
-                "Expected difference between exports and"
-                if is_declared
-                else "Exports will differ from",
+    def _warn_of_differences(self) -> None:
+        """Warn of the tensors that differ between an export and the base, unless they are declared."""
+        here = {fqn: tuple(spec.shape) for fqn, spec in self._exported.items()}
+        base = {fqn: tuple(entry.shape) for fqn, (_, entry) in self._base.items()}
+        names = [
+            fqn
+            for fqn in {**here, **base}
+            if here.get(fqn) != base.get(fqn)
+            and not any(fnmatchcase(fqn, pattern) for pattern in self.declared)
+        ]
+        if names:
+            more = ", ..." if len(names) > _NUM_SHOWN else ""
+            log.warning(
+                "Exports will differ from the base in the names or shapes of %s: %s%s",
                 counted(len(names), "tensor"),
-                difference,
-                ", ".join(names[:_NUM_SHOWN]) + (", ..." if len(names) > _NUM_SHOWN else ""),
+                ", ".join(names[:_NUM_SHOWN]),
+                more,
             )
 
 
@@ -360,19 +344,6 @@ def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> di
         if separator and f"{name.rpartition('.')[0]}.py" in files:
             local[auto_class] = name
     return local
-
-
-def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """The number (from 1) of each tensor's file, for files of at most MAX_FILE_BYTES."""
-    number, nbytes = 1, 0
-    result: dict[str, int] = {}
-    for fqn, spec in tensors.items():
-        size = nbytes_of(spec.dtype, spec.shape)
-        if nbytes and nbytes + size > MAX_FILE_BYTES:
-            number, nbytes = number + 1, 0
-        result[fqn] = number
-        nbytes += size
-    return result
 
 
 def _read_unchanged(tokenizer: Any, directory: Path) -> Any:

@@ -18,7 +18,7 @@ _CAUSAL = "AutoModelForCausalLM"
 _SEQ2SEQ = "AutoModelForSeq2SeqLM"
 _CLASSIFIER = "AutoModelForSequenceClassification"
 _EMBEDDINGS = "AutoModel"
-_OF_ADAPTERS = {"CAUSAL_LM": _CAUSAL, "SEQ_2_SEQ_LM": _SEQ2SEQ, None: _CAUSAL}
+_OF_ADAPTERS = {"CAUSAL_LM": _CAUSAL, "SEQ_2_SEQ_LM": _SEQ2SEQ, "None": _CAUSAL}
 """The classes of bases that generate text, by the ``task_type`` of their adapters."""
 
 
@@ -107,7 +107,8 @@ def _auto_class(directory: Path) -> str:
     if computes_embeddings(directory):
         return _EMBEDDINGS
     if (directory / layout.ADAPTER_CONFIG).is_file():
-        return _OF_ADAPTERS.get(_read(directory / layout.ADAPTER_CONFIG).get("task_type"), "")
+        # As text: in another program's file, it may be of any type.
+        return _OF_ADAPTERS.get(str(_read(directory / layout.ADAPTER_CONFIG).get("task_type")), "")
     if has_architecture("ForConditionalGeneration"):
         # A text model of the same family has no vision_config.
         if "vision_config" in config:

@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
-MAX_FILE_BYTES = 5_000_000_000
+_MAX_FILE_BYTES = 5_000_000_000
 _CAST_NAMES = {
     "bf16": "BF16",
     "bfloat16": "BF16",
@@ -122,7 +122,6 @@ def make_plan(
     maps: BaseMaps,
     *,
     cast_dtype: str | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
     where: str = "",
 ) -> Plan:
     """Plan an export. Needs names, dtypes and shapes, but no slices.
@@ -141,7 +140,7 @@ def make_plan(
         # PEFT reads a single file of this name.
         files = [_output_file(exported, layout.ADAPTER_MODEL)]
     else:
-        groups = _group(exported, maps, max_file_bytes)
+        groups = _group(exported, maps)
         names = [numbered_file(number, len(groups)) for number in range(1, len(groups) + 1)]
         files = [_output_file(group, name) for group, name in zip(groups, names, strict=True)]
     return Plan(tuple(files), _counted_casts(files), tuple(warnings))
@@ -271,25 +270,28 @@ def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> lis
     return [f"{number} quantized in the base and float here; {stay} float: {names}"]
 
 
-def _group(
-    exported: Sequence[ExportTensor], maps: BaseMaps, limit: int
-) -> list[list[ExportTensor]]:
-    """Return the tensors of each output file: as in the base's index if it is known, else at most *limit* bytes."""
-    if maps.file_index is not None:
-        last = max(maps.file_index.values(), default=1)
-        by_number: dict[int, list[ExportTensor]] = {}
-        for tensor in exported:
-            by_number.setdefault(maps.file_index.get(tensor.fqn, last), []).append(tensor)
-        return [by_number[number] for number in sorted(by_number)]
-    groups: list[list[ExportTensor]] = [[]]
-    nbytes = 0
+def _group(exported: Sequence[ExportTensor], maps: BaseMaps) -> list[list[ExportTensor]]:
+    """Return the tensors of each output file: as in the base's index if it is known, else by size."""
+    numbers = maps.file_index
+    if numbers is None:
+        numbers = file_numbers({tensor.fqn: tensor.nbytes for tensor in exported})
+    last = max(numbers.values(), default=1)
+    by_number: dict[int, list[ExportTensor]] = {}
     for tensor in exported:
-        if groups[-1] and nbytes + tensor.nbytes > limit:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(tensor)
-        nbytes += tensor.nbytes
-    return groups
+        by_number.setdefault(numbers.get(tensor.fqn, last), []).append(tensor)
+    return [by_number[number] for number in sorted(by_number)] or [[]]
+
+
+def file_numbers(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the number (from 1) of each tensor's file, for files of at most 5 GB; *sizes* in bytes, by name."""
+    number, nbytes = 1, 0
+    result: dict[str, int] = {}
+    for fqn, size in sizes.items():
+        if nbytes and nbytes + size > _MAX_FILE_BYTES:
+            number, nbytes = number + 1, 0
+        result[fqn] = number
+        nbytes += size
+    return result
 
 
 def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:

@@ -1,7 +1,8 @@
 """Describe the tensors of this rank without their slices, so that ranks with equal descriptions need not exchange them.
 
-A DTensor's slices on all ranks follow from its mesh, placements and shape. The description contains no number of a
-rank: those that differ between ranks, the first ranks of the meshes, are separate.
+A DTensor's slices on all ranks follow from its mesh, placements and shape. Meshes with ranks in another order than
+torch's own have no such formula, and are rejected. The description contains no number of a rank: those that differ
+between ranks, the first ranks of the meshes, are separate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.parts.sharding import smallest_split
-from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Box
+from automodel_ckpt.errors import SaveFailed
 
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -51,14 +52,13 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TreeDescription:
-    """A rank's tensors with regular shardings, names of the others (*irregular*), and names of values.
+    """A rank's tensors, and names of values.
 
     *paths* are the keys of each name in the nested state dict, *kinds* the kinds of the tensors that do not train.
     *origins* has the first rank of each mesh, and is the only part that depends on the rank.
     """
 
     tensors: Mapping[str, Described]
-    irregular: tuple[str, ...]
     values: tuple[str, ...]
     paths: Mapping[str, tuple[Any, ...]]
     kinds: Mapping[str, str]
@@ -68,7 +68,7 @@ class TreeDescription:
         """The digest of everything except the origins."""
         # Not pickle: equal values can have different pickles, by the identity of the objects in
         # them.
-        content = [self.tensors, self.irregular, self.values, list(self.paths.items()), self.kinds]
+        content = [self.tensors, self.values, list(self.paths.items()), self.kinds]
         return digest_of(json.dumps(content, separators=(",", ":")).encode())
 
 
@@ -77,9 +77,11 @@ def describe(
     paths: Mapping[str, tuple[Any, ...]],
     kinds: Mapping[str, str],
 ) -> TreeDescription:
-    """Describe a flat state dict of tensors that can be stored. Those on a mesh without this rank are left out."""
+    """Describe a flat state dict of tensors that can be stored. Those on a mesh without this rank are left out.
+
+    Raises :class:`SaveFailed` for a mesh with its ranks in another order than torch's own.
+    """
     tensors: dict[str, Described] = {}
-    irregular: list[str] = []
     values: list[str] = []
     meshes = _Meshes()
     for fqn, value in state.items():
@@ -88,12 +90,8 @@ def describe(
         elif not isinstance(value, DTensor):
             tensors[fqn] = Described(DTYPE_CODES[value.dtype], tuple(value.shape), None, ())
         elif value.device_mesh.get_coordinate() is not None:
-            described = meshes.describe(value)
-            if described is None:
-                irregular.append(fqn)
-            else:
-                tensors[fqn] = described
-    return TreeDescription(tensors, tuple(irregular), tuple(values), paths, kinds, meshes.origins)
+            tensors[fqn] = meshes.describe(fqn, value)
+    return TreeDescription(tensors, tuple(values), paths, kinds, meshes.origins)
 
 
 def unstorable_placement(tensor: torch.Tensor) -> str:
@@ -109,49 +107,38 @@ class _Meshes:
 
     def __init__(self) -> None:
         self.origins: dict[Mesh, int] = {}
-        self._known: dict[int, Mesh | None] = {}
-        self._splits: dict[tuple[Any, ...], Split | None] = {}
+        self._known: dict[tuple[Any, ...], tuple[Mesh, Split]] = {}
 
-    def describe(self, tensor: DTensor) -> Described | None:
-        """Describe a tensor. Returns None when its sharding is no formula."""
-        mesh = self._mesh(tensor.device_mesh)
-        if mesh is None:
-            return None
+    def describe(self, fqn: str, tensor: DTensor) -> Described:
+        """Describe the tensor *fqn*."""
         shape = tuple(tensor.shape)
         key = (id(tensor.device_mesh), tensor.placements, shape)
-        if key not in self._splits:
-            self._splits[key] = _verified_split(tensor, mesh)
-        split = self._splits[key]
-        if split is None:
-            return None
-        return Described(DTYPE_CODES[tensor.dtype], shape, mesh, split)
-
-    def _mesh(self, device_mesh: DeviceMesh) -> Mesh | None:
-        """The sizes and strides of a mesh; None where its ranks have irregular numbers."""
-        key = id(device_mesh)
         if key not in self._known:
-            ranks = device_mesh.mesh.numpy()
-            mesh = _mesh_of(ranks)
-            if mesh is not None and self.origins.setdefault(mesh, int(ranks.flat[0])) != int(
-                ranks.flat[0]
-            ):
-                # Two meshes of one form on this rank: the origins name only one of them.
-                mesh = None
-            self._known[key] = mesh
-        return self._known[key]
+            ranks = tensor.device_mesh.mesh.numpy()
+            mesh, first = _mesh_of(ranks), int(ranks.flat[0])
+            split = None if mesh is None else _verified_split(tensor, mesh)
+            # With two meshes of one form on this rank, the origins would name only one of them.
+            if mesh is None or split is None or self.origins.setdefault(mesh, first) != first:
+                raise SaveFailed(
+                    "a tensor is divided among the ranks of a mesh in an order that a checkpoint cannot store",
+                    where=fqn,
+                    value=f"{tensor.device_mesh}, {tensor.placements}",
+                    hint="create the mesh with init_device_mesh",
+                )
+            self._known[key] = mesh, split
+        return Described(DTYPE_CODES[tensor.dtype], shape, *self._known[key])
 
 
 def _mesh_of(ranks: Any) -> Mesh | None:
-    strides: list[int] = []
-    expected = np.full((1,) * ranks.ndim, ranks.flat[0])
-    for dim, size in enumerate(ranks.shape):
-        neighbor = [0] * ranks.ndim
-        neighbor[dim] = min(1, size - 1)
-        stride = int(ranks[tuple(neighbor)] - ranks.flat[0])
-        strides.append(stride)
-        shape = [1] * ranks.ndim
-        shape[dim] = size
-        expected = expected + (np.arange(size) * stride).reshape(shape)
+    """The sizes and strides of a mesh; None where its ranks have irregular numbers."""
+    first = ranks.flat[0]
+    strides = [
+        int(np.take(ranks, min(1, size - 1), axis=dim).flat[0] - first)
+        for dim, size in enumerate(ranks.shape)
+    ]
+    expected = first
+    for index, stride in zip(np.indices(ranks.shape, sparse=True), strides, strict=True):
+        expected = expected + index * stride
     if min(strides, default=0) < 0 or not np.array_equal(ranks, expected):
         return None
     return Mesh(tuple(map(int, ranks.shape)), tuple(strides))
@@ -163,8 +150,6 @@ def _verified_split(tensor: DTensor, mesh: Mesh) -> Split | None:
     if 0 in shape:
         return ()  # One rank stores an empty tensor.
     split = _split_of(tensor.placements)
-    if split is None:
-        return None
     sharding, _ = smallest_split(*mesh, split)
     if sharding.fault() is not None:
         return None
@@ -178,18 +163,15 @@ def _verified_split(tensor: DTensor, mesh: Mesh) -> Split | None:
     return split if are_empty or box == expected else None
 
 
-def _split_of(placements: Iterable[Placement]) -> Split | None:
-    """The mesh dimensions that partition each dimension of a tensor, the outermost first; None for other placements."""
+def _split_of(placements: Iterable[Placement]) -> Split:
+    """The mesh dimensions that partition each dimension of a tensor, the outermost first."""
     split: dict[int, list[int]] = {}
     strided: set[int] = set()
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
             strided.add(placement.dim)
-        elif not isinstance(placement, Shard):
-            if not isinstance(placement, Replicate):
-                return None
-            continue
-        split.setdefault(placement.dim, []).append(mesh_dim)
+        if isinstance(placement, Shard | _StridedShard):
+            split.setdefault(placement.dim, []).append(mesh_dim)
     for dim in strided:
         # It divides what the mesh dimensions after it leave: FSDP after tensor parallelism.
         split[dim].reverse()
@@ -231,18 +213,3 @@ def local_box(value: torch.Tensor) -> Box | None:
         value.shape, value.device_mesh, value.placements
     )
     return Box(tuple(offsets), tuple(sizes))
-
-
-def irregular_slices(state: Mapping[str, Any], names: Iterable[str]) -> list[Tensor]:
-    """Describe this rank's slices of the tensors *names*: tensors with one slice each, without a file."""
-    found: list[Tensor] = []
-    for fqn in names:
-        value = state.get(fqn)
-        box = local_box(value) if isinstance(value, torch.Tensor) else None
-        if value is None or box is None:
-            continue
-        dtype = DTYPE_CODES[value.dtype]
-        nbytes = nbytes_of(dtype, box.sizes)
-        stored = Slice(fqn, dtype, box.offsets, box.sizes, "", 0, nbytes)
-        found.append(Tensor(fqn, dtype, tuple(value.shape), (stored,)))
-    return found

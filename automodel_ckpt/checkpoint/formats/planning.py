@@ -7,7 +7,7 @@ which slice (``assignment.py``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,16 +21,46 @@ from automodel_ckpt.checkpoint.formats.description import (
     DTYPES,
     TreeDescription,
     describe,
-    irregular_slices,
     local_tensor,
 )
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 
-__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "located"]
+__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreeLayout", "TreePlan", "located", "ordered"]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """The regular tensors of a tree and their copies, by name. Those in a part have the order of a rank's file."""
+
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    copies: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def rank_tree(self) -> RankTree:
+        """An empty record of what this rank writes of the tree."""
+        rows: dict[str, tuple[int, int]] = {}
+        placed = False
+        for number, tensor in enumerate((*self.tensors.values(), *self.copies.values())):
+            assert isinstance(tensor.slices, RegularSlices)
+            rows[tensor.fqn] = tensor.slices.part, number
+            placed = placed or tensor.slices.position is not None
+        return RankTree(rows=rows, placed=placed)
+
+
+def ordered(tensors: Iterable[Tensor], part_of: Callable[[str], int] = lambda fqn: 0) -> TreeLayout:
+    """The layout of regular *tensors* in files of the ranks, in this order; *part_of* is the part of a name."""
+    found: dict[str, Tensor] = {}
+    for tensor in tensors:
+        assert isinstance(tensor.slices, RegularSlices)
+        part = part_of(tensor.fqn)
+        if part != tensor.slices.part:
+            tensor = replace(tensor, slices=replace(tensor.slices, part=part))
+        found[tensor.fqn] = tensor
+    return TreeLayout(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +115,6 @@ class TreePlan:
         """Describe this rank's state. Call :meth:`flatten` first."""
         return describe(self._flat, self.paths, self.kinds)
 
-    def irregular(self, names: Sequence[str]) -> list[Tensor]:
-        """Describe this rank's slices of the tensors *names*, which have no formula."""
-        return irregular_slices(self._flat, names)
-
     def assign(self, shares: Sequence[Share], rank: int) -> None:
         """Assign each slice, and each value that is not a tensor, to exactly one rank.
 
@@ -107,10 +133,11 @@ class TreePlan:
         """The slices that *rank* writes, as :meth:`tensors` has the slices of this rank."""
         found: list[Tensor] = []
         for tensor in self.assignment.tensors.values():
-            stored = _slice_of(tensor, rank)
+            assert isinstance(tensor.slices, RegularSlices)
+            stored = tensor.slices.of_rank(rank)
             if stored is not None:
                 found.append(Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored,)))
-        return found + self.assignment.irregular_of(rank)
+        return found
 
     def tensors(self) -> list[Tensor]:
         """The slices that this rank writes: tensors with one slice each, which has no file yet.
@@ -118,10 +145,6 @@ class TreePlan:
         Empty slices of tensors that are not empty are omitted.
         """
         return self._own
-
-    def all_tensors(self) -> dict[str, Tensor]:
-        """All tensors with the slices of all ranks, which have no file yet, by FQN. Call :meth:`assign` first."""
-        return {**self.assignment.tensors, **self.assignment.irregular}
 
     def values(self) -> Iterator[tuple[str, bytes]]:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
@@ -154,12 +177,6 @@ class TreePlan:
         """Drop the references to the state, so that what training replaces is freed. The plan stays usable."""
         self.set_values({})
         self.state_dict = {}
-
-
-def _slice_of(tensor: Tensor, rank: int) -> Slice | None:
-    """The slice of a regular tensor that *rank* writes. Returns None when it writes none."""
-    assert isinstance(tensor.slices, RegularSlices)
-    return tensor.slices.of_rank(rank)
 
 
 def located(tensor: Tensor, file: str, start: int) -> Tensor:

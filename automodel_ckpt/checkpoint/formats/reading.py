@@ -67,14 +67,12 @@ class ByteRanges(Protocol):
 
 
 class _Read(NamedTuple):
-    """The box *wanted* of a slice, relative to it, its bytes, and where it is read to. *fqn* is the name of the tensor
-    if its values must not be rounded."""
+    """The box *wanted* of a slice, relative to it, its bytes, and where it is read to."""
 
     stored: Slice
     wanted: Box
     nbytes: int
     target: torch.Tensor
-    fqn: str = ""
 
     @property
     def position(self) -> tuple[str, int]:
@@ -111,7 +109,7 @@ class _Read(NamedTuple):
             offsets = tuple(a + b for a, b in zip(self.wanted.offsets, box.offsets, strict=True))
             target = self.target[box.within(origin)]
             nbytes = box.numel * itemsize
-            yield _Read(self.stored, Box(offsets, box.sizes), nbytes, target, self.fqn)
+            yield _Read(self.stored, Box(offsets, box.sizes), nbytes, target)
 
     def runs(self) -> Iterator[Run]:
         """The runs of bytes of the box: in the slice, and in a buffer of the box's shape."""
@@ -149,13 +147,12 @@ def read_tree(
     tree: Tree,
     state_dict: dict[str, Any],
     remote: ByteRanges | None = None,
-    exact: Collection[str] = (),
 ) -> None:
     """Fill a (flat) *state_dict* with the values of the tree under its keys: tensors in place, other values replaced.
 
     Keys that the tree lacks are not changed: compare first (:func:`differences`). Not collective. With *remote*, the
     bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
-    file, or a tensor in *exact* with a value that its type in *state_dict* cannot represent.
+    file.
     """
     blobs: list[tuple[str, Blob]] = []
     reads: list[_Read] = []
@@ -165,7 +162,11 @@ def read_tree(
             blobs.append((fqn, tree.objects[fqn]))
         elif fqn in tree.tensors:
             stored = tree.tensors[fqn]
-            reads += _reads(stored, value, local_boxes(value), is_exact=fqn in exact)
+            if tuple(value.shape) != stored.shape:
+                raise ValueError(f"{fqn} has the shape {stored.shape}, not {value.shape}")
+            box = local_boxes(value)
+            if box is not None:
+                reads += _reads(stored, local_tensor(value).detach(), box)
     # In the order of the disk.
     blobs.sort(key=lambda item: (item[1].file, item[1].start))
     reads.sort(key=lambda read: read.position)
@@ -181,35 +182,37 @@ def read_tree(
         read_all(_blocks(reads, files), threads, to_gpu=to_gpu)
 
 
+def read_box(root: Path, tensor: Tensor, box: Box) -> torch.Tensor:
+    """Read the part *box* of a stored tensor, in its dtype, into memory of the host.
+
+    Raises :class:`CheckpointUnusable` naming the file.
+    """
+    values = torch.empty(box.sizes, dtype=DTYPES[tensor.dtype], device="cpu")
+    if box.numel:
+        reads = sorted(_reads(tensor, values, box), key=lambda read: read.position)
+        with _Files(root) as files:
+            read_all(_blocks(reads, files), 1, to_gpu=False)
+    return values
+
+
 def _plain_value(files: _Files, blob: Blob, name: str) -> Any:
     from automodel_ckpt.checkpoint.pickles import pickle_reader
 
     return pickle_reader.load(files.read_blob(blob), name)
 
 
-def _reads(
-    tensor: Tensor, value: torch.Tensor, box: Box | None, *, is_exact: bool
-) -> Iterator[_Read]:
-    """Describe what to read of a stored tensor into *value*. This rank has the part *box* of it. *is_exact*: without
-    rounding."""
-    if box is None:
-        return
-    if tuple(value.shape) != tensor.shape:
-        raise ValueError(
-            f"{tensor.fqn} has the shape {list(tensor.shape)}, not {list(value.shape)}"
-        )
-    local = local_tensor(value).detach()
-    fqn = tensor.fqn if is_exact else ""
+def _reads(tensor: Tensor, local: torch.Tensor, box: Box) -> Iterator[_Read]:
+    """Describe what to read of a stored tensor into *local*, its part *box*."""
     zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
         if stored.sizes == box.sizes and stored.offsets == box.offsets:
-            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local, fqn)
+            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local)
             continue
         common = intersection(stored.box, box)
         assert common is not None
         offsets = tuple(a - b for a, b in zip(common.offsets, stored.offsets, strict=True))
         nbytes = nbytes_of(stored.dtype, common.sizes)
-        yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)], fqn)
+        yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)])
 
 
 def _blocks(reads: Iterable[_Read], files: _Files) -> Iterator[_Tensors]:
@@ -261,8 +264,6 @@ class _Tensors:
         memory = staging.numpy().data
         for part, start in self._staged:
             self._files.read_into(part, memory[start : start + part.nbytes])
-            if part.fqn:
-                _check_exact(part.fqn, _values(part, start, staging), part.target.dtype)
             if part.is_on_cpu:
                 convert(_values(part, start, staging), part.target)
 
@@ -287,21 +288,6 @@ def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
     """The values of *part*. Its bytes begin at *start* in *staging*."""
     raw = staging[start : start + part.nbytes]
     return raw.view(DTYPES[part.stored.dtype]).reshape(part.wanted.sizes)
-
-
-def _check_exact(fqn: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise :class:`CheckpointUnusable` if *values* of the tensor *fqn*, on the CPU, change when they are cast to
-    *dtype*."""
-    is_kept = values.to(dtype).to(values.dtype) == values
-    if bool(is_kept.logical_or_(values.isnan()).all()):
-        return
-    saved, here = DTYPE_CODES[values.dtype], DTYPE_CODES[dtype]
-    raise CheckpointUnusable(
-        f"a tensor that is not trained has the type {here} here, in which its saved values would be rounded",
-        where=fqn,
-        value=f"saved as {saved}",
-        hint="set model.dtype to float32, which keeps them",
-    )
 
 
 class _Files:
@@ -380,9 +366,8 @@ class _Files:
             return self._open[file]
 
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
-"""The types that another type can represent."""
+"""The floating-point types that another type can represent."""
 
 
 def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str] = ()) -> list[str]:
@@ -408,22 +393,16 @@ def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str]
     return lines
 
 
-def cast_names(tree: Tree, state_dict: Mapping[str, Any]) -> dict[str, bool]:
-    """{name: whether its type here can represent all values of the saved one} of the tensors that are saved in another
-    floating-point type than here, and differ in nothing else.
-
-    Types of 8 bits are not among them: such a tensor is not complete without its scales.
-    """
-    found: dict[str, bool] = {}
+def cast_names(tree: Tree, state_dict: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors that differ only in their floating-point type, which can represent all saved values."""
+    found: set[str] = set()
     for name, here in state_dict.items():
         saved = tree.tensors.get(name)
-        if saved is None or not isinstance(here, torch.Tensor):
+        if saved is None or not isinstance(here, torch.Tensor) or unstorable_placement(here):
             continue
-        code = DTYPE_CODES.get(here.dtype, "")
-        if code == saved.dtype or saved.dtype not in _FLOATS or code not in _FLOATS:
-            continue
-        if tuple(here.shape) == tuple(saved.shape) and not unstorable_placement(here):
-            found[name] = saved.dtype in _CONTAINED.get(code, ())
+        is_contained = saved.dtype in _CONTAINED.get(DTYPE_CODES.get(here.dtype, ""), ())
+        if is_contained and tuple(here.shape) == tuple(saved.shape):
+            found.add(name)
     return found
 
 

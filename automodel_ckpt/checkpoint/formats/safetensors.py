@@ -13,8 +13,7 @@ from functools import cached_property
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
-from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
+from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, located, ordered
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Tensor

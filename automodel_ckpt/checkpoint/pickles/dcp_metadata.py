@@ -15,7 +15,6 @@ import io
 import pickle
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,21 +53,12 @@ class DcpChunk(NamedTuple):
     location: DcpLocation
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Extents:
-    """The position of the first element, and the shape, of each chunk of a tensor: two arrays, chunks x dimensions.
-
-    Tensors that are divided in the same way should share one object, which is then processed once.
-    """
+class Columns(NamedTuple):
+    """The chunks of a tensor as arrays: the positions of their first elements and their shapes (chunks x dimensions),
+    the numbers of their files (:meth:`DcpMetadata.file_number`), and the first bytes and lengths of their items."""
 
     offsets: Any
     sizes: Any
-
-
-class Items(NamedTuple):
-    """The items of a tensor's chunks, in three arrays: numbers of files (:meth:`DcpMetadata.file_number`), and first
-    bytes and lengths in them."""
-
     files: Any
     starts: Any
     nbytes: Any
@@ -80,22 +70,18 @@ def flat_name(path: KeyPath) -> str:
 
 
 class DcpMetadata:
-    """Collects the items of a directory. Without *has_paths*, the state dict is not nested: paths are single names.
+    """Collects the items of a directory. Raises ValueError if two items have the same name."""
 
-    Raises ValueError if two items have the same name.
-    """
-
-    def __init__(self, *, has_paths: bool = True) -> None:
-        self._has_paths = has_paths
+    def __init__(self) -> None:
         self._memo = _Memo()
-        self._forms: dict[tuple[str, tuple[int, ...], Extents], tuple[bytes, Any]] = {}
+        self._forms: dict[tuple[Any, ...], tuple[bytes, Any]] = {}
         self._described: dict[str, bytes] = {}
         self._paths: list[bytes] = []
-        self._stored: list[tuple[int, Any, Items]] = []
+        self._stored: list[bytes] = []
         self._values: list[tuple[int, DcpLocation]] = []
 
     def file_number(self, name: str) -> int:
-        """Return the number of a file beside ``.metadata`` in :class:`Items`."""
+        """Return the number of a file beside ``.metadata`` in :class:`Columns`."""
         return self._memo.text(name)
 
     def add_tensor(
@@ -103,29 +89,24 @@ class DcpMetadata:
     ) -> None:
         """Add a tensor of a safetensors *dtype*, stored in *chunks*, which cover it."""
         form = (len(chunks), len(shape))
-        offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(form)
-        sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(form)
+        boxes = [
+            np.array(rows, np.int64).reshape(form)
+            for rows in ([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks])
+        ]
         items = self._items([chunk.location for chunk in chunks])
-        self.add_chunks(path, dtype, shape, Extents(offsets, sizes), items)
+        self.add_columns(path, dtype, shape, Columns(*boxes, *items))
 
-    def _items(self, locations: Sequence[DcpLocation]) -> Items:
-        """Return *locations* as arrays."""
-        numbers = [self.file_number(each.file) for each in locations]
-        starts = [each.start for each in locations]
-        num_bytes = [each.nbytes for each in locations]
-        return Items(
-            np.array(numbers, np.int64), np.array(starts, np.int64), np.array(num_bytes, np.int64)
-        )
-
-    def add_chunks(
-        self, path: KeyPath, dtype: str, shape: tuple[int, ...], extents: Extents, items: Items
+    def add_columns(
+        self, path: KeyPath, dtype: str, shape: tuple[int, ...], columns: Columns
     ) -> None:
-        """Add a tensor of a safetensors *dtype*, stored in chunks of these *extents*, which cover it."""
-        form = (dtype, shape, extents)
+        """Add a tensor of a safetensors *dtype*, stored in chunks, which cover it."""
+        # Tensors that are divided in the same way are described once.
+        form = (dtype, shape, columns.offsets.tobytes(), columns.sizes.tobytes())
         if form not in self._forms:
-            self._forms[form] = self._form(*form)
+            self._forms[form] = self._form(dtype, shape, columns)
         described, offsets = self._forms[form]
-        self._stored.append((self._add(path, described), offsets, items))
+        names = np.full(len(offsets), self._add(path, described), "<u4")
+        self._stored.append(self._storage_rows(names, offsets, *columns[2:]))
 
     def add_value(self, path: KeyPath, location: DcpLocation) -> None:
         """Add a value that is not a tensor."""
@@ -135,14 +116,14 @@ class DcpMetadata:
     def to_bytes(self) -> bytes:
         """Return the content of ``.metadata``."""
         memo = self._memo
-        paths = _dictionary(self._paths) if self._has_paths else pickle.NONE
+        names = np.array([name for name, _ in self._values], "<u4")
+        items = self._items([location for _, location in self._values])
+        values = self._storage_rows(names, None, *items)
         parts = [
             memo.new("Metadata"),
             memo.attribute("state_dict_metadata", _dictionary(self._described.values())),
-            memo.attribute("planner_data", paths),
-            memo.attribute(
-                "storage_data", _dictionary([self._stored_tensors(), self._stored_values()])
-            ),
+            memo.attribute("planner_data", _dictionary(self._paths)),
+            memo.attribute("storage_data", _dictionary([*self._stored, values])),
             memo.attribute("storage_meta", self._storage_meta()),
             memo.attribute("version", _get(memo.text(_VERSION))),
             _BUILT,
@@ -151,22 +132,20 @@ class DcpMetadata:
         # After the parts, which add to it.
         return b"".join([memo.written, *parts])
 
-    def check_is_new(self, path: KeyPath) -> None:
-        """Raise ValueError if an item has this name."""
-        name = flat_name(path)
-        if name in self._described:
-            raise _duplicate(name)
+    def _items(self, locations: Sequence[DcpLocation]) -> list[Any]:
+        """Return *locations* as arrays: numbers of files, first bytes and lengths."""
+        rows = [(self.file_number(file), start, nbytes) for file, start, nbytes in locations]
+        return list(np.array(rows, np.int64).reshape(len(rows), 3).T)
 
     def _add(self, path: KeyPath, described: bytes) -> int:
         """Add the description of an item; return the number of its name."""
         name = flat_name(path)
         if name in self._described:
-            raise _duplicate(name)
+            raise ValueError(f"two items have the name {name!r}")
         number = self._memo.text(name)
         self._described[name] = _get(number) + described
-        if self._has_paths:
-            keys = b"".join(map(self._key, path))
-            self._paths.append(_get(number) + pickle.MARK + keys + pickle.TUPLE)
+        keys = b"".join(map(self._key, path))
+        self._paths.append(_get(number) + pickle.MARK + keys + pickle.TUPLE)
         return number
 
     def _key(self, key: object) -> bytes:
@@ -174,31 +153,25 @@ class DcpMetadata:
             return _get(self._memo.text(key))
         return pickled_integer(key) if type(key) is int else _pickled(key)
 
-    def _form(self, dtype: str, shape: tuple[int, ...], extents: Extents) -> tuple[bytes, Any]:
+    def _form(self, dtype: str, shape: tuple[int, ...], columns: Columns) -> tuple[bytes, Any]:
         """Return the description of a tensor, and the numbers of the offsets of its chunks."""
         memo = self._memo
-        chunks, offsets = self._chunk_list(extents)
+        offsets = memo.all_extents(columns.offsets)
+        chunks = _rows(
+            memo.new("ChunkStorageMetadata") + memo.key("offsets") + pickle.LONG_BINGET,
+            offsets,
+            memo.key("sizes") + pickle.LONG_BINGET,
+            memo.all_extents(columns.sizes),
+            _BUILT,
+        )
         described = [
             memo.new("TensorStorageMetadata"),
             memo.attribute("properties", self._properties_of(dtype)),
             memo.attribute("size", _get(memo.extents(shape))),
-            memo.attribute("chunks", chunks),
+            memo.attribute("chunks", pickle.EMPTY_LIST + pickle.MARK + chunks + pickle.APPENDS),
             _BUILT,
         ]
         return b"".join(described), offsets
-
-    def _chunk_list(self, extents: Extents) -> tuple[bytes, Any]:
-        """Return the list of chunks, and the numbers of their offsets."""
-        memo = self._memo
-        offsets = memo.all_extents(extents.offsets)
-        rows = _rows(
-            memo.new("ChunkStorageMetadata") + memo.key("offsets") + pickle.LONG_BINGET,
-            offsets,
-            memo.key("sizes") + pickle.LONG_BINGET,
-            memo.all_extents(extents.sizes),
-            _BUILT,
-        )
-        return pickle.EMPTY_LIST + pickle.MARK + rows + pickle.APPENDS, offsets
 
     def _properties_of(self, dtype: str) -> bytes:
         memo = self._memo
@@ -214,22 +187,9 @@ class DcpMetadata:
         new = _get(memo.named(_META, "TensorProperties")) + _NEW
         return b"".join([new, pickle.MARK, *state, pickle.TUPLE, pickle.BUILD])
 
-    def _stored_tensors(self) -> bytes:
-        if not self._stored:
-            return b""
-        names = [name for name, _, _ in self._stored]
-        counts = [len(offsets) for _, offsets, _ in self._stored]
-        offsets = np.concatenate([offsets for _, offsets, _ in self._stored])
-        columns = zip(*(items for _, _, items in self._stored), strict=True)
-        items = Items(*(np.concatenate(column) for column in columns))
-        return self._storage_rows(np.repeat(np.array(names, "<u4"), counts), offsets, items)
-
-    def _stored_values(self) -> bytes:
-        names = np.array([name for name, _ in self._values], "<u4")
-        items = self._items([location for _, location in self._values])
-        return self._storage_rows(names, None, items)
-
-    def _storage_rows(self, names: Any, offsets: Any, items: Items) -> bytes:
+    def _storage_rows(
+        self, names: Any, offsets: Any, files: Any, starts: Any, nbytes: Any
+    ) -> bytes:
         """Return the keys and values of ``storage_data``; *offsets* is None for values that are not tensors."""
         memo = self._memo
         at: list[Any] = [pickle.NONE] if offsets is None else [pickle.LONG_BINGET, offsets]
@@ -240,11 +200,11 @@ class DcpMetadata:
             *at,
             memo.key("index") + pickle.NONE + _BUILT,
             memo.new("_StorageInfo", _FILESYSTEM) + memo.key("relative_path") + pickle.LONG_BINGET,
-            items.files.astype("<u4"),
+            files.astype("<u4"),
             memo.key("offset"),
-            *_integers(items.starts),
+            *_integers(starts),
             memo.key("length"),
-            *_integers(items.nbytes),
+            *_integers(nbytes),
             _BUILT,
         )
 
@@ -256,10 +216,6 @@ class DcpMetadata:
         ]
         modules = memo.attribute("modules", pickle.EMPTY_LIST)
         return b"".join([memo.new("StorageMeta"), *empty, modules, _BUILT])
-
-
-def _duplicate(name: str) -> ValueError:
-    return ValueError(f"two items have the name {name!r}")
 
 
 # ---------------------------------------------------------------- the pickle

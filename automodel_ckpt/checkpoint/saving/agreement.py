@@ -1,8 +1,7 @@
 """Exchange between the ranks what they have of each tree, so that each can compute which rank writes what.
 
 Every rank sends a digest of its description and the first ranks of its meshes. Usually all digests of a tree are equal,
-and nothing else is sent. Otherwise (stages of a pipeline), one rank of each digest sends its description. Slices are
-listed only if no formula describes their sharding.
+and nothing else is sent. Otherwise (stages of a pipeline), one rank of each digest sends its description.
 
 What each rank has as a whole is stored by one of them. Another digest shows whether the ranks have the same; if not, a
 warning names what differs.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from automodel_ckpt.checkpoint.files.layout import BUFFERS
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import Mesh, TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.parallel.ranks import agree
 
@@ -136,14 +134,12 @@ def _differing(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 def shares_of_all(
     group: ProcessGroup | None,
-    plan: TreePlan,
     mine: TreeDescription,
     summaries: Sequence[TreeSummary],
 ) -> list[Share]:
     """Return what all ranks have of a tree; the same on all ranks. Collective.
 
-    *mine* is the description of this rank, *summaries* come from all ranks, in order. Raises on all ranks what one
-    of them raises.
+    *mine* is the description of this rank, *summaries* come from all ranks, in order.
     """
     ranks_of: dict[str, list[int]] = {}
     for number, summary in enumerate(summaries):
@@ -154,12 +150,4 @@ def shares_of_all(
         if len(ranks_of) > 1:
             description = agree.broadcast_object(group, mine, source=ranks[0])
         shares.append(Share(description, ranks, [summaries[each].origins for each in ranks]))
-    names = sorted({name for share in shares for name in share.description.irregular})
-    if not names:
-        return shares
-    # A formula on one rank may be none on another: all list their slices then.
-    doing = "describing the slices of a tree"
-    slices = gather_or_raise(group, lambda: plan.irregular(names), doing, plan.name)
-    return [
-        replace(share, irregular={rank: slices[rank] for rank in share.ranks}) for share in shares
-    ]
+    return shares

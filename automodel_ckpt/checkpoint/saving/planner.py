@@ -69,10 +69,12 @@ class Planner:
     # ---------------------------------------------------------------- what this rank has
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise :class:`RecipeError` for *state* that cannot be stored safely."""
+        """Raise :class:`RecipeError` for *state* that cannot be stored safely, :class:`SaveFailed` for its meshes."""
         save = Save(layout.CheckpointName(0, 0))
         self.read_state(save, state)
         _check_trees(save)
+        for tree in save.plan.trees.values():
+            tree.describe()
         for name, value in save.objects.items():
             check_safe(name, value)
 
@@ -237,7 +239,7 @@ class Planner:
         for name in sorted(save.plan.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
             mine = save.descriptions[name]
-            shares[name] = shares_of_all(group, save.plan.trees[name], mine, summaries)
+            shares[name] = shares_of_all(group, mine, summaries)
         replicated = [proposal.replicated for proposal in proposals]
         self.replica_warnings.compare(group, save.replicated, replicated)
         return shares
@@ -272,7 +274,7 @@ class Planner:
         if self.settings.incremental is True:
             return kinds
         nbytes: Counter[str] = Counter()
-        for name, tensor in tree.all_tensors().items():
+        for name, tensor in tree.assignment.tensors.items():
             if name in kinds:
                 nbytes[kinds[name]] += tensor.nbytes
         return {name: kind for name, kind in kinds.items() if nbytes[kind] >= _MIN_SEPARATE_BYTES}
@@ -286,7 +288,7 @@ class Planner:
         if (maps := of_rank0.maps.get(name)) is not None:
             file_layout = hf.lay_out(tree, tree.directory, maps, of_rank0.tied[name])
             plan.formats[name], plan.file_layouts[name] = hf.NAME, file_layout
-            plan.layouts[name] = file_layout.tree_layout(tree.assignment.tensors)
+            plan.layouts[name] = file_layout.tree
             return list(hf.plan_jobs(tree, rank, file_layout))
         is_module = name in plan.tied
         if is_module and self.settings.model_format == safetensors.NAME:

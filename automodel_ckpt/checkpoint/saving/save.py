@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
+from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelFormat, ModelLayout
 from automodel_ckpt.checkpoint.parts import commit

@@ -124,11 +124,21 @@ class Loader:
         """Raise :class:`CheckpointUnusable` if *tree* is not a state of the module."""
         state, casts = self._complete_state(item), self._casts(item, tree)
         check_differences(self._path, item, tree, state, cast=casts)
-        if self._ranks.rank == 0:
-            log_casts(casts, tree, state)
+        if casts and self._ranks.rank == 0:
+            log.info(
+                "%s not trained: saved as %s, cast to %s",
+                counted_are(len(casts), "tensor"),
+                " and ".join(sorted({tree.tensors[name].dtype for name in casts})),
+                " and ".join(sorted({DTYPE_CODES[state[name].dtype] for name in casts})),
+            )
 
-    def _casts(self, item: Item, tree: Tree) -> Mapping[str, bool]:
-        return casts_of(item, tree, self._complete_state(item))
+    def _casts(self, item: Item, tree: Tree) -> set[str]:
+        """The frozen tensors of the module *item* that have a wider floating-point type here than saved.
+
+        That is no difference: a base in 16 bits can be in float32 on another device.
+        """
+        names = cast_names(tree, self._complete_state(item))
+        return names & frozen_names(item.value) if names else names
 
     def _tree(self, item: Item, saved_name: str) -> Tree:
         """The saved tree of *item*; of a module, with the tensors that it has here if only ties differ.
@@ -216,8 +226,7 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = self._module_state(item)
-        exact = {name for name, contained in self._casts(item, tree).items() if not contained}
-        read_tree(self._path, tree, state, self._remote, exact)
+        read_tree(self._path, tree, state, self._remote)
         set_module_state(item.value, state, tied, strict=True)
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
@@ -308,27 +317,3 @@ def names_with_prefix(saved: Iterable[str], here: Collection[str]) -> dict[str, 
             found = {each: f"{prefix}.{each}" for each in unknown}
             return found if missing.issuperset(found.values()) else {}
     return {}
-
-
-def casts_of(item: Item, tree: Tree, state: Mapping[str, Any]) -> dict[str, bool]:
-    """The frozen tensors of the module *item* that are saved in another floating-point type than in its *state*.
-
-    That is no difference: a base in 16 bits can be in float32 on another device. The values are true where the type
-    here can represent all values of the saved one.
-    """
-    differing = cast_names(tree, state)
-    frozen = frozen_names(item.value) if differing else frozenset()
-    return {name: is_contained for name, is_contained in differing.items() if name in frozen}
-
-
-def log_casts(names: Collection[str], tree: Tree, state: Mapping[str, Any]) -> None:
-    """Log how many tensors are cast, and from which types to which."""
-    if names:
-        saved = {tree.tensors[name].dtype for name in names}
-        here = {DTYPE_CODES[state[name].dtype] for name in names}
-        log.info(
-            "%s not trained: saved as %s, cast to %s",
-            counted_are(len(names), "tensor"),
-            " and ".join(sorted(saved)),
-            " and ".join(sorted(here)),
-        )

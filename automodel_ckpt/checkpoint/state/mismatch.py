@@ -50,6 +50,8 @@ def check_differences(
         return
     hints = ["resume with the model and settings that wrote it (see its config.yaml)"]
     if item.kind == "optimizer":
+        if f"{item.name}.forms" in tree.objects:
+            hints = ["resume with revision ce252fbe, which wrote nested containers of its state"]
         lines = _by_entry(item.name, lines)
         if any(DIVIDED in line for line in lines):
             hints.append(
@@ -60,7 +62,7 @@ def check_differences(
         hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
     types = _only_types(lines)
     if types is not None:
-        # Not always the recipe chooses it: the program or transformers keeps some tensors in a type of their own.
+        # The recipe does not choose every type: the program or transformers keeps some tensors in another one.
         hints[0] = (
             "resume with the data type of the saved weights (model.dtype, or the versions that wrote it)"
         )

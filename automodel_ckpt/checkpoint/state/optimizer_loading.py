@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from automodel_ckpt.checkpoint.formats.reading import ByteRanges, read_object, read_tree
 from automodel_ckpt.checkpoint.parts.discovery import Item
@@ -17,7 +15,6 @@ from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
-    Location,
     allocate_late_entries,
     load_read_state,
     locations,
@@ -62,25 +59,24 @@ class OptimizerLoader:
         others = self._schedules_of_another_kind(item, items, tree, state)
         self._absent = {**self._absent, **dict.fromkeys(others, "lr_scheduler")}
         try:
-            targets = self._optimizer_targets(item, tree, owners, state)
+            tree, match, values = self._matched(item, tree, owners, state)
         except CheckpointUnusable as error:
             if name not in self._allow_missing:
                 raise
             return self._start_anew(item, items, error)
-        tree = targets.tree
-        read_tree(self._path, tree, targets.values, self._remote)
+        read_tree(self._path, tree, values, self._remote)
         # Tensors were read in place; other values were replaced in the mapping only.
-        for key in tree.objects.keys() & targets.values.keys():
-            container, index = targets.locations[key]
-            container[index] = targets.values[key]
-        load = partial(owners.set_optimizer_state, item)
-        load_read_state(item.value, state[name], targets.parameters, load)
+        for key, (container, index) in locations(name, state).items():
+            if key in tree.objects and key in values:
+                container[index] = values[key]
+        parameters = owners.parameters(item, state[name])
+        load_read_state(
+            item.value, state[name], parameters, partial(owners.set_optimizer_state, item)
+        )
         for scheduler in items:
-            if scheduler.name in others:
-                continue
-            if scheduler.owner == name and scheduler.name in state:
+            if scheduler.owner == name and scheduler.name in state.keys() - others:
                 (saved_schedule,) = state[scheduler.name]
-                schedule = targets.match.schedule_state(saved_schedule, scheduler.value)
+                schedule = match.schedule_state(saved_schedule, scheduler.value)
                 scheduler.value.load_state_dict(schedule)
         return others
 
@@ -112,10 +108,11 @@ class OptimizerLoader:
             found.add(scheduler.name)
         return frozenset(found)
 
-    def _optimizer_targets(
+    def _matched(
         self, item: Item, tree: Tree, owners: Owners, state: dict[str, Any]
-    ) -> _OptimizerTargets:
-        """Where the saved values of an optimizer are read to in *state*, which gets a location for each of them.
+    ) -> tuple[Tree, GroupMatch, dict[str, Any]]:
+        """The saved values of an optimizer under the names that they have here, the match of its parameter groups, and
+        the values to read into by flat name. *state* gets a location for each of them.
 
         Raises :class:`CheckpointUnusable` if the optimizer has other state.
         """
@@ -151,15 +148,14 @@ class OptimizerLoader:
         before = locations(name, state)
         tree = _select(tree, lambda key: is_needed(key, before))
         allocate_late_entries(name, tree, optimizer_state, parameters)
-        here = locations(name, state)
         values: dict[str, Any] = {
             key: container[index]
-            for key, (container, index) in here.items()
+            for key, (container, index) in locations(name, state).items()
             if is_needed(key, stored)
         }
         compared = _without_other_ranks(item, tree, owners)
         check_differences(self._path, item, compared, values, match.mismatched)
-        return _OptimizerTargets(tree, match, parameters, here, values)
+        return tree, match, values
 
     def _start_anew(
         self, item: Item, items: list[Item], mismatch: CheckpointUnusable
@@ -184,21 +180,6 @@ class OptimizerLoader:
         # By number: as text, group 10 would come before group 2.
         keys.sort(key=lambda key: int(key.split(".")[-2]))
         return [read_object(self._path, tree, key, self._remote) for key in keys]
-
-
-@dataclass(frozen=True, slots=True)
-class _OptimizerTargets:
-    """Where the saved values of an optimizer are read to: *values* and their *locations* by flat name.
-
-    *tree* has the saved values under the names that they have here, *match* is the match of the parameter groups, and
-    *parameters* are those that the optimizer trains, by FQN.
-    """
-
-    tree: Tree
-    match: GroupMatch
-    parameters: dict[str, torch.Tensor]
-    locations: dict[str, Location]
-    values: dict[str, Any]
 
 
 def _select(tree: Tree, is_selected: Callable[[str], bool]) -> Tree:

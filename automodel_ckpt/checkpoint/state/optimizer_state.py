@@ -188,5 +188,11 @@ def load_read_state(
     for fqn, entry in state["state"].items():
         if fqn in parameters:
             optimizer.state[parameters[fqn]] = entry
+    # As torch loads them: fused and capturable steps read the counters on the device of the parameters.
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
+            entry = optimizer.state.get(parameter, {})
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = entry["step"].to(parameter.device, torch.float32)
     # The end of a load by torch: it adds options of later versions, and makes tensors of steps that are numbers.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})

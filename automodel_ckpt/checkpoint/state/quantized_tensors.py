@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from automodel_ckpt.checkpoint.formats.planning import DTYPES
-from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, intersection, nbytes_of
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.formats.reading import read_box
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
 
-_ORDINARY_FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALE_TYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 _SUFFIXES = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
@@ -83,7 +81,7 @@ def find_quantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -
         parts |= {quantized.values, quantized.scales} - {name}
     parts |= {name for name in tensors if name.rpartition(".")[2] in _OF_ACTIVATIONS}
     for name, tensor in tensors.items():
-        is_float = tensor.dtype in _ORDINARY_FLOATS
+        is_float = tensor.dtype in ORDINARY_FLOATS
         if not is_float and name not in found and name not in parts:
             raise UnsupportedQuantization(f"it is quantized ({name} in {tensor.dtype})")
     return QuantizedFiles(found, frozenset(parts))
@@ -187,7 +185,7 @@ def _float8_rows(
     scales = source.tensors[quantized.scales]
     values = read_rows(source, stored, first, stop).float()
     if math.prod(scales.shape) == 1:
-        return values * _as_factors(_read_whole(source, scales)).reshape(())
+        return values * _as_factors(read_box(source.root, scales, scales.box)).reshape(())
     block_rows, block_columns = quantized.block
     if len(quantized.shape) > 2:
         factors = _as_factors(read_rows(source, scales, first, stop))
@@ -200,13 +198,6 @@ def _float8_rows(
         rows = torch.arange(first, stop, device="cpu") // block_rows - first_block
     columns = torch.arange(quantized.shape[-1], device="cpu") // block_columns
     return values * factors.index_select(-2, rows).index_select(-1, columns)
-
-
-def _read_whole(source: Tensors, stored: Tensor) -> torch.Tensor:
-    """Read a small tensor, which can have no dimensions."""
-    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
-    read_tree(source.root, Tree("", {stored.fqn: stored}, {}), {stored.fqn: values})
-    return values
 
 
 def _as_factors(scales: torch.Tensor) -> torch.Tensor:
@@ -232,39 +223,5 @@ def read_rows(source: Tensors, stored: Tensor, first: int, stop: int) -> torch.T
 
     Raises :class:`CheckpointUnusable` naming the file.
     """
-    rows = rows_of(stored, first, stop)
-    values = torch.empty(rows.shape, dtype=DTYPES[stored.dtype], device="cpu")
-    read_tree(source.root, Tree("", {stored.fqn: rows}, {}), {stored.fqn: values})
-    return values
-
-
-def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
-    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a separate tensor."""
-    row_shape = tensor.shape[1:]
-    no_offset = (0,) * len(row_shape)
-    wanted = Box((first, *no_offset), (stop - first, *row_shape))
-    slices: list[Slice] = []
-    for stored in tensor.slices:
-        rows = _rows_of_slice(stored, wanted)
-        if rows is not None:
-            slices.append(rows)
-    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(slices))
-
-
-def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:
-    """The rows of a slice in *wanted*, a range of complete rows, counted from its first row; they are contiguous."""
-    common = intersection(stored.box, wanted)
-    if common is None:
-        return None
-    row_bytes = nbytes_of(stored.dtype, stored.sizes[1:])
-    start = stored.start + (common.offsets[0] - stored.offsets[0]) * stored.row_bytes
-    offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
-    return replace(
-        stored,
-        offsets=offsets,
-        sizes=common.sizes,
-        start=start,
-        nbytes=common.sizes[0] * row_bytes,
-        # The slice's digest covers all of its rows.
-        digest=None,
-    )
+    rest = stored.shape[1:]
+    return read_box(source.root, stored, Box((first, *(0,) * len(rest)), (stop - first, *rest)))

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.export.adapter_record import (
 )
 from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
-from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.checkpoint.export.copy_engine import Digested, Output, create_output
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     agreeing_config,
@@ -32,7 +32,6 @@ from automodel_ckpt.checkpoint.export.files import (
     write_manifest,
     write_side_files,
 )
-from automodel_ckpt.checkpoint.export.output import Output, create_output
 from automodel_ckpt.checkpoint.export.plan import (
     OutputFile,
     Plan,

@@ -80,7 +80,6 @@ class DcpWriter:
 
         Raises ValueError if another item has the same name.
         """
-        self._metadata.check_is_new(path)
         zeros = (0,) * len(tensor.shape)
         chunk = DcpChunk(zeros, tensor.shape, self._written(tensor))
         self._metadata.add_tensor(path, tensor.dtype, tensor.shape, [chunk])
@@ -90,7 +89,6 @@ class DcpWriter:
 
         Raises ValueError if another item has the same name.
         """
-        self._metadata.check_is_new(path)
         self._metadata.add_value(path, self._written(value))
 
     def finish(self) -> None:

@@ -59,11 +59,9 @@ class RankState:
             kinds = (int, str, int, str, float, dict, str, bool)
             if [type(value) for value in fields.values()] != list(kinds):
                 return None
-            return (
-                cls(**fields)
-                if all(type(n) is int for n in fields["collectives"].values())
-                else None
-            )
+            if any(type(count) is not int for count in fields["collectives"].values()):
+                return None
+            return cls(**fields)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
 

@@ -9,15 +9,12 @@ first micro-batch and 192 GB in a later one: 30 and 45 ms of a GPU with 4.3 TB/s
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from automodel_ckpt.parallel.ranks.group_types import sharded_groups
@@ -25,8 +22,7 @@ from automodel_ckpt.parallel.ranks.group_types import sharded_groups
 
 def cast_without_copies(model: nn.Module) -> None:
     """Let *model*, which fsdp2 has sharded over one rank, cast parameters and gradients with one copy each."""
-    for module, group in sharded_groups(model):
-        module.set_custom_reduce_scatter(_InPlace())
+    for _module, group in sharded_groups(model):
         for parameter in group.fsdp_params:
             if type(parameter) is FSDPParam:
                 parameter.__class__ = _CastParameter
@@ -116,42 +112,3 @@ class _CastParameter(FSDPParam):
         gradient = self.unsharded_accumulated_grad_data
         self.unsharded_accumulated_grad = None
         return gradient, type(gradient) is torch.Tensor and gradient.is_contiguous()
-
-
-class _InPlace(ReduceScatter):
-    """The reduction of other gradients, such as those for the host: its result is in the memory of its input."""
-
-    def __init__(self) -> None:
-        # Weak: a reduction that failed before its output was allocated has freed its input. If the next one took this
-        # for its own, later ones would overwrite gradients.
-        self._input: Callable[[], torch.Tensor | None] = _nothing
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Called twice for each reduction: for its input and, on the stream of the reduction, for its output."""
-        given, self._input = self._input(), _nothing
-        if given is None or (tuple(given.shape), given.dtype) != (tuple(size), dtype):
-            memory = torch.empty(*size, dtype=dtype, device=device)
-            self._input = weakref.ref(memory)
-            return memory
-        if given.is_cuda:
-            # It belongs to the stream of the backward pass. If the gradient is added to an earlier one, its memory is
-            # freed while this stream may still read it.
-            given.record_stream(torch.cuda.current_stream(given.device))
-        return given
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce nothing. torch does not call it for one rank (2.10 to 2.14)."""
-        assert output_tensor is input_tensor
-
-
-def _nothing() -> None:
-    return None

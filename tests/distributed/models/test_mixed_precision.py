@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -187,23 +186,18 @@ def test_frozen_weights_keep_the_16_bits_of_their_files_and_nothing_is_lost(
         whole, full = weights(
             *mixed, "--model.dtype=float32", f"--checkpoint.checkpoint_dir={tmp_path / 'float32'}"
         )
-        # The same weights in float32, from the checkpoint with some in bfloat16, and back.
+        # The same weights in float32, from the checkpoint with some in bfloat16.
         again, _ = weights(*IN_FLOAT32, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
-        shutil.rmtree(tmp_path / "run")
-        shutil.copytree(tmp_path / "float32", tmp_path / "run")
-        _, back = weights(*mixed, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
-        return narrow, set(full.values()), whole == again, back
+        return narrow, set(full.values()), whole == again
 
-    narrow, full, is_same, back = ranks.run(runs, 1, init=False)[0]
+    narrow, full, is_same = ranks.run(runs, 1, init=False)[0]
     assert narrow.pop(wide) == torch.float32
     assert set(narrow.values()) == {torch.bfloat16}
     assert len(narrow) == 3
     assert full == {torch.float32}
     assert is_same
-    assert back == {**narrow, wide: torch.float32}
     log = capfd.readouterr().err
     assert "3 tensors are not trained: saved as BF16, cast to F32" in log
-    assert "3 tensors are not trained: saved as F32, cast to BF16" in log
 
 
 def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
@@ -236,9 +230,8 @@ def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
         return errors, types
 
     (rounded, unfrozen), types = ranks.run(runs, 1, init=False)[0]
-    assert "its saved values would be rounded" in rounded
-    assert "saved as F32" in rounded
-    assert "set model.dtype to float32" in rounded
+    assert "saved as F32, here BF16" in rounded
+    assert "resume with the data type of the saved weights (model.dtype" in rounded
     assert "saved as BF16, here F32" in unfrozen
     assert "--init_from.path" in unfrozen
     assert [set(each.values()) for each in types] == [set(), {torch.float32}, {torch.bfloat16}]

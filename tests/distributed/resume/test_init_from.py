@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from functools import partial
@@ -198,9 +197,6 @@ def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
     assert torch.equal(grown["lm_head.weight"], grown["model.embed_tokens.weight"])
     mean = old.double().mean(0).float().expand(10, 32)
     assert torch.equal(grown["model.embed_tokens.weight"][300:], mean) == (new_tokens == "mean")
-    declared = json.loads((model_directory / ".hf_metadata/expected_tensors.json").read_text())
-    assert declared["model.embed_tokens.weight"]["declared"] == "of another shape than in the base"
-    assert "declared" not in declared["model.norm.weight"]
 
 
 def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) -> None:

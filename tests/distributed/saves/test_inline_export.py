@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint import HFAssets, SaveReport
-from automodel_ckpt.checkpoint.export import output
+from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import LeaseLost
 from tests.distributed.saves.test_hf_layout import make_base
@@ -126,9 +126,9 @@ def failing_exports(base: Path, root: Path) -> list[str]:
     ]
     messages = []
     for step in (20, 40, 60):
-        write = output.write_all
+        write = copy_engine.write_all
         if failures:
-            output.write_all = Mock(side_effect=failures.pop(0))
+            copy_engine.write_all = Mock(side_effect=failures.pop(0))
         try:
             report = tiny.save(
                 root,
@@ -141,7 +141,7 @@ def failing_exports(base: Path, root: Path) -> list[str]:
         except LeaseLost:
             messages.append("LeaseLost")
         finally:
-            output.write_all = write
+            copy_engine.write_all = write
     return messages
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.export import output as export_output
+from automodel_ckpt.checkpoint.export import copy_engine as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
@@ -276,15 +276,18 @@ def test_files_are_split_as_in_the_base_and_renumbered(tmp_path: Path) -> None:
     assert set(load_file(output / "model-00002-of-00002.safetensors")) == {"a", "c"}
 
 
+GB = 10**9
+
+
 def test_without_a_base_files_are_split_by_size() -> None:
     from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
     from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 
     tensors = {
         name: Tensor(name, "U8", (n,), (Slice(name, "U8", (0,), (n,), "f", 0, n),))
-        for name, n in (("a", 60), ("b", 40), ("c", 1), ("d", 500), ("e", 1))
+        for name, n in (("a", 3 * GB), ("b", 2 * GB), ("c", 1), ("d", 25 * GB), ("e", 1))
     }
-    plan = export_plan.make_plan(tensors, {}, BaseMaps(), max_file_bytes=100)
+    plan = export_plan.make_plan(tensors, {}, BaseMaps())
     assert [[t.fqn for t in file.tensors] for file in plan.files] == [
         ["a", "b"],
         ["c"],

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from automodel_ckpt.checkpoint.formats import torch_save
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import DcpChunk, DcpLocation, DcpMetadata
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
 from tests.support.dcp_metadata import metadata_by_torch
 
 # Beyond 32 bits, as in files of more than 2 GiB.
@@ -55,6 +55,7 @@ TREES = {
     ),
     "no chunks": tree_of(Tensor("a", "BF16", (0, 4), ())),
     "values": tree_of(objects=(Blob("v", "optim/__1_0.distcp", FAR, 10, ""),)),
+    "nested": tree_of(*(tensor(name, "F32", (1,), (9,)) for name in NESTED)),
     "nothing": tree_of(),
     "many names": tree_of(*(tensor(f"n{i}", "F32", (1,), (9 * i,)) for i in range(400))),
 }
@@ -63,10 +64,23 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_metadata_has_what_torchs_classes_would_have(name: str, tmp_path: Path) -> None:
     tree = TREES[name]
-    plan = TreePlan("model", "model", {}, nested=False)
-    data = torch_save.metadata_of(plan, tree)
+    metadata = DcpMetadata()
+    paths = {fqn: NESTED.get(fqn, (fqn,)) for fqn in (*tree.tensors, *tree.objects)}
+    for fqn, each in tree.tensors.items():
+        chunks: list[DcpChunk] = []
+        for stored in each.slices:
+            archive = described_archive(each.dtype, stored.sizes)
+            nbytes = len(archive.head) + stored.nbytes + len(archive.tail)
+            start = stored.start - len(archive.head)
+            location = DcpLocation(Path(stored.file).name, start, nbytes)
+            chunks.append(DcpChunk(stored.offsets, stored.sizes, location))
+        metadata.add_tensor(paths[fqn], each.dtype, each.shape, chunks)
+    for fqn, blob in tree.objects.items():
+        location = DcpLocation(Path(blob.file).name, blob.start, blob.nbytes)
+        metadata.add_value(paths[fqn], location)
+    data = metadata.to_bytes()
     (tmp_path / ".metadata").write_bytes(data)
-    expected = metadata_by_torch(tree, None)
+    expected = metadata_by_torch(tree, paths)
     assert FileSystemReader(tmp_path).read_metadata().storage_data == expected.storage_data
     found = pickle.loads(data)
     assert found == expected

@@ -284,13 +284,12 @@ def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> Non
 def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NodeFailed, match="(?i)address"):
+    with pytest.raises(NodeFailed, match=r"(?i)address"):
         NodeProcess(tmp_path, "192.0.2.1", TOKEN)
     monkeypatch.setattr(node_process, "_WATCH_SECONDS", 600.0)
     commanded = {"do": "keep", "names": [NAME], "to": []}
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         process.kill()
-        with socket.create_server(process.address):
-            with pytest.raises(NodeFailed, match="(?i)address"):
-                process.do(commanded, lambda: None)
+        with socket.create_server(process.address), pytest.raises(NodeFailed, match=r"(?i)address"):
+            process.do(commanded, lambda: None)
         process.do(commanded, lambda: None)
