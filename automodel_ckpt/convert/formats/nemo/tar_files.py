@@ -162,7 +162,7 @@ class TarReader:
     def blocks(self, member: TarMember | None) -> Iterator[bytes]:
         """Yield the content of the member that was just yielded, in blocks; without one, of the whole archive."""
         with self._reported():
-            nbytes = member.nbytes if member is not None else self._limit
+            nbytes = member.nbytes if member is not None else self._limit + 1
             while nbytes and (block := self._file.read(min(nbytes, _BLOCK_BYTES))):
                 nbytes -= len(block)
                 yield block
