@@ -24,6 +24,11 @@ from automodel_ckpt.convert.formats.format import (
     TensorSummary,
     TrainingState,
 )
+from automodel_ckpt.convert.formats.nested_state import (
+    Keys,
+    keys_of_model,
+    names_without_wrappers,
+)
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_content,
@@ -35,11 +40,6 @@ from automodel_ckpt.convert.formats.torch.dcp_training_state import (
     optimizer_key,
     read_counters,
     read_training_state,
-)
-from automodel_ckpt.convert.formats.torch.nested_state import (
-    Keys,
-    keys_of_model,
-    names_without_wrappers,
 )
 from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
 from automodel_ckpt.errors import CheckpointUnusable

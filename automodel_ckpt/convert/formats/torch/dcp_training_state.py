@@ -24,12 +24,12 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import Counters, OptimizerState, TrainingState
+from automodel_ckpt.convert.formats.nested_state import OPTIMIZER_KEYS, Keys, without_wrappers
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_tensors,
     read_values,
 )
-from automodel_ckpt.convert.formats.torch.nested_state import OPTIMIZER_KEYS, Keys, without_wrappers
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
     Key,
     damaged_optimizer,

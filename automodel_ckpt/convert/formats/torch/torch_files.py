@@ -26,6 +26,8 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, shape_fault, whole_te
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import (
+    BIN_FILE,
+    BIN_INDEX,
     config_beside,
     faults_of,
     first_bytes,
@@ -34,7 +36,7 @@ from automodel_ckpt.convert.formats.files import (
     tensors_by_file,
 )
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.torch.nested_state import MODEL_KEYS, names_without_wrappers
+from automodel_ckpt.convert.formats.nested_state import MODEL_KEYS, names_without_wrappers
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
@@ -47,8 +49,6 @@ from automodel_ckpt.convert.formats.unsupported_files import PICKLE, first_zip_e
 from automodel_ckpt.convert.type_aliases import TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
-BIN_FILE = "pytorch_model.bin"
-BIN_INDEX = "pytorch_model.bin.index.json"
 # The second model and others that accelerate's save_state writes to one directory.
 _OTHER_MODEL = re.compile(r"pytorch_model_[0-9]{1,6}\.bin", re.ASCII)
 _MAX_NAMED = 5

@@ -6,7 +6,6 @@ A program saves the state dict under a usual key, next to the optimizer's, and s
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
@@ -23,6 +22,7 @@ OPTIMIZER_KEYS = (
 _INNER_MODULES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # The attributes in which DistributedDataParallel, and Lightning's strategy for DeepSpeed, have the whole model.
 _OUTER_MODULES = ("module.", "_forward_module.")
+_OUTER_PREFIX = re.compile(r"(module\.|_forward_module\.)*")
 
 
 def keys_of_model(paths: Iterable[Keys]) -> Keys:
@@ -72,5 +72,9 @@ def _without_inner(name: str) -> str:
 
 def _outer_prefix(names: Collection[str]) -> str:
     # Not recursive: the names in a hostile file can have any number of prefixes.
-    common = os.path.commonprefix(list(names))
-    return re.match(rf"({'|'.join(map(re.escape, _OUTER_MODULES))})*", common)[0]  # type: ignore[index]
+    first, last = min(names, default=""), max(names, default="")
+    prefix = _OUTER_PREFIX.match(first)[0]  # type: ignore[index]
+    # What the first and the last name in order begin with, all do.
+    while not last.startswith(prefix):
+        prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+    return prefix
