@@ -6,7 +6,7 @@ links as in the Hub's cache. Both return slices (``checkpoint/parts/slices.py``)
 needs.
 
 Checkpoints of this program have a manifest. Any other directory or file is opened by the first format in
-``sources/registry.py`` that recognizes it. Only manifests, headers and metadata are read.
+``formats/registry.py`` that recognizes it. Only manifests, headers and metadata are read.
 """
 
 from __future__ import annotations
@@ -35,24 +35,18 @@ from automodel_ckpt.checkpoint.sources.source import (
     without_averages,
 )
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.registry import DCP, detect
-from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
+from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
-from automodel_ckpt.convert.names.conversion import (
-    conversion_in,
-    has_megatron_names,
-    required_conversion,
-)
-from automodel_ckpt.convert.names.torchtitan import (
-    has_torchtitan_names,
-    required_torchtitan_conversion,
-    torchtitan_conversion,
-)
 from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 log = logging.getLogger("automodel_ckpt")
 
+# Names with other ends are Hugging Face's or a module's own: the converters are not imported.
+_OTHER_NAMES = (
+    *("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"),
+    "tok_embeddings.weight",
+)
 _OWN_NAMES = "these are names of the other program: Hugging Face names need the model's config.json beside the weights"
 _HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
 
@@ -174,8 +168,10 @@ def _open_external(directory: Path, config: Path | None = None) -> Source:
         known = detect(place)
         if known is not None:
             return _in_hugging_face_names(known.open(place), place, config)
-        if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
-            return DCP.open(place)  # raises an error: .metadata is missing
+        if any(name.endswith(".distcp") for name in names_in(place)):
+            from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
+
+            return PyTorchDcp().open(place)  # raises an error: .metadata is missing
     try:
         os.listdir(directory)
     except OSError as error:
@@ -196,6 +192,19 @@ def _open_file(path: Path, config: Path | None = None) -> Source:
 def _in_hugging_face_names(source: Source, path: Path, config: Path | None) -> Source:
     """Return *source* with the names of a Hugging Face model, if it has Megatron's or torchtitan's and the model is
     known."""
+    if not any(name.endswith(_OTHER_NAMES) for name in source.tensors):
+        return source
+    from automodel_ckpt.convert.names.conversion import (
+        conversion_in,
+        has_megatron_names,
+        required_conversion,
+    )
+    from automodel_ckpt.convert.names.torchtitan import (
+        has_torchtitan_names,
+        required_torchtitan_conversion,
+        torchtitan_conversion,
+    )
+
     directory = path if path.is_dir() else path.parent
     if has_torchtitan_names(source.tensors):
         found = (

@@ -142,3 +142,19 @@ def test_the_names_of_the_package_are_those_that_it_lists() -> None:
     assert {Checkpointer.__name__, CheckpointOptions.__name__} <= set(automodel_ckpt.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = automodel_ckpt.Trainer
+
+
+def test_a_run_from_hugging_face_files_imports_no_reader_of_other_programs(tmp_path: Path) -> None:
+    base = train(RECIPE, changes(tmp_path / "base")).export
+    recipe = {**yaml.safe_load(RECIPE.read_text()), "model": {"from_pretrained": str(base)}}
+    code = (
+        "import automodel_ckpt, sys; "
+        f"automodel_ckpt.train({recipe!r}, {changes(tmp_path / 'run')!r}); "
+        "print(*(name for name in sys.modules if name.startswith('automodel_ckpt.convert')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    readers = found.stdout.splitlines()[-1].replace("automodel_ckpt.convert.", "").split()
+    assert "formats.hugging_face" in readers
+    kinds = {name.split(".")[1] for name in readers if name.startswith("formats.")}
+    assert kinds == {"files", "format", "registry", "hugging_face", "nested_state"}
+    assert not any(name.startswith(("names", "targets", "merging")) for name in readers)

@@ -18,6 +18,8 @@ from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.type_aliases import Shape, TensorDict, TensorMap, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 # Parsed JSON takes up to 25 times its size in memory.
 _MAX_JSON_BYTES = 16 << 20
@@ -50,6 +52,16 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
         return os.pread(descriptor, num_bytes, 0)
     finally:
         os.close(descriptor)
+
+
+def is_tar(head: bytes) -> bool:
+    """Return whether a file that begins with *head* (512 bytes) is an uncompressed tar archive of a current format."""
+    return head[257:262] == b"ustar"
+
+
+def is_gzip(head: bytes) -> bool:
+    """Return whether a file that begins with *head* is compressed with gzip."""
+    return head[:2] == b"\x1f\x8b"
 
 
 def config_beside(directory: Path) -> Path | None:

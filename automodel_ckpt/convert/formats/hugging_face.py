@@ -18,6 +18,8 @@ from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import (
+    BIN_FILE,
+    BIN_INDEX,
     UNCHECKED,
     first_bytes,
     names_in,
@@ -25,12 +27,12 @@ from automodel_ckpt.convert.formats.files import (
     tensors_by_file,
 )
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.safetensors_shards import SHARDING_INFO
-from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
-from automodel_ckpt.convert.formats.torch.torch_files import BIN_FILE, BIN_INDEX
+from automodel_ckpt.convert.formats.nested_state import names_without_wrappers
 from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""The key in the header of a shard that PyTorch's DCP wrote."""
 # How transformers numbers the files of a model.
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
 SINGLE_FILE = "model.safetensors"

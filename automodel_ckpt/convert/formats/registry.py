@@ -2,98 +2,91 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.convert.formats.automodel import AutoModel
-from automodel_ckpt.convert.formats.deepspeed import DeepSpeed
-from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.files import first_bytes, names_in
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.gguf.gguf_file import GgufFile
-from automodel_ckpt.convert.formats.hugging_face import (
-    HuggingFaceFiles,
-    PeftAdapter,
-    SafetensorsFile,
-)
-from automodel_ckpt.convert.formats.lightning import LightningDistributed, LightningFile
-from automodel_ckpt.convert.formats.nemo.megatron import (
-    MegatronCore,
-    MegatronRanks,
-    MegatronRun,
-    Nemo2,
-)
-from automodel_ckpt.convert.formats.nemo.nemo import NemoDirectory, NemoFile
-from automodel_ckpt.convert.formats.nemo.tensorrt_llm import QnemoFile, TensorRtLlmDirectory
-from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
-from automodel_ckpt.convert.formats.tensorflow.tensorflow import TensorFlowCheckpoint
-from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
-from automodel_ckpt.convert.formats.torch.torch_files import TorchFile, TorchModelDirectory
-from automodel_ckpt.convert.formats.trainer import AccelerateFsdp, TransformersTrainer
-from automodel_ckpt.convert.formats.unsupported_files import (
-    HDF5,
-    LFS_POINTER,
-    NUMPY,
-    PICKLE,
-    TAR,
-    UNKNOWN,
-    ZIP,
-    LitGptModel,
-    OtherWeights,
-    VerlShards,
-)
 
-DCP = PyTorchDcp()
+_HEAD_BYTES = 512
+_ZIP = rb"PK\x03\x04"
+_TAR = rb"\x1f\x8b|(?s:.{257})ustar"
+_SHARDS = r".*\.safetensors"
 
-FORMATS: tuple[Format, ...] = (
+
+class Row(NamedTuple):
+    """A format, a class or an instance at *place*, and when it is asked.
+
+    Its module is imported if a name in a directory, or the name of a file, matches *names*, or the first bytes of a
+    file match *head*. Only then, :meth:`Format.detect` decides.
+    """
+
+    place: str
+    names: str | None = None
+    head: bytes | None = None
+
+
+FORMATS = (
     # Directories. Megatron-Core's also contain .metadata, like PyTorch DCP's.
     # A model of NeMo can have a directory for each rank, as Megatron-LM's.
-    NemoDirectory(),
-    MegatronCore(),
-    MegatronRun(),
-    MegatronRanks(),
-    Nemo2(),
+    Row("nemo.nemo:NemoDirectory", r"model_config\.yaml"),
+    Row("nemo.megatron:MegatronCore", r"common\.pt|metadata\.json"),
+    Row("nemo.megatron:MegatronRun", r"latest_checkpointed_iteration\.txt"),
+    Row("nemo.megatron:MegatronRanks", r"mp_rank_\d\d(_\d{3})*"),
+    Row("nemo.megatron:Nemo2", r"context"),
     # Hugging Face files or an adapter, next to the training state.
-    TransformersTrainer(),
-    PeftAdapter(),
+    Row("trainer:TransformersTrainer", r"trainer_state\.json"),
+    Row("hugging_face:PeftAdapter", r"adapter_model\.safetensors"),
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
-    DeepSpeed(),
+    Row("deepspeed:DeepSpeed", r"latest(_universal)?|.*_(model|optim)_states\.pt"),
     # A directory of PyTorch DCP, too.
-    LightningDistributed(),
+    Row("lightning:LightningDistributed", r"meta\.pt"),
     # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
-    AccelerateFsdp(),
-    DCP,
+    Row("trainer:AccelerateFsdp", r"pytorch_model_fsdp.*"),
+    Row("torch.dcp:PyTorchDcp", r"\.metadata"),
     # It also has config.json and *.safetensors.
-    TensorRtLlmDirectory(),
+    Row("nemo.tensorrt_llm:TensorRtLlmDirectory", r"rank0\.safetensors"),
     # Both are recognized by *.safetensors: first the one that looks into a header.
-    HuggingFaceFiles(),
-    SafetensorsShards(),
+    Row("hugging_face:HuggingFaceFiles", _SHARDS + r"(\.index\.json)?"),
+    Row("safetensors_shards:SafetensorsShards", _SHARDS),
     # Older than safetensors: a directory often has the model in both, and safetensors has digests here.
-    TorchModelDirectory(),
+    Row("torch.torch_files:TorchModelDirectory", r"pytorch_model\.bin(\.index\.json)?"),
     # The oldest of the formats that one directory can have, as BERT's directory does: a directory, or an index file.
-    TensorFlowCheckpoint(),
-    VerlShards(),
+    Row("tensorflow.tensorflow:TensorFlowCheckpoint", r".*\.index"),
+    Row("unsupported_files:VerlShards", r"model_world_size_.*"),
     # Beside lit_model.pth, there can be the Hugging Face files that it was made from.
-    LitGptModel(),
-    OtherWeights(),
+    Row("unsupported_files:LitGptModel", r"lit_model\.pth"),
+    Row("unsupported_files:OtherWeights", r".*"),
     # Single files. The first bytes count more than the suffix .safetensors.
-    GgufFile(),
-    NUMPY,
-    LightningFile(),
-    TorchFile(),
-    ZIP,
-    NemoFile(),
-    QnemoFile(),
-    TAR,
-    PICKLE,
-    HDF5,
-    LFS_POINTER,
-    SafetensorsFile(),
-    UNKNOWN,
+    Row("gguf.gguf_file:GgufFile", head=rb"GGUF"),
+    Row("unsupported_files:NUMPY", head=_ZIP),
+    Row("lightning:LightningFile", head=_ZIP),
+    Row("torch.torch_files:TorchFile", head=_ZIP),
+    Row("unsupported_files:ZIP", head=_ZIP),
+    Row("nemo.nemo:NemoFile", head=_TAR),
+    Row("nemo.tensorrt_llm:QnemoFile", head=_TAR),
+    Row("unsupported_files:TAR", head=_TAR),
+    Row("unsupported_files:PICKLE", head=rb"\x80"),
+    Row("unsupported_files:HDF5", head=rb"\x89HDF"),
+    Row("unsupported_files:LFS_POINTER", head=rb"version "),
+    Row("hugging_face:SafetensorsFile", head=rb""),
+    Row("unsupported_files:UNKNOWN", head=rb""),
 )
+_RUN = Row("automodel:AutoModel", r"optim")
 
 
-_RUN: Format = AutoModel()
+@functools.cache
+def _format_at(place: str) -> Format:
+    module, _, name = place.partition(":")
+    found = getattr(importlib.import_module(f"automodel_ckpt.convert.formats.{module}"), name)
+    known: Format = found() if isinstance(found, type) else found
+    return known
 
 
 def detect_run(path: Path) -> Format | None:
@@ -107,7 +100,7 @@ def detect_run(path: Path) -> Format | None:
 
 def detect_parts(path: Path) -> Format | None:
     """Return the format of a checkpoint with parts that have a format each, or None when *path* is not one."""
-    return _RUN if _RUN.detect(path) else None
+    return next(_recognized(path, [_RUN]), None)
 
 
 def detect(path: Path, *, readable_only: bool = False) -> Format | None:
@@ -115,10 +108,24 @@ def detect(path: Path, *, readable_only: bool = False) -> Format | None:
 
     With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
     """
-    for known in FORMATS:
-        if (known.is_readable or not readable_only) and known.detect(path):
+    for known in _recognized(path, FORMATS):
+        if known.is_readable or not readable_only:
             return known
     return None
+
+
+def _recognized(path: Path, rows: Iterable[Row]) -> Iterator[Format]:
+    """Yield the formats in *rows* that recognize *path*."""
+    is_file = path.is_file()
+    names = [path.name] if is_file else names_in(path)
+    head = first_bytes(path, _HEAD_BYTES) if is_file else None
+    for row in rows:
+        by_name = row.names is not None and any(re.fullmatch(row.names, name) for name in names)
+        by_head = None not in (row.head, head) and re.match(row.head, head)
+        if by_name or by_head:
+            known = _format_at(row.place)
+            if known.detect(path):
+                yield known
 
 
 def formats_in(directory: Path) -> dict[str, Format]:

@@ -21,10 +21,10 @@ from automodel_ckpt.convert.formats.files import (
     tiled,
 )
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
+from automodel_ckpt.convert.formats.hugging_face import SHARDING_INFO
+from automodel_ckpt.convert.formats.nested_state import names_without_wrappers
 from automodel_ckpt.convert.type_aliases import Shape, Values
 
-SHARDING_INFO = "DCP_SHARDING_INFO"
 _UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
 _NO_SHAPES = "the headers do not state global shapes: they are taken from the shards that are here"
 

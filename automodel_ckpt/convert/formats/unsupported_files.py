@@ -19,9 +19,8 @@ from automodel_ckpt.base.other_weights import (
     weights_of_another_program,
 )
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import first_bytes, names_in
+from automodel_ckpt.convert.formats.files import first_bytes, is_gzip, is_tar, names_in
 from automodel_ckpt.convert.formats.format import UnsupportedFormat
-from automodel_ckpt.convert.formats.nemo.tar_files import is_gzip, is_tar
 
 _HEAD_BYTES = 512
 

@@ -31,7 +31,8 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 _PREFIX = "base_model.model."
 # What peft saves of modules besides their adapters: a module that is trained in full, as a second copy, and the one of
 # the base, which is not used.
-_COPIES = (".modules_to_save.", ".original_module.")
+_TRAINED = ".modules_to_save."
+_UNTRAINED = ".original_module."
 _ADAPTER_PARTS = (
     ".lora_A.",
     ".lora_B.",
@@ -137,8 +138,14 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     path = directory / layout.ADAPTER_MODEL
     tensors = {}
     for name, tensor in weights.tensors.items():
-        if not any(part in name for part in _COPIES):
+        other = name.replace(_TRAINED, ".")
+        if other == name and _UNTRAINED not in name:
             tensors[name] = tensor
+        elif other != name and (
+            other not in weights.tensors or difference(weights.root, tensor, weights, [other])
+        ):
+            what = "a module that was trained in full differs from its second copy, or has only one"
+            raise unusable(what, path, name[:200], _RESTORE)
     try:
         model = build(_read_settings(directory, tensors))
     except RecipeError as error:

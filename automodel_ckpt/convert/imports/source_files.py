@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     unreadable,
 )
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.torch.torch_files import BIN_INDEX
+from automodel_ckpt.convert.formats.files import BIN_INDEX
 from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 

@@ -30,8 +30,9 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
+from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
-from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.files import faults_of, read_json
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
 from automodel_ckpt.convert.open import Weights, open_weights
@@ -274,10 +275,30 @@ def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[FileDict, list[str
             "the factors of the adapters are averaged, which is not the average of their products"
         )
         return {**tokenizer, **adapters[0]}, [note]
-    if first.is_file():
-        return without_unused_code(side_files_of(first.parent, first.parent)), []
-    model = first / MODEL
-    return side_files_of(first, model if model.is_dir() else first), []
+    files = _side_files(first)
+    expected = _mapping(files.get(CONFIG), first)
+    notes = []
+    for path in (each.path for each in opened[1:]):
+        found = _mapping(_side_files(path).get(CONFIG), path)
+        changes = config_changes(found, expected, there="there")
+        if expected and found and changes.function:
+            notes.append(
+                f"config.json of {path} describes a model that computes something else than {first}, whose config the "
+                f"average gets: {_some(changes.function)}"
+            )
+    return files, notes
+
+
+def _side_files(path: Path) -> FileDict:
+    if path.is_file():
+        return without_unused_code(side_files_of(path.parent, path.parent))
+    return side_files_of(path, path / MODEL if (path / MODEL).is_dir() else path)
+
+
+def _mapping(content: bytes | None, where: Path) -> ValueDict:
+    """Return the JSON mapping *content*. Empty without one. Raises :class:`CheckpointUnusable` if it is damaged."""
+    with faults_of(where, "a file that describes the model is not a JSON mapping"):
+        return dict(parse_json(content or b"{}"))
 
 
 def _adapter_directory(path: Path) -> Path:
@@ -307,10 +328,10 @@ def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Files]) -> Non
     expected: ValueDict = {}
     for weights_in, files in zip(opened, adapters, strict=True):
         # Empty mappings for a source without an adapter.
-        config = parse_json(files.get(layout.ADAPTER_CONFIG, b"{}"))
-        record = parse_json(files.get(layout.AUTOMODEL_PEFT_CONFIG, b"{}"))
+        config = _mapping(files.get(layout.ADAPTER_CONFIG), weights_in.path)
+        base = _mapping(files.get(layout.AUTOMODEL_PEFT_CONFIG), weights_in.path).get("base")
         options = {name: config.get(name) for name in _ADAPTER_OPTIONS}
-        options["base"] = (record.get("base") or {}).get("digest")
+        options["base"] = base.get("digest") if isinstance(base, dict) else None
         expected = expected or options
         for key, value in options.items():
             if value != expected[key]:

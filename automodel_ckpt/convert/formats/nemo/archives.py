@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import faults_of, first_bytes
+from automodel_ckpt.convert.formats.files import faults_of, first_bytes, is_gzip
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG, artifacts_in, read_config
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -28,7 +28,6 @@ from automodel_ckpt.convert.formats.nemo.tar_files import (
     TarMember,
     TarReader,
     TarWriter,
-    is_gzip,
     tar_members,
 )
 from automodel_ckpt.convert.publishing import (

@@ -16,13 +16,17 @@ from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.decoded import decoded_directory
-from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, first_bytes
+from automodel_ckpt.convert.formats.files import (
+    check_regular_files,
+    faults_of,
+    first_bytes,
+    is_gzip,
+    is_tar,
+)
 from automodel_ckpt.convert.formats.nemo.tar_files import (
     HEAD_BYTES,
     TarReader,
     decompress,
-    is_gzip,
-    is_tar,
     tar_members,
 )
 from automodel_ckpt.errors import CheckpointUnusable

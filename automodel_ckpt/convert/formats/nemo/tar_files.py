@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, cast
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.files import is_gzip
 
 HEAD_BYTES = 512
 _BLOCK_BYTES = 1 << 20
@@ -49,16 +50,6 @@ class TarMember:
 
 class TarFault(Exception):
     """What is wrong with an archive. :class:`TarReader` adds the file's path."""
-
-
-def is_tar(head: bytes) -> bool:
-    """Return whether a file that begins with *head* (512 bytes) is an uncompressed tar archive of a current format."""
-    return head[257:262] == b"ustar"
-
-
-def is_gzip(head: bytes) -> bool:
-    """Return whether a file that begins with *head* is compressed with gzip."""
-    return head[:2] == b"\x1f\x8b"
 
 
 class _Stream:
@@ -162,7 +153,7 @@ class TarReader:
     def blocks(self, member: TarMember | None) -> Iterator[bytes]:
         """Yield the content of the member that was just yielded, in blocks; without one, of the whole archive."""
         with self._reported():
-            nbytes = member.nbytes if member is not None else self._limit
+            nbytes = member.nbytes if member is not None else self._limit + 1
             while nbytes and (block := self._file.read(min(nbytes, _BLOCK_BYTES))):
                 nbytes -= len(block)
                 yield block

@@ -24,20 +24,22 @@ from automodel_ckpt.convert.formats.format import (
     TensorSummary,
     TrainingState,
 )
+from automodel_ckpt.convert.formats.nested_state import (
+    Keys,
+    keys_of_model,
+    names_without_wrappers,
+)
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_content,
     read_tensors,
 )
 from automodel_ckpt.convert.formats.torch.dcp_training_state import (
+    COUNTER_KEYS,
+    SCHEDULER_KEYS,
     optimizer_key,
     read_counters,
     read_training_state,
-)
-from automodel_ckpt.convert.formats.torch.nested_state import (
-    Keys,
-    keys_of_model,
-    names_without_wrappers,
 )
 from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
 from automodel_ckpt.errors import CheckpointUnusable
@@ -156,11 +158,15 @@ def _model_names(content: DcpContent) -> Mapping[str, str]:
     if keys and len(set(below.values())) == len(below):
         return below
     optimizer = optimizer_key(content)
-    if optimizer is None:
-        return {fqn: fqn for fqn in content.tensors}
-    # A weight has one key, its FQN, when its state dict is merged into the program's.
-    return {
-        fqn: fqn
-        for fqn in content.tensors
-        if content.paths.get(fqn, (fqn,)) == (fqn,) and not fqn.startswith(f"{optimizer}.")
-    }
+    others = {optimizer, "dataloader", *SCHEDULER_KEYS, *COUNTER_KEYS} if optimizer else set()
+    found = {}
+    for fqn in content.tensors:
+        outer, *inner = content.paths.get(fqn, (fqn,))
+        # The state of an optimizer under an unusual key has "state", a parameter and an entry in its path.
+        if (
+            outer not in others
+            and "state" not in inner[:-1]
+            and not fqn.startswith(f"{optimizer}.")
+        ):
+            found[fqn] = fqn
+    return found

@@ -24,12 +24,12 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import Counters, OptimizerState, TrainingState
+from automodel_ckpt.convert.formats.nested_state import OPTIMIZER_KEYS, Keys, without_wrappers
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_tensors,
     read_values,
 )
-from automodel_ckpt.convert.formats.torch.nested_state import OPTIMIZER_KEYS, Keys, without_wrappers
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
     Key,
     damaged_optimizer,
@@ -39,9 +39,9 @@ from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
 from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
 from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict
 
-_SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
+SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
 # Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
-_COUNTER_KEYS = ("train_state", "trainer_state", "train_progress")
+COUNTER_KEYS = ("train_state", "trainer_state", "train_progress")
 _COUNTERS = {
     "step": "step",
     "global_step": "step",
@@ -103,7 +103,7 @@ def read_training_state(
     if key is None:
         return None
     counters = read_counters(directory, content)
-    used = {key, *_SCHEDULER_KEYS, *_COUNTER_KEYS, *_COUNTERS}
+    used = {key, *SCHEDULER_KEYS, *COUNTER_KEYS, *_COUNTERS}
     omitted = dict.fromkeys(str(_path(content, fqn)[0]) for fqn in content.values)
     return TrainingState(
         step=counters.step,
@@ -120,7 +120,7 @@ def read_counters(directory: Path, content: DcpContent) -> Counters:
     fields = {}
     for fqn in (*content.tensors, *content.values):
         *outer, last = _path(content, fqn)
-        if last in _COUNTERS and (not outer or (len(outer) == 1 and outer[0] in _COUNTER_KEYS)):
+        if last in _COUNTERS and (not outer or (len(outer) == 1 and outer[0] in COUNTER_KEYS)):
             fields[fqn] = _COUNTERS[str(last)]
     found: dict[str, object] = {}
     for fqn, value in _loaded(directory, content, fields).items():
@@ -136,7 +136,7 @@ def optimizer_key(content: DcpContent) -> str | None:
 
 def read_scheduler(directory: Path, content: DcpContent) -> ValueDict | None:
     """Return the plain values of the LR scheduler's state, or None when there is none."""
-    names = [fqn for fqn in content.values if _path(content, fqn)[0] in _SCHEDULER_KEYS]
+    names = [fqn for fqn in content.values if _path(content, fqn)[0] in SCHEDULER_KEYS]
     if not names:
         return None
     state: dict[Any, Any] = {}

@@ -27,7 +27,7 @@ from automodel_ckpt.convert.formats.format import (
     ParameterGroup,
     Parameters,
 )
-from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
+from automodel_ckpt.convert.formats.nested_state import without_wrappers
 from automodel_ckpt.convert.formats.torch.torch_files import (
     is_text_name,
     tensor_of_view,

@@ -26,6 +26,8 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, shape_fault, whole_te
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import (
+    BIN_FILE,
+    BIN_INDEX,
     config_beside,
     faults_of,
     first_bytes,
@@ -34,7 +36,7 @@ from automodel_ckpt.convert.formats.files import (
     tensors_by_file,
 )
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.torch.nested_state import MODEL_KEYS, names_without_wrappers
+from automodel_ckpt.convert.formats.nested_state import MODEL_KEYS, names_without_wrappers
 from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
@@ -47,8 +49,6 @@ from automodel_ckpt.convert.formats.unsupported_files import PICKLE, first_zip_e
 from automodel_ckpt.convert.type_aliases import TensorMap
 from automodel_ckpt.errors import CheckpointUnusable
 
-BIN_FILE = "pytorch_model.bin"
-BIN_INDEX = "pytorch_model.bin.index.json"
 # The second model and others that accelerate's save_state writes to one directory.
 _OTHER_MODEL = re.compile(r"pytorch_model_[0-9]{1,6}\.bin", re.ASCII)
 _MAX_NAMED = 5
@@ -242,17 +242,18 @@ def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:
 def _states(value: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return the model's state dict in *value*, and the mapping that has it.
 
-    It is the first usual key of *value*, or of a mapping in it, under which there are tensors.
+    It is the first usual key of *value*, or of the only mapping in it, under which there are tensors.
     """
-    for outer in (value, *(item for item in value.values() if isinstance(item, dict))):
+    mappings = (item for item in value.values() if isinstance(item, dict))
+    nested = [item for item in mappings if not _is_optimizer(item) and any(views_in(item))]
+    for outer in (value, *(nested if len(nested) == 1 else ())):
         for key in MODEL_KEYS:
             found = outer.get(key)
             if isinstance(found, dict) and any(views_in(found)):
                 inner = next(filter(found.__contains__, MODEL_KEYS), None)
                 is_nested = inner is not None and isinstance(found[inner], dict)
                 return (found[inner], {**found, **outer}) if is_nested else (found, outer)
-    others = {name: item for name, item in value.items() if not _is_optimizer(item)}
-    return value if len(others) == len(value) else others, value
+    return value, value
 
 
 def _is_optimizer(value: object) -> bool:
@@ -261,7 +262,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a nested mapping, with the keys joined by dots."""
+    """Yield the entries of a nested mapping, with the keys joined by dots, without the states of optimizers."""
     if depth > _MAX_DEPTH:
         raise Fault(f"its mappings are nested more than {_MAX_DEPTH} levels deep")
     for key, item in mapping.items():
@@ -271,6 +272,8 @@ def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterat
         # A lone surrogate would fail much later, when the name is written.
         if not name.isprintable():
             raise Fault(f"a name of its model is not printable: {name[:100]!r}")
+        if _is_optimizer(item):
+            continue
         if isinstance(item, dict) and item:
             yield from _leaves(item, f"{name}.", depth + 1)
         else:

@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
 from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.consolidate import main as consolidate
-from automodel_ckpt.convert.formats.registry import DCP
+from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.convert.imports import import_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
@@ -149,12 +149,12 @@ def test_an_item_of_dcp_that_is_not_what_its_description_says(
     place.offset, place.length = 0, len(item)
     (directory / layout.DCP_METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointUnusable, match=rf"the stored chunk at \[0\] of 'w'[\s\S]*{said}"):
-        DCP.open(directory)
+        PyTorchDcp().open(directory)
 
 
 def links_to_itself(directory: Path) -> object:
     (directory / layout.DCP_METADATA).symlink_to("elsewhere")
-    return DCP.open(directory)
+    return PyTorchDcp().open(directory)
 
 
 def broken_map(directory: Path) -> object:

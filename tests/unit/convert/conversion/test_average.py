@@ -256,3 +256,17 @@ def test_adapters_are_averaged_as_adapters_if_their_options_agree(
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+    for damaged in ("[1]", "{"):
+        (tmp_path / "adapter1" / "adapter_config.json").write_text(damaged)
+        message = rejected(capsys, *paths[:2], "-o", str(tmp_path / "more"))
+        assert "not a JSON mapping" in message and paths[1] in message
+
+
+def test_models_that_compute_something_else_are_reported(tmp_path: Path, capsys: Capture) -> None:
+    paths = [save(tmp_path / name, {"w": torch.ones(2)}) for name in "ab"]
+    config = {"model_type": "llama", "rope_theta": 5e5}
+    for path, theta in zip(paths, (1e4, 5e5), strict=True):
+        (path / "config.json").write_text(json.dumps({**config, "rope_theta": theta}))
+    assert main(["average", *map(str, paths), "-o", str(tmp_path / "out")]) == 0
+    printed = "".join(capsys.readouterr())
+    assert "computes something else" in printed and "rope_theta: 500000.0 there" in printed

@@ -88,6 +88,9 @@ def test_prefixes_of_wrappers_are_removed_from_all_names(tmp_path: Path, name: s
     save_file({**tensors, "head": torch.ones(1)}, tmp_path / name)
     found = open_weights(tmp_path / name).modules["model"].tensors
     assert sorted(found) == ["head", "module.1", "module.2"]
+    # Any number of them, in a hostile file.
+    save_file({f"{'module.' * 5000}w": torch.ones(1)}, tmp_path / name)
+    assert sorted(open_weights(tmp_path / name).modules["model"].tensors) == ["w"]
     # Both names of one tensor would be the same.
     save_file({"_orig_mod.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / name)
     assert sorted(open_weights(tmp_path / name).modules["model"].tensors) == ["_orig_mod.w", "w"]
@@ -137,6 +140,34 @@ def test_a_model_is_found_below_any_keys_and_between_wrappers(
         training = known.training_state(path, no_parameters)
         assert training is not None and training.optimizer is not None
         assert sorted(training.optimizer.tensors) == sorted(names)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", ["", "policy"])
+@pytest.mark.parametrize("is_dcp", [True, False])
+def test_what_is_saved_with_several_models_is_never_taken_for_the_only_one(
+    tmp_path: Path, key: str, is_dcp: bool
+) -> None:
+    """One of two models would be used without a word, or the state of an optimizer would be a weight."""
+    policy = {"model": {"weight": torch.ones(2, 3)}}
+    state = {
+        **(policy if not key else {key: policy}),
+        "value": {"head": torch.ones(2)},
+        "optimizer": {
+            "state": {"weight": {"exp_avg": torch.ones(2, 3)}},
+            "param_groups": [{"params": ["weight"], "lr": 0.5}],
+        },
+        "dataloader": {"order": torch.arange(3)},
+        "lr_scheduler": {"last": torch.ones(())},
+    }
+    if is_dcp:
+        path = tmp_path / "saved"
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        path = tmp_path / "saved.pt"
+        torch.save({name: state[name] for name in state if name[:2] not in ("da", "lr")}, path)
+    found = sorted(open_weights(path).modules["model"].tensors)
+    assert found == (["policy.model.weight", "value.head"] if key else ["weight"])
 
 
 def test_a_file_that_the_numbers_of_the_others_imply_must_be_there(tmp_path: Path) -> None:

@@ -121,6 +121,31 @@ def test_a_copy_of_the_base_that_was_trained_is_an_error(tmp_path: Path, error: 
     assert "lm_head.base_layer.weight" in text and "merge_and_unload" in text
 
 
+def test_second_copies_of_a_module_that_was_trained_in_full_must_be_equal(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], error: Error
+) -> None:
+    """What peft writes with save_embedding_layers, which it does itself for adapted embeddings."""
+    base = base_in(tmp_path / "base")
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    adapter = adapter_on(base, tmp_path / "adapter", **options)
+    weights = load_file(adapter / FILE)
+    name = "base_model.model.lm_head"
+    head = weights[f"{name}.weight"]
+    weights[f"{name}.modules_to_save.weight"] = head.clone()
+    weights[f"{name}.original_module.weight"] = head + 1
+    save_file(weights, adapter / FILE)
+    report = imported(adapter)
+    stored = load_file(Path(report["checkpoint"]) / "model" / FILE)
+    assert torch.equal(stored[f"{name}.weight"], head)
+    for changed in (head + 1, None):
+        weights.pop(f"{name}.weight")
+        if changed is not None:
+            weights[f"{name}.weight"] = changed
+        save_file(weights, adapter / FILE)
+        text = error(adapter)
+        assert "differs from its second copy" in text and f"{name}.modules_to_save" in text
+
+
 def test_embeddings_of_the_base_in_the_file_are_an_error(tmp_path: Path, error: Error) -> None:
     base = base_in(tmp_path / "base")
     adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])

@@ -6,6 +6,7 @@ A program saves the state dict under a usual key, next to the optimizer's, and s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 Keys = tuple[str | int, ...]
@@ -21,24 +22,23 @@ OPTIMIZER_KEYS = (
 _INNER_MODULES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # The attributes in which DistributedDataParallel, and Lightning's strategy for DeepSpeed, have the whole model.
 _OUTER_MODULES = ("module.", "_forward_module.")
+_OUTER_PREFIX = re.compile(r"(module\.|_forward_module\.)*")
 
 
 def keys_of_model(paths: Iterable[Keys]) -> Keys:
     """Return the keys under which the state dict of the model is; no keys if the whole state is one.
 
-    They are one or two usual keys, or one below another key. *paths* has the keys of each tensor in the state.
+    They are one or two usual keys, or one below the only other key. *paths* has the keys of each tensor in the state.
     """
     nested = [path for path in paths if len(path) > 1]
-    firsts = {path[0] for path in nested}
+    firsts = {path[0] for path in nested}.difference(OPTIMIZER_KEYS)
     pairs = {path[:2] for path in nested if len(path) > 2}
-    for first in [*filter(firsts.__contains__, MODEL_KEYS), None]:
+    usual = [key for key in MODEL_KEYS if key in firsts]
+    for first in usual[:1] or (firsts if len(firsts) == 1 else ()):
         for second in MODEL_KEYS:
-            found = [pair for pair in pairs if pair[1] == second and first in (None, pair[0])]
-            if len(found) == 1:
-                return found[0]
-        if first is not None:
-            return (first,)
-    return ()
+            if (first, second) in pairs:
+                return (first, second)
+    return tuple(usual[:1])
 
 
 def without_wrappers(name: str) -> str:
@@ -71,7 +71,10 @@ def _without_inner(name: str) -> str:
 
 
 def _outer_prefix(names: Collection[str]) -> str:
-    for outer in _OUTER_MODULES:
-        if names and all(name.startswith(outer) for name in names):
-            return outer + _outer_prefix([name.removeprefix(outer) for name in names])
-    return ""
+    # Not recursive: the names in a hostile file can have any number of prefixes.
+    first, last = min(names, default=""), max(names, default="")
+    prefix = _OUTER_PREFIX.match(first)[0]  # type: ignore[index]
+    # What the first and the last name in order begin with, all do.
+    while not last.startswith(prefix):
+        prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+    return prefix
