@@ -148,7 +148,7 @@ class SourceTargetEncoder:
         for number, (source, target) in enumerate(zip(source_ids, target_ids, strict=True)):
             is_long = len(source) > self.seq_length or len(target) > self.target_length
             if is_long and self.truncation == "skip":
-                source, target = [], []
+                target = []
             elif is_long:
                 source, target = self._truncated(sources[number], targets[number])
             is_empty = not targets[number].strip()

@@ -178,7 +178,7 @@ class PairCollator:
         all_pairs, all_negatives, counts = [], [], []
         for sample in samples:
             ids = list(sample.get("input_ids", ()))
-            starts = starts_of(sample, "a sample is no pair of texts")
+            starts = starts_of(sample, "a sample is no pair of texts", least=2)
             texts = [ids[start:end] for start, end in pairwise([*starts, len(ids)])]
             all_pairs += texts[:2]
             all_negatives += texts[2:]

@@ -180,7 +180,7 @@ class ScoreCollator:
         counts = []
         step = 2 if self._has_types else 1
         for sample in samples:
-            starts = starts_of(sample, "a sample is no query with its documents", step)
+            starts = starts_of(sample, "a sample is no query with its documents", step=step)
             ids = list(sample["input_ids"])
             firsts = starts[::step]
             for start, end in pairwise([*firsts, len(ids)]):
@@ -197,15 +197,15 @@ class ScoreCollator:
         return batch
 
 
-def starts_of(sample: AnySample, what: str, least: int = 1) -> Ids:
+def starts_of(sample: AnySample, what: str, *, least: int = 1, step: int = 1) -> Ids:
     """The positions of the first tokens of texts. Raises :class:`RecipeError`, *what*, for another kind of sample.
 
-    Their number is a multiple of *least*.
+    There are at least *least*, and a multiple of *step*.
     """
     labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
     starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]
     require_sample(
-        bool(starts) and starts[0] == 0 and len(starts) % least == 0,
+        len(starts) >= least and starts[0] == 0 and len(starts) % step == 0,
         sample,
         what,
         "read it with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",

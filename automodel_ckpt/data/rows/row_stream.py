@@ -110,12 +110,14 @@ class RowStream(IterableDataset[Row]):
         kept = self.policy.apply(samples, lambda: table.place(0))
         items = []
         for sample in kept or samples:
-            # A stream cannot skip a sample: the number of the samples after it is part of the data order.
-            flags = sample.labelled if kept else [False] * len(sample.tokens)
-            limit = self.policy.seq_length
-            pairs = zip(sample.tokens[:limit], flags, strict=False)
+            tokens, flags = sample.tokens, sample.labelled
+            if not kept:
+                # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+                tokens = tokens[: self.policy.seq_length]
+                flags = [False] * len(tokens)
+            pairs = zip(tokens, flags, strict=True)
             labels = [token if is_labeled else IGNORE_INDEX for token, is_labeled in pairs]
-            items.append({"input_ids": sample.tokens[:limit], "labels": labels})
+            items.append({"input_ids": tokens, "labels": labels})
         return self.kind.item(items, samples[0].number, self.policy.limit)
 
     def report(self) -> None:

@@ -133,11 +133,11 @@ class Truncation:
 
 
 class EarlierTruncation(Truncation):
-    """Counts the samples that an encoder has truncated itself, and skips those without tokens."""
+    """Counts the samples that an encoder has truncated itself, and skips samples without labels."""
 
     def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         self.num_seen += 1
-        remaining = [sample for sample in samples if sample.tokens]
+        remaining = [sample for sample in samples if any(sample.labelled)]
         self.num_left_out += len(samples) - len(remaining)
         self.num_cut += sum(sample.is_cut for sample in remaining)
         self.num_empty += sum(sample.is_empty for sample in remaining)

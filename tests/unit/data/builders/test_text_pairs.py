@@ -57,10 +57,11 @@ def test_a_sample_has_query_document_and_negatives_with_prompts(data: str) -> No
     assert texts_of(dataset[1])[2:] == ["[CLS] fa [SEP]"]
 
 
-def test_a_stream_has_the_same_samples(data: str) -> None:
-    stream = text_pairs(TOKENIZER, data, streaming=True)
+@pytest.mark.parametrize("seq_length", [256, 4])
+def test_a_stream_has_the_same_samples(data: str, seq_length: int) -> None:
+    stream = text_pairs(TOKENIZER, data, seq_length=seq_length, streaming=True)
     assert isinstance(stream, RowStream)
-    dataset: Any = text_pairs(TOKENIZER, data)
+    dataset: Any = text_pairs(TOKENIZER, data, seq_length=seq_length)
     assert [stream.prepare(row) for row in stream] == [dataset[0], dataset[1]]
 
 
@@ -122,3 +123,8 @@ def test_rows_are_pairs_then_negatives(data: str) -> None:
     assert len(set(batch["digests"].tolist())) == 7
     with pytest.raises(RecipeError, match="a sample is no pair of texts"):
         PairCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
+
+
+def test_a_sample_of_one_text_is_rejected() -> None:
+    with pytest.raises(RecipeError, match="a sample is no pair of texts"):
+        PairCollator(0)([{"input_ids": [3, 4], "labels": [IGNORE_INDEX, 4]}])
