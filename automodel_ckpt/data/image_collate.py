@@ -210,15 +210,18 @@ class ImageTextCollator:
     def _call_together(self, samples: Sequence[ImageText]) -> Any:
         images = [sample.images for sample in samples]
         audios = [audio for sample in samples for audio in sample.audios]
-        return self._call([sample.text for sample in samples], images, audios)
+        texts = [sample.text for sample in samples]
+        return self._call(texts, images, audios, self._adds_special_tokens(texts[0]))
 
-    def _call(self, texts: list[str], images: list[list[Any]] | None, audios: Sequence[Any]) -> Any:
+    def _call(
+        self, texts: list[str], images: list[Any] | None, audios: Sequence[Any], special: bool
+    ) -> Any:
         inputs: dict[str, Any] = {"text": texts, "return_tensors": "pt"}
         of_text = {
             "padding": True,
             "padding_side": "right",
             "pad_to_multiple_of": self.multiple,
-            "add_special_tokens": self._adds_special_tokens(texts[0]),
+            "add_special_tokens": special,
         }
         if any(images or ()):
             inputs["images"] = images
@@ -272,7 +275,8 @@ class ImageTextCollator:
         if num_images or num_audios:
             images = [sample.images[len(sample.images) - num_images :]] if num_images else None
             audios = sample.audios[len(sample.audios) - num_audios :]
-            rest_tokens = self._call([mark + rest], images, audios)["input_ids"][0].tolist()
+            batch = self._call([mark + rest], images, audios, special)
+            rest_tokens = batch["input_ids"][0].tolist()
         else:
             rest_tokens = encode(mark + rest)["input_ids"]
         if mark:
