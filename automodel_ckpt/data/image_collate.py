@@ -285,7 +285,7 @@ class ImageTextCollator:
 
     def _mark_behind(self, text: str) -> str:
         """The special token that *text* ends with, or another text that tokenizers do not join with the text behind."""
-        mark = self._continuations.mark
+        mark = self._continuations.marks[:1]
         if mark:
             for token in self.processor.tokenizer.added_tokens_decoder.values():
                 if text.endswith(token.content):
