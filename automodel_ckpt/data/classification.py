@@ -6,7 +6,7 @@ beside these. Samples are prepared once and cached under a digest of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import tokenize, truncated
 from automodel_ckpt.data.samples.labels import Labels, LabelValues, Reading, reading_of
-from automodel_ckpt.data.samples.samples import samples_of_rows
+from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.tokenized import (
     LengthSummary,
     Samples,
@@ -205,62 +205,42 @@ def texts(
     as the tokenizer truncates it for a pipeline.
     """
     require_choice("label_values", label_values, ("auto", "indices", "one_hot"))
+    require_choice("truncation", truncation, ("error", "right"))
     encoder = TextEncoder(
         require_tokenizer(tokenizer), text_field, pair_field, chat_template, truncation, seq_length
     )
     source = Source.of(path, name, split, revision)
 
+    @cache
     def reading() -> Reading:
         source.require([*encoder.names, label_field])
         values, classes = source.values(label_field), source.class_names(label_field)
         return reading_of(labels, values, label_values, field=label_field, classes=classes)
 
-    key: Key = (text_field, pair_field, label_field, chat_template, str(labels))
-    return labeled_texts(
-        "classification-texts",
-        source,
-        source.fingerprint(),
-        encoder,
-        label_field,
-        reading,
-        key=(*key, label_values),
-        max_samples=max_samples,
-    )
-
-
-def labeled_texts(
-    name: str,
-    rows: Rows,
-    fingerprint: str,
-    encoder: TextEncoder,
-    label_field: str,
-    reading: Callable[[], Reading],
-    *,
-    key: Key,
-    max_samples: int | None,
-) -> TokenizedDataset:
-    """Tokenize *rows*, and convert their labels by what *reading* returns, which is called once.
-
-    They are cached under *name*, *fingerprint* and *key*. Raises :class:`RecipeError` with the location of a bad row.
-    """
-    require_choice("truncation", encoder.truncation, ("error", "right"))
-    known = cache(reading)
-
-    def encode(part: Rows) -> Samples:
-        read = known()
-        samples = encoder.encode(part)
-        for number, value in enumerate(part.values(label_field)):
-            with at_row(part, number):
+    def encode(rows: Rows) -> Samples:
+        read = reading()
+        samples = encoder.encode(rows)
+        for number, value in enumerate(rows.values(label_field)):
+            with at_row(rows, number):
                 samples[number] = samples[number]._replace(number=read(value))
         return samples
 
-    return samples_of_rows(
-        rows,
+    policy = EarlierTruncation.of(truncation, seq_length)
+    fingerprint = source.fingerprint()
+    key: Key = (text_field, pair_field, label_field, chat_template)
+    key += (truncation, policy.seq_length, str(labels))
+    if label_values != "auto":
+        key += (label_values,)
+    dataset = samples_of_rows(
+        source,
         fingerprint,
-        encoder.tokenizer,
+        tokenizer,
         encode,
-        EarlierTruncation.of(encoder.truncation, encoder.seq_length),
-        key=(name, *key),
+        policy,
+        key=("classification-texts", *key),
         max_samples=max_samples,
         kind=LabeledTexts,
     )
+    # Checkpoints contain it: another form would report that the data has changed.
+    dataset.identity = identity((2, fingerprint, *key), tokenizer)
+    return dataset

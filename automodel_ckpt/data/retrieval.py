@@ -107,9 +107,11 @@ class RetrievalSource:
 
     def fingerprints(self) -> list[str]:
         """Texts that change with the content of its files."""
+        # Checkpoints contain a digest of them: another form would report that the data has changed.
         found = [f"{self.num_samples}", self.table.fingerprint()]
         for name, corpus in self.corpora.items():
-            found += [name, corpus.documents.fingerprint(), repr(corpus.instructions)]
+            parts = [corpus.documents.fingerprint(), repr(corpus.instructions)]
+            found += [" ".join([name, *parts])] if name else parts
         return found
 
     def rows(self, seed: int) -> Sequence[int]:
@@ -362,7 +364,7 @@ class RetrievalRows(Rows):
 
     def fingerprint(self) -> str:
         """A text that changes with the texts. Raises :class:`RecipeError` if they cannot be read."""
-        parts = [repr(self._options)]
+        parts = [" ".join(map(str, self._options))]
         for source in self._sources:
             parts += source.fingerprints()
         return "\n".join(parts)

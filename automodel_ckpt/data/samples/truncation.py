@@ -133,11 +133,12 @@ class Truncation:
 
 
 class EarlierTruncation(Truncation):
-    """Counts the samples that an encoder has truncated itself, and skips samples without labels."""
+    """Counts the samples that an encoder has truncated itself, and skips those that have lost all labels."""
 
     def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         self.num_seen += 1
-        remaining = [sample for sample in samples if any(sample.labelled)]
+        # A sample of texts with one token each has no labels either.
+        remaining = [sample for sample in samples if any(sample.labelled) or not sample.is_cut]
         self.num_left_out += len(samples) - len(remaining)
         self.num_cut += sum(sample.is_cut for sample in remaining)
         self.num_empty += sum(sample.is_empty for sample in remaining)

@@ -57,6 +57,14 @@ def test_a_sample_has_query_document_and_negatives_with_prompts(data: str) -> No
     assert texts_of(dataset[1])[2:] == ["[CLS] fa [SEP]"]
 
 
+def test_texts_of_one_token_each_are_a_sample(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("bert")
+    tokenizer.backend_tokenizer.post_processor = None
+    data = write(tmp_path / "rows.jsonl", [{"query": "ba", "positive": "ku"}])
+    (sample,) = text_pairs(tokenizer, data)
+    assert [TOKENIZER.decode(token) for token in sample["input_ids"]] == ["ba", "ku"]
+
+
 @pytest.mark.parametrize("seq_length", [256, 4])
 def test_a_stream_has_the_same_samples(data: str, seq_length: int) -> None:
     stream = text_pairs(TOKENIZER, data, seq_length=seq_length, streaming=True)
