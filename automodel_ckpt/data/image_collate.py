@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
@@ -27,7 +27,6 @@ from automodel_ckpt.data.media.media import (
     usual_media,
 )
 from automodel_ckpt.data.media.media_files import pillow
-from automodel_ckpt.data.samples.encoder import Continuations
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -268,33 +267,32 @@ class ImageTextCollator:
         rest = sample.text[start:]
         counts = {kind: rest.count(text) for kind, text in self._placeholders.items()}
         num_images, num_audios = counts.get(IMAGE, 0), counts.get(AUDIO, 0)
-        # SentencePiece's tokenizers put a space before the first word of a text, so the rest needs a text before it.
-        mark = self._mark_behind(sample.text[:start])
         special = self._adds_special_tokens(sample.text)
         encode = partial(self.processor.tokenizer, add_special_tokens=special, verbose=False)
         if num_images or num_audios:
             images = [sample.images[len(sample.images) - num_images :]] if num_images else None
             audios = sample.audios[len(sample.audios) - num_audios :]
-            batch = self._call([mark + rest], images, audios, special)
-            rest_tokens = batch["input_ids"][0].tolist()
+            processed = self._call([rest], images, audios, special)
+            rest_tokens: Ids = processed["input_ids"][0].tolist()
         else:
-            rest_tokens = encode(mark + rest)["input_ids"]
-        if mark:
-            rest_tokens = rest_tokens[_num_equal(encode(mark)["input_ids"], rest_tokens) :]
-        return _num_equal(reversed(rest_tokens), reversed(tokens))
-
-    def _mark_behind(self, text: str) -> str:
-        """The special token that *text* ends with, or another text that tokenizers do not join with the text behind."""
-        mark = self._continuations.marks[:1]
-        if mark:
-            for token in self.processor.tokenizer.added_tokens_decoder.values():
-                if text.endswith(token.content):
-                    return str(token.content)
-        return mark
-
-    @cached_property
-    def _continuations(self) -> Continuations:
-        return Continuations(self.processor.tokenizer)
+            rest_tokens = encode(rest)["input_ids"]
+        pairs = zip(reversed(rest_tokens), reversed(tokens), strict=False)
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if num_equal == len(rest_tokens) or not self.processor.tokenizer.is_fast:
+            return num_equal
+        # The rest begins with other tokens than it does behind the text before it: a token contains a space before the
+        # rest, or SentencePiece's tokenizers put one before the first word of a text.
+        firsts = [rest.index(text) for kind, text in self._placeholders.items() if counts[kind]]
+        end = start + min(firsts, default=len(rest))
+        encoded = encode(sample.text, return_offsets_mapping=True)
+        stops = [stop for _, stop in encoded["offset_mapping"]]
+        first, last = (sum(stop <= position for stop in stops) for position in (start, end))
+        in_context = encoded["input_ids"][first:last]
+        num_alone = len(encode(sample.text[start:end])["input_ids"])
+        num_found = len(rest_tokens) - num_alone + len(in_context)
+        first = len(tokens) - num_found
+        is_found = tokens[first : first + len(in_context)] == in_context
+        return num_found if is_found else num_equal
 
     @cached_property
     def _placeholders(self) -> dict[str, str]:
@@ -383,12 +381,6 @@ class ImageTextCollator:
                 value = value.masked_fill(beyond, padding.get(name, 0))[:, :width]
             truncated[name] = value
         return truncated
-
-
-def _num_equal(left: Iterable[int], right: Iterable[int]) -> int:
-    """Count the first tokens that are equal in both."""
-    pairs = zip(left, right, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def check_conversation(sample: object) -> None:

@@ -81,6 +81,16 @@ def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, da
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_behind_a_space_is_learnt_with_its_first_word(
+    family: str, processors: Any, data: Path
+) -> None:
+    _, processor = processors[family]
+    samples = conversations(processor, str(data), answer_prefix="So: ")
+    batch = collator(processors[family])([samples[2], samples[4]])
+    assert learnt(processor, batch) == [" It is blue</s>", " It is red</s>"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_without_images_gets_a_blank_one_that_weighs_nothing(
     family: str, processors: Any, data: Path
 ) -> None:
