@@ -25,12 +25,12 @@ from automodel_ckpt.data.samples.encoder import tokenize, truncated
 from automodel_ckpt.data.samples.labels import Labels, LabelValues, Reading, reading_of
 from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.tokenized import (
+    EarlierTruncation,
     LengthSummary,
     Samples,
     TokenizedDataset,
     TokenizedSample,
 )
-from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
 

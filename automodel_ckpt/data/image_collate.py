@@ -18,15 +18,15 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.media.media import (
+from automodel_ckpt.data.media.media_files import (
     AUDIO,
     IMAGE,
     Media,
+    pillow,
     placeholders_of,
     sampling_rate_of,
     usual_media,
 )
-from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

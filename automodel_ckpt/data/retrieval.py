@@ -27,8 +27,7 @@ from automodel_ckpt.data.rows.rows import (
 )
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.data.samples.truncation import EarlierTruncation
+from automodel_ckpt.data.samples.tokenized import EarlierTruncation, TokenizedDataset
 from automodel_ckpt.data.text_pairs import PairReader, encoder_of
 from automodel_ckpt.errors import RecipeError
 

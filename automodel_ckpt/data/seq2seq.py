@@ -34,8 +34,13 @@ from automodel_ckpt.data.rows.arguments import (
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
+from automodel_ckpt.data.samples.tokenized import (
+    UNLIMITED,
+    EarlierTruncation,
+    Samples,
+    TokenizedDataset,
+    TokenizedSample,
+)
 from automodel_ckpt.errors import RecipeError
 
 

@@ -35,8 +35,12 @@ from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.token_arrays import TokenSpans
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import EarlierTruncation, Truncation
+from automodel_ckpt.data.samples.tokenized import (
+    EarlierTruncation,
+    TokenizedDataset,
+    TokenizedSample,
+    Truncation,
+)
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_library import (

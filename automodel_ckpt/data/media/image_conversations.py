@@ -36,16 +36,19 @@ from automodel_ckpt.data.conversations.messages import (
     turns_of,
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.media.media import (
+from automodel_ckpt.data.media.media_files import (
     AUDIO,
     IMAGE,
     MEDIA,
     Media,
+    Samples,
     media_of,
+    open_audio,
+    open_image,
+    pillow,
     placeholders_of,
     sampling_rate_of,
 )
-from automodel_ckpt.data.media.media_files import Samples, open_audio, open_image, pillow
 from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.source import Source
 

@@ -38,8 +38,8 @@ from automodel_ckpt.data.samples.tokenized import (
     NUMBERS,
     ArrayFile,
     Samples,
+    Truncation,
 )
-from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
 

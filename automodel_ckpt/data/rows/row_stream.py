@@ -22,8 +22,7 @@ from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.row_files import RecordStream
 from automodel_ckpt.data.rows.rows import StreamedRows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, report_counts
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation, report_counts
 
 log = logging.getLogger(__name__)
 

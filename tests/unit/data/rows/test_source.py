@@ -16,7 +16,7 @@ import pytest
 
 from automodel_ckpt.data.rows.row_stream import row_stream
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import Truncation
 from automodel_ckpt.errors import RecipeError
 
 
