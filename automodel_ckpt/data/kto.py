@@ -22,7 +22,6 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.data.preference import CHOSEN, REJECTED, PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.datasets_library import TableStream
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
@@ -94,7 +93,7 @@ def judged_completions(
             samples[number] = samples[number]._replace(number=judgment)
         return samples
 
-    judged = samples_of(
+    return samples_of(
         path,
         tokenizer,
         encode,
@@ -104,16 +103,6 @@ def judged_completions(
         **options,
         kind=JudgedDataset,
     )
-    if isinstance(judged, RowStream) and isinstance(judged.rows, TableStream):
-        names = judged.rows.class_names(label_field)
-        if names is not None:
-            raise RecipeError(
-                f"a stream has numbers in the field {label_field} without the names that the data gives to them",
-                where="dataset.streaming",
-                value=f"the names are {', '.join(names)}",
-                hint="set dataset.streaming false",
-            )
-    return judged
 
 
 def split_pairs(

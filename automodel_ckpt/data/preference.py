@@ -24,7 +24,7 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.data.conversations.chat_renderer import common_length
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import (
-    Columns,
+    ColumnRows,
     Rows,
     is_template,
     names_in,
@@ -42,29 +42,6 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 PROMPT, CHOSEN, REJECTED, SYSTEM = "prompt", "chosen", "rejected", "system"
 """The fields of the rows in one form; also the default names in the data."""
 TOOLS = "tools"
-
-
-class ColumnRows(Rows):
-    """A table of *columns*. Its rows have the locations of the rows of *source*."""
-
-    def __init__(self, source: Rows, columns: Mapping[str, list[Any]]) -> None:
-        self.path = source.path
-        self.source = source
-        self.data = columns
-
-    @property
-    def num_rows(self) -> int:
-        return self.source.num_rows
-
-    @property
-    def fields(self) -> Sequence[str]:
-        return list(self.data)
-
-    def read(self, fields: Sequence[str]) -> Columns:
-        return [self.data[field] for field in fields]
-
-    def place(self, row: int) -> str:
-        return self.source.place(row)
 
 
 @dataclass(frozen=True)
@@ -109,7 +86,7 @@ def in_one_form(rows: Rows, fields: PreferenceFields) -> ColumnRows:
     columns = (_message_columns if are_messages else _text_columns)(rows, fields, has_prompt)
     if rows.has_field(TOOLS):
         columns[TOOLS] = rows.values(TOOLS)
-    return ColumnRows(rows, columns)
+    return ColumnRows(rows.path, columns, list(map(rows.place, range(rows.num_rows))))
 
 
 # ------------------------------------------------------------------------------------- texts

@@ -27,8 +27,8 @@ from automodel_ckpt.data.rows.rows import (
 )
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
-from automodel_ckpt.data.samples.tokenized import EarlierTruncation, TokenizedDataset
-from automodel_ckpt.data.text_pairs import PairReader, encoder_of
+from automodel_ckpt.data.samples.tokenized import EarlierTruncation, Samples, TokenizedDataset
+from automodel_ckpt.data.text_pairs import TextsEncoder, texts_of
 from automodel_ckpt.errors import RecipeError
 
 WHERE = "dataset.sources"
@@ -315,17 +315,19 @@ def retrieval(
     A text of more than *seq_length* tokens, a query of more than *query_length* (None: *seq_length*), is truncated or
     rejected as in :func:`~automodel_ckpt.data.text_pairs.text_pairs`.
     """
-    encoder = encoder_of(tokenizer, seq_length, truncation, pair_template, query_length)
-    reader = PairReader(
-        encoder, "query", "positive", ["negatives"], None, query_prompt, document_prompt
-    )
+    encoder = TextsEncoder(tokenizer, seq_length, truncation, pair_template, query_length)
+
+    def encode(rows: Rows) -> Samples:
+        texts = texts_of(rows, "query", "positive", ["negatives"], (query_prompt, document_prompt))
+        return encoder.samples(texts, rows.place)
+
     rows = RetrievalRows(sources, num_negatives, seed, instructions)
     limits = (truncation, seq_length, query_length)
     return samples_of_rows(
         rows,
         rows.fingerprint(),
         tokenizer,
-        reader.encode,
+        encode,
         EarlierTruncation.of("right", seq_length),
         key=("retrieval", query_prompt, document_prompt, pair_template, *limits),
         max_samples=max_samples,

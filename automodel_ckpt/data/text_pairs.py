@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -31,7 +31,6 @@ from automodel_ckpt.data.collate import (
     Ids,
     PadCollator,
     Sample,
-    Where,
     has_keys,
     require_sample,
 )
@@ -41,7 +40,7 @@ from automodel_ckpt.data.rows.arguments import (
     require_range,
     require_tokenizer,
 )
-from automodel_ckpt.data.rows.rows import FieldTemplate, Rows, names_in
+from automodel_ckpt.data.rows.rows import FieldTemplate, Rows
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import (
@@ -49,6 +48,7 @@ from automodel_ckpt.data.samples.tokenized import (
     Samples,
     TokenizedDataset,
     TokenizedSample,
+    too_long,
 )
 from automodel_ckpt.errors import RecipeError
 
@@ -63,6 +63,7 @@ def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return any(types)
 
 
+@dataclass(frozen=True)
 class TextsEncoder:
     """Tokenizes the texts of rows with the special tokens that the tokenizer adds.
 
@@ -74,22 +75,22 @@ class TextsEncoder:
     *truncation* ``error``; *query_length* is the limit of queries (None: *seq_length*).
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        seq_length: int | None,
-        truncation: str,
-        template: str | None = None,
-        query_length: int | None = None,
-    ) -> None:
-        require_choice("truncation", truncation, ("error", "right"))
-        self._tokenizer = tokenizer
-        self._limits = (query_length or seq_length, seq_length)
-        self._rejects = truncation == "error"
-        self._template = FieldTemplate(template) if template else None
-        self._is_joint = template is not None
-        self._noun = "a query with its document" if self._is_joint else "a text of a pair"
-        self._has_types = self._is_joint and has_types(tokenizer, template or "")
+    tokenizer: PreTrainedTokenizerBase
+    seq_length: int | None
+    truncation: str
+    template: str | None = None
+    query_length: int | None = None
+
+    def __post_init__(self) -> None:
+        require_tokenizer(self.tokenizer)
+        require_choice("truncation", self.truncation, ("error", "right"))
+        if self.template is not None and self.query_length is not None:
+            raise RecipeError(
+                "a query with a document is one text, which has one limit",
+                where="dataset.query_length",
+                value=self.query_length,
+                hint="remove it, and set dataset.seq_length",
+            )
 
     def samples(self, rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> Samples:
         """Make a sample of each row of texts: the query, the positive document, and negative documents.
@@ -97,55 +98,58 @@ class TextsEncoder:
         ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that
         is too long.
         """
-        parts = [self._parts(row, partial(where, number)) for number, row in enumerate(rows)]
-        all_parts = list(chain.from_iterable(parts))
-        if self._is_joint and self._template is None:
-            encoded = iter(tokenize(self._tokenizer, list(zip(*all_parts, strict=True))))
-        else:
-            texts = [text for (text,) in all_parts]
-            tokens_of = encode_all(self._tokenizer, texts, add_special_tokens=True)
-            encoded = iter([(ids, []) for ids in tokens_of])
+        noun = "a text of a pair" if self.template is None else "a query with its document"
+        makes_types = self.template is not None and has_types(self.tokenizer, self.template)
+        encoded = iter(self._encoded(rows, where))
         samples = []
-        for number, row_parts in enumerate(parts):
+        for number, row in enumerate(rows):
             tokens: Ids = []
             labelled: list[bool] = []
             is_cut = False
-            for position, part in enumerate(row_parts):
-                ids, types = next(encoded)
-                limit = self._limits[position > 0]
+            for position in range(len(row) - (self.template is not None)):
+                part, ids, types = next(encoded)
+                limit = self.query_length if position == 0 else None
+                limit = limit or self.seq_length
                 if not ids:
-                    raise no_text(f"{self._noun} has no tokens", where(number))
+                    raise _no_text(f"{noun} has no tokens", where(number))
                 if limit is not None and len(ids) > limit:
-                    if self._rejects:
-                        raise RecipeError(
-                            f"{self._noun} is longer than seq_length",
-                            where=where(number),
-                            value=f"{len(ids)} tokens, seq_length {limit}",
-                            hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
-                        )
-                    ids, types = truncated(self._tokenizer, part, limit)
+                    if self.truncation == "error":
+                        raise too_long({number: len(ids)}, limit, len(rows), where, noun[2:])
+                    ids, types = truncated(self.tokenizer, part, limit)
                     is_cut = True
                 tokens += ids
                 flags = [False] + [True] * (len(ids) - 1)
-                if self._has_types:
+                if makes_types:
                     flags[types.index(1) if 1 in types else -1] = False
                 labelled += flags
             samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
         return samples
 
-    def _parts(self, row: Sequence[str], where: Where) -> list[tuple[str, ...]]:
-        """What is tokenized of a row: texts, or pairs of them."""
-        query, *documents = row
-        if not self._is_joint:
-            return [(text,) for text in row]
-        if self._template is None:
-            return [(query, document) for document in documents]
-        fields = [{"query": query, "document": document} for document in documents]
-        return [(self._template.write(each, where),) for each in fields]
+    def _encoded(
+        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
+    ) -> Iterator[tuple[Sequence[str], Ids, Ids]]:
+        """Yield each text of *rows*, or pair of texts, with its tokens and their types, if it has any."""
+        parts: list[Sequence[str]] = []
+        written = FieldTemplate(self.template) if self.template else None
+        for number, (query, *documents) in enumerate(rows):
+            parts += [] if self.template is not None else [(query,)]
+            for document in documents:
+                part: Sequence[str] = (document,) if self.template is None else (query, document)
+                if written is not None:
+                    fields = {"query": query, "document": document}
+                    part = (written.write(fields, partial(where, number)),)
+                parts.append(part)
+        if self.template == "":
+            tokens = tokenize(self.tokenizer, list(zip(*parts, strict=True)))
+        else:
+            texts = [text for (text,) in parts]
+            found = encode_all(self.tokenizer, texts, add_special_tokens=True)
+            tokens = [(ids, []) for ids in found]
+        for part, (ids, types) in zip(parts, tokens, strict=True):
+            yield part, ids, types
 
 
-def no_text(what: str, where: str) -> RecipeError:
-    """Make the error for an empty text of a pair."""
+def _no_text(what: str, where: str) -> RecipeError:
     return RecipeError(
         what, where=where, value="an empty text", hint="remove this row, or complete its texts"
     )
@@ -231,7 +235,6 @@ def starts_of(sample: AnySample, what: str, *, least: int = 1, step: int = 1) ->
 
 
 _NEGATIVES = re.compile(r"negatives?(_\d+)?")
-_NEGATIVES_IN_WORDS = "negative, negatives or negative_N"
 
 
 def text_pairs(
@@ -262,105 +265,65 @@ def text_pairs(
     """
     if max_negatives is not None:
         require_range("max_negatives", max_negatives, 0)
-    encoder = encoder_of(tokenizer, seq_length, truncation, pair_template)
-    pairs = PairReader(
-        encoder,
-        query_field,
-        positive_field,
-        negative_fields,
-        max_negatives,
-        query_prompt,
-        document_prompt,
-    )
-    key = (query_field, positive_field, negative_fields, max_negatives)
+    encoder = TextsEncoder(tokenizer, seq_length, truncation, pair_template)
+    fields = (query_field, positive_field, negative_fields)
+
+    def encode(rows: Rows) -> Samples:
+        texts = texts_of(rows, *fields, (query_prompt, document_prompt), max_negatives)
+        return encoder.samples(texts, rows.place)
+
+    key = (*fields, max_negatives, query_prompt, document_prompt, truncation, seq_length)
     # Keys of earlier versions have no template.
     joint = () if pair_template is None else (pair_template,)
     return samples_of(
         path,
         tokenizer,
-        pairs.encode,
+        encode,
         EarlierTruncation.of("right", seq_length),
-        fields=pairs.names,
-        key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length, *joint),
+        key=("text_pairs", *key, *joint),
         **options,
     )
 
 
-def encoder_of(
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int | None,
-    truncation: str,
-    pair_template: str | None,
-    query_length: int | None = None,
-) -> TextsEncoder:
-    """The encoder of separate texts (*pair_template* None), or of queries with documents as one text."""
-    require_tokenizer(tokenizer)
-    if pair_template is not None and query_length is not None:
-        raise RecipeError(
-            "a query with a document is one text, which has one limit",
-            where="dataset.query_length",
-            value=query_length,
-            hint="remove it, and set dataset.seq_length",
-        )
-    return TextsEncoder(tokenizer, seq_length, truncation, pair_template, query_length)
+def texts_of(
+    rows: Rows,
+    query_field: str,
+    positive_field: str,
+    negative_fields: list[str] | None,
+    prompts: tuple[str, str],
+    max_negatives: int | None = None,
+) -> list[list[str]]:
+    """The texts of each row: its query and its documents, each behind one of *prompts*. See :func:`text_pairs`.
 
-
-@dataclass(frozen=True, slots=True)
-class PairReader:
-    """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
-
-    encoder: TextsEncoder
-    query_field: str
-    positive_field: str
-    negative_fields: list[str] | None
-    max_negatives: int | None
-    query_prompt: str
-    document_prompt: str
-
-    @property
-    def names(self) -> list[str]:
-        """The fields that are used, if the data has them."""
-        names = [*names_in(self.query_field), *names_in(self.positive_field)]
-        if self.negative_fields is not None:
-            return [*names, *self.negative_fields]
-        names += ["negative", "negatives"]
-        names += [f"negative_{number}" for number in range(100)]
-        return names
-
-    def encode(self, rows: Rows) -> Samples:
-        """Make a sample of each row. Raises :class:`RecipeError` with the row's location for a text that is empty."""
-        queries, positives = rows.texts([self.query_field, self.positive_field])
-        negatives = self._negatives(rows)
-        texts = []
-        for number, (query, positive) in enumerate(zip(queries, positives, strict=True)):
-            documents = [positive, *negatives[number]]
-            if not query.strip() or not all(document.strip() for document in documents):
-                raise no_text("a text of a pair is empty", rows.place(number))
-            written = [self.document_prompt + document for document in documents]
-            texts.append([self.query_prompt + query, *written])
-        return self.encoder.samples(texts, rows.place)
-
-    def _negatives(self, rows: Rows) -> list[list[str]]:
-        """The negative documents of each row."""
-        fields = self.negative_fields
-        if fields is None:
-            fields = [field for field in rows.fields if _NEGATIVES.fullmatch(field)]
-        elif fields:
-            rows.require(fields)
-        found: list[list[str]] = [[] for _ in range(rows.num_rows)]
-        for field, values in zip(fields, rows.read(fields), strict=True):
-            for number, value in enumerate(values):
-                texts = [value] if isinstance(value, str) else [] if value is None else value
-                if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
-                    raise RecipeError(
-                        f"field {field} of a sample is not text, a list of texts or null",
-                        where=rows.place(number),
-                        value=str(value)[:80],
-                        hint="correct this row, or list the fields with negatives in dataset.negative_fields "
-                        f"(by default: {_NEGATIVES_IN_WORDS})",
-                    )
-                found[number] += texts
-        return [texts[: self.max_negatives] for texts in found]
+    Raises :class:`RecipeError` with the row's location for a value that is not text, or empty.
+    """
+    queries, positives = rows.texts([query_field, positive_field])
+    if negative_fields is None:
+        negative_fields = [field for field in rows.fields if _NEGATIVES.fullmatch(field)]
+    elif negative_fields:
+        rows.require(negative_fields)
+    columns = rows.read(negative_fields)
+    found = []
+    for number, (query, positive) in enumerate(zip(queries, positives, strict=True)):
+        negatives: list[str] = []
+        for field, column in zip(negative_fields, columns, strict=True):
+            value = column[number]
+            texts = [value] if isinstance(value, str) else [] if value is None else value
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                raise RecipeError(
+                    f"field {field} of a sample is not text, a list of texts or null",
+                    where=rows.place(number),
+                    value=str(value)[:80],
+                    hint="correct this row, or list the fields with negatives in dataset.negative_fields (by default: "
+                    "negative, negatives or negative_N)",
+                )
+            negatives += texts
+        documents = [positive, *negatives[:max_negatives]]
+        if not all(text.strip() for text in (query, *documents)):
+            raise _no_text("a text of a pair is empty", rows.place(number))
+        before_query, before_document = prompts
+        found.append([before_query + query, *(before_document + text for text in documents)])
+    return found
 
 
 class PairCollator:

@@ -364,7 +364,7 @@ def description_pairs(
     the template, from the sections of these names.
     """
 
-    from automodel_ckpt.data.text_pairs import encoder_of
+    from automodel_ckpt.data.text_pairs import TextsEncoder
 
     require_choice("split", split, ("train", "validation"))
     if num_negatives < 0:
@@ -374,7 +374,7 @@ def description_pairs(
             value=num_negatives,
             hint="0 makes pairs without negative documents",
         )
-    encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
+    encoder = TextsEncoder(tokenizer, seq_length, "right", pair_template)
 
     def texts() -> list[_Item]:
         pairs = library_pairs(split)

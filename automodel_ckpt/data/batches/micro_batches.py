@@ -197,8 +197,6 @@ def read_all(
     :class:`AutomodelError` for a sample that cannot be read.
     """
     if num_workers:
-        from automodel_ckpt.data.batches.workers import run_workers
-
         items = run_workers(reader, num_workers, sampler=requests)
     else:
         items = (reader[request] for request in requests)

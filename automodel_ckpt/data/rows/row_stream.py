@@ -20,7 +20,7 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.data.rows.arguments import at_most, require_range
 from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.row_files import RecordStream
-from automodel_ckpt.data.rows.rows import StreamedRows
+from automodel_ckpt.data.rows.rows import ColumnRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation, report_counts
 
@@ -104,7 +104,7 @@ class RowStream(IterableDataset[Row]):
         sample that is too long.
         """
         place = row.place or f"{self.source.path}, row {row.number}"
-        table = StreamedRows(self.source.path, [(row.content, place)], self.rows.fields)
+        table = ColumnRows.of(self.source.path, [(row.content, place)], self.rows)
         samples = self.encode(table)
         kept = self.policy.apply(samples, lambda: table.place(0))
         items = []

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
@@ -91,8 +91,8 @@ class Rows:
         return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
-        """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
-        return [column[start:stop] for column in self.read(fields)]
+        """The values of each field in the rows *start* to *stop*."""
+        raise NotImplementedError
 
     def place(self, row: int) -> str:
         """The location of a row: file and line, or the number of the row from 0."""
@@ -187,33 +187,43 @@ class Rows:
         return values
 
 
-class StreamedRows(Rows):
-    """A table of some *rows* of a stream, pairs of content and place. *known* are the fields of its other rows."""
+class ColumnRows(Rows):
+    """A table of *columns* by name, with the locations of its rows. *source* knows the names of classes, if any."""
 
     def __init__(
-        self, path: str, rows: Sequence[tuple[Mapping[str, Any], str | None]], known: Sequence[str]
+        self, path: str, columns: Mapping[str, list[Any]], places: Sequence[str], source: Any = None
     ) -> None:
-        self.path = path
-        self._rows = rows
-        self._known = known
+        self.path, self._columns, self._places, self._source = path, columns, places, source
+
+    @classmethod
+    def of(
+        cls, path: str, rows: Sequence[tuple[Mapping[str, Any], str | None]], stream: Any
+    ) -> Self:
+        """Make a table of some *rows* of a *stream*, pairs of content and place."""
+        # With the fields of other rows: a field that only these rows lack is null, not unknown.
+        names = dict.fromkeys(chain(stream.fields, *(content for content, _ in rows)))
+        columns = {name: [content.get(name) for content, _ in rows] for name in names}
+        return cls(
+            path, columns, [place or f"{path}, a row of the stream" for _, place in rows], stream
+        )
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return len(self._places)
 
     @property
     def fields(self) -> Sequence[str]:
-        # With the fields of other rows: a field that only these rows lack is null, not unknown.
-        names = dict.fromkeys(self._known)
-        for content, _ in self._rows:
-            names.update(dict.fromkeys(content))
-        return list(names)
+        return list(self._columns)
 
-    def read(self, fields: Sequence[str]) -> Columns:
-        return [[content.get(field) for content, _ in self._rows] for field in fields]
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
+        return [self._columns[field][start:stop] for field in fields]
 
     def place(self, row: int) -> str:
-        return self._rows[row][1] or f"{self.path}, a row of the stream"
+        return self._places[row]
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        find = getattr(self._source, "class_names", None)
+        return None if find is None else find(field)
 
 
 class RowRange(Rows):
@@ -236,8 +246,9 @@ class RowRange(Rows):
     def fields(self) -> Sequence[str]:
         return self.whole.fields
 
-    def read(self, fields: Sequence[str]) -> Columns:
-        return self.whole.read_range(fields, self.start, self.stop)
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
+        stop = min(stop, self.num_rows)
+        return self.whole.read_range(fields, self.start + start, self.start + stop)
 
     def place(self, row: int) -> str:
         return self.whole.place(self.start + row)

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -413,43 +414,35 @@ class Truncation:
             return sample
         # A sample without labels is skipped, also if it is too long.
         if self.policy == "error" and any(sample.labelled[1:]):
-            length = np.array([len(sample.tokens)])
-            self.require_short(np.zeros(1, np.int64), length, lambda _: where())
+            raise too_long({0: len(sample.tokens)}, self.seq_length, 1, lambda _: where())
         labelled = sample.labelled[: self.seq_length] if self.policy == "right" else []
         tokens = sample.tokens[: self.seq_length]
         return TokenizedSample(tokens, labelled, number=sample.number)
 
-    def require_short(
-        self,
-        used: Integers,
-        lengths: Integers,
-        where: Callable[[int], str],
-    ) -> None:
-        """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``.
 
-        *used* are the rows of the samples with labels, *lengths* the numbers of tokens of the longest one of each.
-        """
-        too_long = np.flatnonzero(lengths > self.seq_length)
-        if not len(too_long):
-            return
-        places = [
-            f"{where(int(used[each]))} ({lengths[each]} tokens)" for each in too_long[:_NUM_SHOWN]
-        ]
-        if len(too_long) > len(places):
-            places.append(f"and {len(too_long) - len(places)} more")
-        longest = int(lengths.max())
-        percentile = int(np.percentile(lengths, 99, method="higher"))
-        what = "samples are longer than seq_length"
-        if len(too_long) == 1:
-            what = "a sample is longer than seq_length"
-        raise RecipeError(
-            what,
-            where=", ".join(places),
-            value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
-            f"the longest sample {longest} tokens, the 99th percentile {percentile}",
-            hint=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
-            "or remove them",
-        )
+def too_long(
+    lengths: Mapping[int, int],
+    limit: int,
+    num_rows: int,
+    where: Callable[[int], str],
+    noun: str = "sample",
+    key: str = "seq_length",
+) -> RecipeError:
+    """Make one error for rows of *num_rows* with a *noun* of more than *limit* tokens, the value of *key*.
+
+    *lengths* are the numbers of these rows -> their tokens, ``where(row)`` is the location of a row.
+    """
+    places = [f"{where(row)} ({n} tokens)" for row, n in islice(lengths.items(), _NUM_SHOWN)]
+    if len(lengths) > _NUM_SHOWN:
+        places.append(f"and {len(lengths) - _NUM_SHOWN} more")
+    longest = max(lengths.values())
+    return RecipeError(
+        f"a {noun} is longer than {key}" if len(lengths) == 1 else f"{noun}s are longer than {key}",
+        where=", ".join(places),
+        value=f"{len(lengths)} of {counted(num_rows, noun)}; {key} {limit}, the longest {longest} tokens",
+        hint=f"increase dataset.{key} to {longest}, set dataset.truncation right to truncate such {noun}s, or remove "
+        "them",
+    )
 
 
 class EarlierTruncation(Truncation):

@@ -14,7 +14,7 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.registry import own_classes, own_name
 from automodel_ckpt.config.sample_kinds import MIXTURE, SAMPLE_KINDS, sample_problems
 from automodel_ckpt.config.tree.yaml_tree import node_of
-from automodel_ckpt.data.rows.rows import BUILDERS_BY_FIELDS, StreamedRows
+from automodel_ckpt.data.rows.rows import BUILDERS_BY_FIELDS, ColumnRows
 from automodel_ckpt.errors import Problem, RecipeError
 
 DATA = "automodel_ckpt.data"
@@ -55,7 +55,7 @@ def test_the_builders_that_a_hint_suggests_are_accepted_by_the_recipes_it_names(
     for fields, builder, recipes in BUILDERS_BY_FIELDS:
         for recipe in recipes.split(", "):
             assert problems(recipe, f"data.{builder}") == [], (recipe, builder)
-        source = StreamedRows("data.jsonl", [(dict.fromkeys(fields, "x"), None)], [])
+        source = ColumnRows("data.jsonl", {field: ["x"] for field in fields}, ["data.jsonl:1"])
         with pytest.raises(RecipeError) as caught:
             source.require(["other"])
         hint = str(caught.value.problems[0].hint)

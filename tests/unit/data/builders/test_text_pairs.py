@@ -90,8 +90,7 @@ def test_each_text_is_truncated_with_its_special_tokens(
     with pytest.raises(RecipeError, match="a text of a pair is longer than seq_length") as caught:
         text_pairs(TOKENIZER, data, seq_length=4, truncation="error")
     (problem,) = caught.value.problems
-    assert problem.where == f"{data}:2"
-    assert problem.value == "5 tokens, seq_length 4"
+    assert problem.where == f"{data}:2 (5 tokens)"
 
 
 @pytest.mark.parametrize(

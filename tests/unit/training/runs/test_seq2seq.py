@@ -132,7 +132,7 @@ def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
     assert samples[2]["labels"] == [end]
     with pytest.raises(RecipeError, match="a target is longer than target_length") as error:
         source_target(tokenizer, str(path), target_length=4)
-    assert error.value.problems[0].where.endswith("rows.jsonl:2")
+    assert "rows.jsonl:2 (" in error.value.problems[0].where
     cut = source_target(tokenizer, str(path), target_length=4, truncation="right")
     assert len(cut[1]["labels"]) == 4
     assert cut[1]["labels"][-1] == end
