@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Batch, Item, Key, padded
+from automodel_ckpt.data.collate import Batch, Item, Key, padded, require_sample
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
@@ -98,14 +98,13 @@ class LabelCollator:
     def _check(self, sample: Item) -> None:
         """Raise :class:`RecipeError` for a sample without text, or with another number of targets."""
         targets = sample.get("targets", ())
-        if not sample.get("input_ids") or len(targets) != self.labels.num_targets:
-            raise RecipeError(
-                "a sample is not a text with a label",
-                where="dataset",
-                value={name: str(value)[:80] for name, value in sample.items()},
-                hint='return {"input_ids": [...], "targets": [...]} (automodel_ckpt.data.classification.texts does), '
-                "or set dataloader.collate_fn",
-            )
+        require_sample(
+            bool(sample.get("input_ids")) and len(targets) == self.labels.num_targets,
+            sample,
+            "a sample is not a text with a label",
+            'return {"input_ids": [...], "targets": [...]} (automodel_ckpt.data.classification.texts does), or set '
+            "dataloader.collate_fn",
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids, require_sample
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.media_files import (
     AUDIO,
@@ -385,15 +385,10 @@ class ImageTextCollator:
 
 def check_conversation(sample: object) -> None:
     """Raise :class:`RecipeError` for a sample that is not an :class:`ImageText`."""
-    if isinstance(sample, ImageText):
-        return
-    found = type(sample).__name__
-    if isinstance(sample, Mapping):
-        found = f"{found} with {', '.join(map(str, sample))}"
-    raise RecipeError(
+    require_sample(
+        isinstance(sample, ImageText),
+        sample,
         "a sample is not a conversation with images or audio",
-        where="dataset",
-        value=found,
-        hint="use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without "
-        "images; return automodel_ckpt.data.media.image_conversations.ImageText; or set dataloader.collate_fn",
+        "use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without images; "
+        "return automodel_ckpt.data.media.image_conversations.ImageText; or set dataloader.collate_fn",
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.rows.files import LOADERS, digest, kind_of
 from automodel_ckpt.data.rows.rows import (
+    ColumnRows,
     Columns,
     Rows,
 )
@@ -63,35 +64,6 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class JsonRows:
-    """The list ``data`` of a JSON file."""
-
-    path: Path
-    content: Sequence[Any]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.content)
-
-    def fingerprint(self) -> str:
-        """A text that changes with the content of the file."""
-        return digest(self.path)
-
-    def row(self, number: int) -> Item:
-        """The fields of a row."""
-        row = self.content[number]
-        if not isinstance(row, dict):
-            hint = "correct or remove it"
-            where = self.place(number)
-            raise RecipeError("a row is no mapping", where=where, value=str(row)[:80], hint=hint)
-        return row
-
-    def place(self, row: int) -> str:
-        """The location of a row."""
-        return f"{self.path}, row {row} of data"
-
-
-@dataclass(frozen=True)
 class RetrievalSource:
     """The *table* of the queries, of which rows have the *fields*, with corpora by name.
 
@@ -99,7 +71,8 @@ class RetrievalSource:
     are used (None: all).
     """
 
-    table: Source | JsonRows
+    table: Rows
+    fingerprint: Callable[[], str]
     fields: Sequence[str] = ()
     corpora: Mapping[str, Corpus] = field(default_factory=dict)
     num_samples: int | None = None
@@ -107,7 +80,7 @@ class RetrievalSource:
     def fingerprints(self) -> list[str]:
         """Texts that change with the content of its files."""
         # Checkpoints contain a digest of them: another form would report that the data has changed.
-        found = [f"{self.num_samples}", self.table.fingerprint()]
+        found = [f"{self.num_samples}", self.fingerprint()]
         for name, corpus in self.corpora.items():
             parts = [corpus.documents.fingerprint(), repr(corpus.instructions)]
             found += [" ".join([name, *parts])] if name else parts
@@ -115,8 +88,7 @@ class RetrievalSource:
 
     def rows(self, seed: int) -> Sequence[int]:
         """The rows that are used. Raises :class:`RecipeError` if the table lacks a field."""
-        if isinstance(self.table, Source):
-            self.table.require(self.fields)
+        self.table.require(self.fields)
         chosen: Sequence[int] = range(self.table.num_rows)
         if self.num_samples is None or self.num_samples >= len(chosen):
             return chosen
@@ -175,7 +147,7 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
         if path.startswith(_HUB):
             found = _of_hub(path, has_instructions)
         elif kind in _INLINE:
-            found = RetrievalSource(Source.of(path), ["pos_doc"])
+            found = _of_table(Source.of(path), ["pos_doc"])
         elif kind == ".json":
             found = _with_corpora(Path(path).expanduser())
     if found is None:
@@ -187,6 +159,12 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
             "{path: SOURCE, num_samples: 1000}",
         )
     return replace(found, num_samples=count)
+
+
+def _of_table(
+    table: Source, fields: Sequence[str], corpora: Mapping[str, Corpus] | None = None
+) -> RetrievalSource:
+    return RetrievalSource(table, table.fingerprint, fields, corpora or {})
 
 
 def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
@@ -201,7 +179,7 @@ def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
     if has_instructions:
         instructions = _instructions_in(_hub_metadata(repo, subset))
     corpus = Corpus(Source.of(repo, f"{subset}_corpus"), instructions)
-    return RetrievalSource(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
+    return _of_table(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
 
 
 def _hub_metadata(repo: str, subset: str) -> Item:
@@ -239,7 +217,15 @@ def _with_corpora(path: Path) -> RetrievalSource:
             )
         documents = Source.of(_files_in(directory))
         corpora[str(metadata.get("corpus_id"))] = Corpus(documents, _instructions_in(metadata))
-    return RetrievalSource(JsonRows(path, rows), corpora=corpora)
+    placed = []
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number} of data"
+        if not isinstance(row, dict):
+            hint = "correct or remove it"
+            raise RecipeError("a row is no mapping", where=where, value=str(row)[:80], hint=hint)
+        placed.append((row, where))
+    table = ColumnRows.of(str(path), placed)
+    return RetrievalSource(table, partial(digest, path), corpora=corpora)
 
 
 def _files_in(directory: Path) -> list[str]:

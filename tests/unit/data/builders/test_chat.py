@@ -496,7 +496,7 @@ SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four"
 def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"conversations": SHAREGPT})
     with pytest.raises(
-        RecipeError, match=r"no field talk[\s\S]*hint: .*in the dataset section .*chat\.messages"
+        RecipeError, match=r"no field talk[\s\S]*hint: .*in the dataset section .*reference/data"
     ):
         messages(tokenizer, path, chat_template=PLAIN, messages_field="talk")
     given = messages(tokenizer, path, chat_template=PLAIN, messages_field="conversations")[0]

@@ -427,4 +427,4 @@ def test_samples_of_a_language_model_are_rejected(processors: Any) -> None:
     for function in (lambda sample: collate([sample]), collate.num_tokens):
         with pytest.raises(RecipeError, match="not a conversation with images") as caught:
             function({"input_ids": [1], "labels": [1]})
-        assert caught.value.problems[0].value == "dict with input_ids, labels"
+        assert caught.value.problems[0].value == "input_ids, labels"
