@@ -15,8 +15,9 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.sampler import rank_part
-from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
 from automodel_ckpt.data.preference import (
+    CHOSEN,
+    REJECTED,
     ScoredPairs,
     Scores,
 )

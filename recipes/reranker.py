@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import RerankerConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives, has_types
+from automodel_ckpt.data.text_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.loss.listwise import listwise_losses

@@ -19,7 +19,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_packing import PackCollator, PackedImages, measure
-from automodel_ckpt.data.media.media import AUDIO, media_of_data, usual_media
+from automodel_ckpt.data.media.media_files import AUDIO, media_of_data, usual_media
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids

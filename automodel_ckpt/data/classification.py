@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Batch, Item, Key, padded
+from automodel_ckpt.data.collate import Batch, Item, Key, padded, require_sample
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
@@ -23,14 +23,14 @@ from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import tokenize, truncated
 from automodel_ckpt.data.samples.labels import Labels, LabelValues, Reading, reading_of
-from automodel_ckpt.data.samples.samples import samples_of_rows
+from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.tokenized import (
+    EarlierTruncation,
     LengthSummary,
     Samples,
     TokenizedDataset,
     TokenizedSample,
 )
-from automodel_ckpt.data.samples.truncation import EarlierTruncation
 from automodel_ckpt.errors import RecipeError
 
 
@@ -98,14 +98,13 @@ class LabelCollator:
     def _check(self, sample: Item) -> None:
         """Raise :class:`RecipeError` for a sample without text, or with another number of targets."""
         targets = sample.get("targets", ())
-        if not sample.get("input_ids") or len(targets) != self.labels.num_targets:
-            raise RecipeError(
-                "a sample is not a text with a label",
-                where="dataset",
-                value={name: str(value)[:80] for name, value in sample.items()},
-                hint='return {"input_ids": [...], "targets": [...]} (automodel_ckpt.data.classification.texts does), '
-                "or set dataloader.collate_fn",
-            )
+        require_sample(
+            bool(sample.get("input_ids")) and len(targets) == self.labels.num_targets,
+            sample,
+            "a sample is not a text with a label",
+            'return {"input_ids": [...], "targets": [...]} (automodel_ckpt.data.classification.texts does), or set '
+            "dataloader.collate_fn",
+        )
 
 
 @dataclass(frozen=True)
@@ -205,6 +204,7 @@ def texts(
     as the tokenizer truncates it for a pipeline.
     """
     require_choice("label_values", label_values, ("auto", "indices", "one_hot"))
+    require_choice("truncation", truncation, ("error", "right"))
     encoder = TextEncoder(
         require_tokenizer(tokenizer), text_field, pair_field, chat_template, truncation, seq_length
     )
@@ -215,17 +215,24 @@ def texts(
         values, classes = source.values(label_field), source.class_names(label_field)
         return reading_of(labels, values, label_values, field=label_field, classes=classes)
 
-    key: Key = (text_field, pair_field, label_field, chat_template, str(labels))
-    return labeled_texts(
+    key: Key = (text_field, pair_field, label_field, chat_template)
+    key += (truncation, EarlierTruncation.of(truncation, seq_length).seq_length, str(labels))
+    if label_values != "auto":
+        key += (label_values,)
+    fingerprint = source.fingerprint()
+    dataset = labeled_texts(
         "classification-texts",
         source,
-        source.fingerprint(),
+        fingerprint,
         encoder,
         label_field,
         reading,
-        key=(*key, label_values),
+        key=key,
         max_samples=max_samples,
     )
+    # Checkpoints contain it: another form would report that the data has changed.
+    dataset.identity = identity((2, fingerprint, *key), tokenizer)
+    return dataset
 
 
 def labeled_texts(
@@ -243,7 +250,6 @@ def labeled_texts(
 
     They are cached under *name*, *fingerprint* and *key*. Raises :class:`RecipeError` with the location of a bad row.
     """
-    require_choice("truncation", encoder.truncation, ("error", "right"))
     known = cache(reading)
 
     def encode(part: Rows) -> Samples:

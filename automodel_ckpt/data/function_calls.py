@@ -27,8 +27,7 @@ from automodel_ckpt.data.conversations.template_choice import template_of
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import Samples
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import Samples, Truncation
 
 _TYPES = {
     "str": "string",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
@@ -16,18 +16,17 @@ import torch
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids, require_sample
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.media.media import (
+from automodel_ckpt.data.media.media_files import (
     AUDIO,
     IMAGE,
     Media,
+    pillow,
     placeholders_of,
     sampling_rate_of,
     usual_media,
 )
-from automodel_ckpt.data.media.media_files import pillow
-from automodel_ckpt.data.samples.encoder import Continuations
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -210,15 +209,18 @@ class ImageTextCollator:
     def _call_together(self, samples: Sequence[ImageText]) -> Any:
         images = [sample.images for sample in samples]
         audios = [audio for sample in samples for audio in sample.audios]
-        return self._call([sample.text for sample in samples], images, audios)
+        texts = [sample.text for sample in samples]
+        return self._call(texts, images, audios, self._adds_special_tokens(texts[0]))
 
-    def _call(self, texts: list[str], images: list[list[Any]] | None, audios: Sequence[Any]) -> Any:
+    def _call(
+        self, texts: list[str], images: list[Any] | None, audios: Sequence[Any], special: bool
+    ) -> Any:
         inputs: dict[str, Any] = {"text": texts, "return_tensors": "pt"}
         of_text = {
             "padding": True,
             "padding_side": "right",
             "pad_to_multiple_of": self.multiple,
-            "add_special_tokens": self._adds_special_tokens(texts[0]),
+            "add_special_tokens": special,
         }
         if any(images or ()):
             inputs["images"] = images
@@ -265,32 +267,32 @@ class ImageTextCollator:
         rest = sample.text[start:]
         counts = {kind: rest.count(text) for kind, text in self._placeholders.items()}
         num_images, num_audios = counts.get(IMAGE, 0), counts.get(AUDIO, 0)
-        # SentencePiece's tokenizers put a space before the first word of a text, so the rest needs a text before it.
-        mark = self._mark_behind(sample.text[:start])
         special = self._adds_special_tokens(sample.text)
         encode = partial(self.processor.tokenizer, add_special_tokens=special, verbose=False)
         if num_images or num_audios:
             images = [sample.images[len(sample.images) - num_images :]] if num_images else None
             audios = sample.audios[len(sample.audios) - num_audios :]
-            rest_tokens = self._call([mark + rest], images, audios)["input_ids"][0].tolist()
+            processed = self._call([rest], images, audios, special)
+            rest_tokens: Ids = processed["input_ids"][0].tolist()
         else:
-            rest_tokens = encode(mark + rest)["input_ids"]
-        if mark:
-            rest_tokens = rest_tokens[_num_equal(encode(mark)["input_ids"], rest_tokens) :]
-        return _num_equal(reversed(rest_tokens), reversed(tokens))
-
-    def _mark_behind(self, text: str) -> str:
-        """The special token that *text* ends with, or another text that tokenizers do not join with the text behind."""
-        mark = self._continuations.mark
-        if mark:
-            for token in self.processor.tokenizer.added_tokens_decoder.values():
-                if text.endswith(token.content):
-                    return str(token.content)
-        return mark
-
-    @cached_property
-    def _continuations(self) -> Continuations:
-        return Continuations(self.processor.tokenizer)
+            rest_tokens = encode(rest)["input_ids"]
+        pairs = zip(reversed(rest_tokens), reversed(tokens), strict=False)
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if num_equal == len(rest_tokens) or not self.processor.tokenizer.is_fast:
+            return num_equal
+        # The rest begins with other tokens than it does behind the text before it: a token contains a space before the
+        # rest, or SentencePiece's tokenizers put one before the first word of a text.
+        firsts = [rest.index(text) for kind, text in self._placeholders.items() if counts[kind]]
+        end = start + min(firsts, default=len(rest))
+        encoded = encode(sample.text, return_offsets_mapping=True)
+        stops = [stop for _, stop in encoded["offset_mapping"]]
+        first, last = (sum(stop <= position for stop in stops) for position in (start, end))
+        in_context = encoded["input_ids"][first:last]
+        num_alone = len(encode(sample.text[start:end])["input_ids"])
+        num_found = len(rest_tokens) - num_alone + len(in_context)
+        first = len(tokens) - num_found
+        is_found = tokens[first : first + len(in_context)] == in_context
+        return num_found if is_found else num_equal
 
     @cached_property
     def _placeholders(self) -> dict[str, str]:
@@ -381,23 +383,12 @@ class ImageTextCollator:
         return truncated
 
 
-def _num_equal(left: Iterable[int], right: Iterable[int]) -> int:
-    """Count the first tokens that are equal in both."""
-    pairs = zip(left, right, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def check_conversation(sample: object) -> None:
     """Raise :class:`RecipeError` for a sample that is not an :class:`ImageText`."""
-    if isinstance(sample, ImageText):
-        return
-    found = type(sample).__name__
-    if isinstance(sample, Mapping):
-        found = f"{found} with {', '.join(map(str, sample))}"
-    raise RecipeError(
+    require_sample(
+        isinstance(sample, ImageText),
+        sample,
         "a sample is not a conversation with images or audio",
-        where="dataset",
-        value=found,
-        hint="use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without "
-        "images; return automodel_ckpt.data.media.image_conversations.ImageText; or set dataloader.collate_fn",
+        "use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without images; "
+        "return automodel_ckpt.data.media.image_conversations.ImageText; or set dataloader.collate_fn",
     )

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
+from automodel_ckpt.data.chat import PairEncoder
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Batch,
@@ -18,17 +19,13 @@ from automodel_ckpt.data.collate import (
     has_keys,
     require_sample,
 )
-from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
-from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
-from automodel_ckpt.data.preference import PreferenceDataset
+from automodel_ckpt.data.preference import CHOSEN, REJECTED, PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.datasets_library import TableStream
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, Truncation
 from automodel_ckpt.errors import RecipeError
 
 DESIRABLE = "is_desirable"
@@ -96,7 +93,7 @@ def judged_completions(
             samples[number] = samples[number]._replace(number=judgment)
         return samples
 
-    judged = samples_of(
+    return samples_of(
         path,
         tokenizer,
         encode,
@@ -106,16 +103,6 @@ def judged_completions(
         **options,
         kind=JudgedDataset,
     )
-    if isinstance(judged, RowStream) and isinstance(judged.rows, TableStream):
-        names = judged.rows.class_names(label_field)
-        if names is not None:
-            raise RecipeError(
-                f"a stream has numbers in the field {label_field} without the names that the data gives to them",
-                where="dataset.streaming",
-                value=f"the names are {', '.join(names)}",
-                hint="set dataset.streaming false",
-            )
-    return judged
 
 
 def split_pairs(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +22,14 @@ from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.rows.files import LOADERS, digest, kind_of
 from automodel_ckpt.data.rows.rows import (
+    ColumnRows,
     Columns,
     Rows,
 )
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.data.samples.truncation import EarlierTruncation
-from automodel_ckpt.data.text_pairs import PairReader, encoder_of
+from automodel_ckpt.data.samples.tokenized import EarlierTruncation, Samples, TokenizedDataset
+from automodel_ckpt.data.text_pairs import TextsEncoder, texts_of
 from automodel_ckpt.errors import RecipeError
 
 WHERE = "dataset.sources"
@@ -64,35 +64,6 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class JsonRows:
-    """The list ``data`` of a JSON file."""
-
-    path: Path
-    content: Sequence[Any]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.content)
-
-    def fingerprint(self) -> str:
-        """A text that changes with the content of the file."""
-        return digest(self.path)
-
-    def row(self, number: int) -> Item:
-        """The fields of a row."""
-        row = self.content[number]
-        if not isinstance(row, dict):
-            hint = "correct or remove it"
-            where = self.place(number)
-            raise RecipeError("a row is no mapping", where=where, value=str(row)[:80], hint=hint)
-        return row
-
-    def place(self, row: int) -> str:
-        """The location of a row."""
-        return f"{self.path}, row {row} of data"
-
-
-@dataclass(frozen=True)
 class RetrievalSource:
     """The *table* of the queries, of which rows have the *fields*, with corpora by name.
 
@@ -100,22 +71,24 @@ class RetrievalSource:
     are used (None: all).
     """
 
-    table: Source | JsonRows
+    table: Rows
+    fingerprint: Callable[[], str]
     fields: Sequence[str] = ()
     corpora: Mapping[str, Corpus] = field(default_factory=dict)
     num_samples: int | None = None
 
     def fingerprints(self) -> list[str]:
         """Texts that change with the content of its files."""
-        found = [f"{self.num_samples}", self.table.fingerprint()]
+        # Checkpoints contain a digest of them: another form would report that the data has changed.
+        found = [f"{self.num_samples}", self.fingerprint()]
         for name, corpus in self.corpora.items():
-            found += [name, corpus.documents.fingerprint(), repr(corpus.instructions)]
+            parts = [corpus.documents.fingerprint(), repr(corpus.instructions)]
+            found += [" ".join([name, *parts])] if name else parts
         return found
 
     def rows(self, seed: int) -> Sequence[int]:
         """The rows that are used. Raises :class:`RecipeError` if the table lacks a field."""
-        if isinstance(self.table, Source):
-            self.table.require(self.fields)
+        self.table.require(self.fields)
         chosen: Sequence[int] = range(self.table.num_rows)
         if self.num_samples is None or self.num_samples >= len(chosen):
             return chosen
@@ -174,7 +147,7 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
         if path.startswith(_HUB):
             found = _of_hub(path, has_instructions)
         elif kind in _INLINE:
-            found = RetrievalSource(Source.of(path), ["pos_doc"])
+            found = _of_table(Source.of(path), ["pos_doc"])
         elif kind == ".json":
             found = _with_corpora(Path(path).expanduser())
     if found is None:
@@ -186,6 +159,12 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
             "{path: SOURCE, num_samples: 1000}",
         )
     return replace(found, num_samples=count)
+
+
+def _of_table(
+    table: Source, fields: Sequence[str], corpora: Mapping[str, Corpus] | None = None
+) -> RetrievalSource:
+    return RetrievalSource(table, table.fingerprint, fields, corpora or {})
 
 
 def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
@@ -200,7 +179,7 @@ def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
     if has_instructions:
         instructions = _instructions_in(_hub_metadata(repo, subset))
     corpus = Corpus(Source.of(repo, f"{subset}_corpus"), instructions)
-    return RetrievalSource(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
+    return _of_table(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
 
 
 def _hub_metadata(repo: str, subset: str) -> Item:
@@ -238,7 +217,15 @@ def _with_corpora(path: Path) -> RetrievalSource:
             )
         documents = Source.of(_files_in(directory))
         corpora[str(metadata.get("corpus_id"))] = Corpus(documents, _instructions_in(metadata))
-    return RetrievalSource(JsonRows(path, rows), corpora=corpora)
+    placed = []
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number} of data"
+        if not isinstance(row, dict):
+            hint = "correct or remove it"
+            raise RecipeError("a row is no mapping", where=where, value=str(row)[:80], hint=hint)
+        placed.append((row, where))
+    table = ColumnRows.of(str(path), placed)
+    return RetrievalSource(table, partial(digest, path), corpora=corpora)
 
 
 def _files_in(directory: Path) -> list[str]:
@@ -314,17 +301,19 @@ def retrieval(
     A text of more than *seq_length* tokens, a query of more than *query_length* (None: *seq_length*), is truncated or
     rejected as in :func:`~automodel_ckpt.data.text_pairs.text_pairs`.
     """
-    encoder = encoder_of(tokenizer, seq_length, truncation, pair_template, query_length)
-    reader = PairReader(
-        encoder, "query", "positive", ["negatives"], None, query_prompt, document_prompt
-    )
+    encoder = TextsEncoder(tokenizer, seq_length, truncation, pair_template, query_length)
+
+    def encode(rows: Rows) -> Samples:
+        texts = texts_of(rows, "query", "positive", ["negatives"], (query_prompt, document_prompt))
+        return encoder.samples(texts, rows.place)
+
     rows = RetrievalRows(sources, num_negatives, seed, instructions)
     limits = (truncation, seq_length, query_length)
     return samples_of_rows(
         rows,
         rows.fingerprint(),
         tokenizer,
-        reader.encode,
+        encode,
         EarlierTruncation.of("right", seq_length),
         key=("retrieval", query_prompt, document_prompt, pair_template, *limits),
         max_samples=max_samples,
@@ -362,7 +351,7 @@ class RetrievalRows(Rows):
 
     def fingerprint(self) -> str:
         """A text that changes with the texts. Raises :class:`RecipeError` if they cannot be read."""
-        parts = [repr(self._options)]
+        parts = [" ".join(map(str, self._options))]
         for source in self._sources:
             parts += source.fingerprints()
         return "\n".join(parts)

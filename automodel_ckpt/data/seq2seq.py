@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Unpack
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.collate import (
@@ -34,8 +33,14 @@ from automodel_ckpt.data.rows.arguments import (
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import UNLIMITED, EarlierTruncation
+from automodel_ckpt.data.samples.tokenized import (
+    UNLIMITED,
+    EarlierTruncation,
+    Samples,
+    TokenizedDataset,
+    TokenizedSample,
+    too_long,
+)
 from automodel_ckpt.errors import RecipeError
 
 
@@ -142,13 +147,18 @@ class SourceTargetEncoder:
                     hint="remove this row, or complete its text",
                 )
         if self.truncation == "error":
-            _require_short(rows, source_ids, self.seq_length, "source", "seq_length")
-            _require_short(rows, target_ids, self.target_length, "target", "target_length")
+            for texts, limit, noun, key in (
+                (source_ids, self.seq_length, "source", "seq_length"),
+                (target_ids, self.target_length, "target", "target_length"),
+            ):
+                lengths = {row: len(ids) for row, ids in enumerate(texts) if len(ids) > limit}
+                if lengths:
+                    raise too_long(lengths, limit, rows.num_rows, rows.place, noun, key)
         samples = []
         for number, (source, target) in enumerate(zip(source_ids, target_ids, strict=True)):
             is_long = len(source) > self.seq_length or len(target) > self.target_length
             if is_long and self.truncation == "skip":
-                source, target = [], []
+                target = []
             elif is_long:
                 source, target = self._truncated(sources[number], targets[number])
             is_empty = not targets[number].strip()
@@ -174,24 +184,6 @@ class SourceTargetEncoder:
         limit = min(self.target_length, UNLIMITED - 1) - num_more
         target_ids, _ = truncated(self.tokenizer, [], limit, text_target=[target])
         return source_ids, self._as_target(target_ids)
-
-
-def _require_short(
-    rows: Rows, texts: Sequence[Sequence[int]], limit: int, noun: str, key: str
-) -> None:
-    """Raise one :class:`RecipeError` for all *texts* of *rows*, called *noun*, with more than *limit* tokens."""
-    lengths = np.array([len(ids) for ids in texts], dtype=np.int64)
-    too_long = np.flatnonzero(lengths > limit)
-    if not len(too_long):
-        return
-    first = int(too_long[0])
-    raise RecipeError(
-        f"a {noun} is longer than {key}",
-        where=rows.place(first),
-        value=f"{lengths[first]} tokens; {key} {limit}; {len(too_long)} of {len(texts)} rows from here have longer "
-        f"ones, the longest {lengths.max()} tokens",
-        hint=f"increase dataset.{key}, set dataset.truncation right to truncate such texts, or skip to skip such rows",
-    )
 
 
 class SourceTargetDataset(TokenizedDataset):

@@ -6,14 +6,13 @@ from typing import Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.chat import chat_pairs, pair_template
 from automodel_ckpt.data.collate import Key
-from automodel_ckpt.data.pairs.pair_encoder import chat_pairs, pair_template
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import Samples
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import Samples, Truncation
 from automodel_ckpt.errors import RecipeError
 
 PROMPT = "Context: {{ context | trim }}\nQuestion: {{ question | trim }}\nAnswer:"

@@ -15,8 +15,7 @@ from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
-from automodel_ckpt.data.samples.tokenized import Samples
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import Samples, Truncation
 
 
 def text(
@@ -79,7 +78,7 @@ def prompt_completion(
     skipped; the numbers are logged.
     """
     require_choice("learn", learn, ("completion", "all"))
-    from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
+    from automodel_ckpt.data.chat import PairEncoder
 
     pairs = PairEncoder(
         tokenizer,

@@ -18,7 +18,7 @@ from automodel_ckpt.data.media.image_conversations import (
     ImageOptions,
     RowContent,
 )
-from automodel_ckpt.data.media.media import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
+from automodel_ckpt.data.media.media_files import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError

@@ -35,8 +35,12 @@ from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import identity, samples_of_rows
 from automodel_ckpt.data.samples.token_arrays import TokenSpans
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.samples.truncation import EarlierTruncation, Truncation
+from automodel_ckpt.data.samples.tokenized import (
+    EarlierTruncation,
+    TokenizedDataset,
+    TokenizedSample,
+    Truncation,
+)
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_library import (
@@ -360,7 +364,7 @@ def description_pairs(
     the template, from the sections of these names.
     """
 
-    from automodel_ckpt.data.text_pairs import encoder_of
+    from automodel_ckpt.data.text_pairs import TextsEncoder
 
     require_choice("split", split, ("train", "validation"))
     if num_negatives < 0:
@@ -370,7 +374,7 @@ def description_pairs(
             value=num_negatives,
             hint="0 makes pairs without negative documents",
         )
-    encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
+    encoder = TextsEncoder(tokenizer, seq_length, "right", pair_template)
 
     def texts() -> list[_Item]:
         pairs = library_pairs(split)

@@ -302,7 +302,7 @@ MISTAKES = {
     ),
     "a dictionary of data sets": Mistake(
         ("--dataset={_target_: tests.support.runs.training_parts.splits}",),
-        r"a mapping of several data sets[\s\S]*value:  train",
+        r"neither map-style nor iterable[\s\S]*value:  train",
     ),
     "a loss for other things": Mistake(
         ("--loss_fn={_target_: torch.nn.MSELoss}",),

@@ -23,7 +23,7 @@ from automodel_ckpt.data.collate import (
     State,
 )
 from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import StreamedRows
+from automodel_ckpt.data.rows.rows import ColumnRows
 from automodel_ckpt.errors import RecipeError
 
 Row = dict[str, npt.NDArray[Any]]
@@ -280,7 +280,7 @@ class Lane:
 
     def _tokenized(self, rows: list[Any]) -> list[Document]:
         stream, rules = self._stream, self._rules
-        table = StreamedRows(stream.source.path, rows, stream.rows.fields)
+        table = ColumnRows.of(stream.source.path, rows, stream.rows)
         documents = []
         for number, sample in enumerate(stream.encode(table)):
             for truncated in stream.policy.apply([sample], partial(table.place, number)):

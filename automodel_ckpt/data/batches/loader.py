@@ -409,22 +409,19 @@ def _length(dataset: Any) -> int | None:
     # Checked first: it inherits __getitem__ from torch's Dataset, and may have __len__.
     if isinstance(dataset, IterableDataset):
         return None
-    if isinstance(dataset, Mapping):
-        raise RecipeError(
-            "the data set is a mapping of several data sets",
-            where="dataset",
-            value=", ".join(str(name) for name in list(dataset)[:8]),
-            hint="return one of them from the function that builds it, for example the split train",
-        )
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return len(dataset)
-    if hasattr(dataset, "__iter__"):
-        return None
+    if not isinstance(dataset, Mapping):
+        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+            return len(dataset)
+        if hasattr(dataset, "__iter__"):
+            return None
     raise RecipeError(
         "the data set is neither map-style nor iterable",
         where="dataset",
-        value=type(dataset).__name__,
-        hint="give it __len__ and __getitem__, or __iter__",
+        value=", ".join(map(str, dataset))
+        if isinstance(dataset, Mapping)
+        else type(dataset).__name__,
+        hint="give it __len__ and __getitem__, or __iter__; of a mapping of data sets, return one, such as the split "
+        "train",
     )
 
 

@@ -20,10 +20,10 @@ from automodel_ckpt.data.batches.micro_batches import (
     Failure,
     GlobalBatch,
     collate,
+    run_workers,
     with_location,
 )
 from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed
-from automodel_ckpt.data.batches.workers import run_workers
 from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Key
+from automodel_ckpt.data.collate import Ids, Key
 from automodel_ckpt.data.conversations.assistant_text import (
     METHOD,
     answer_prefixes,
@@ -119,13 +119,14 @@ class ChatTemplate:
             return self._for_tools.sample(conversation, tools)
         turns, offered = self.prepared(conversation, tools)
         turns = self._fitting(turns, offered)
-        locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
-        sample = locate(turns, offered)
-        labelled = sample.labelled
+        text, spans, notes = self.located(turns, offered)
+        tokens, labelled = self._tokenized(text, spans)
         if self.last_only:
             labelled = _last_run(labelled)
         if self.mask_reasoning:
-            labelled = self._without_reasoning(turns, offered, sample.tokens, labelled)
+            for span in reasoning_spans(self.renderer, turns, offered, text):
+                first, last = self._token_span(text, span, tokens)
+                labelled[first:last] = [False] * (last - first)
         # The first token is never predicted, so its label does not count.
         if not any(labelled[1:]):
             hint = "remove it, or use the role assistant for the messages to train on"
@@ -136,7 +137,7 @@ class ChatTemplate:
             roles = ", ".join(str(turn["role"]) for turn in turns)
             what = "this conversation has no assistant token to train on"
             raise UnusableSample(what, roles, hint)
-        return sample._replace(labelled=labelled)
+        return TokenizedSample(tokens, labelled, notes=tuple(notes))
 
     def prepared(self, conversation: Turns, tools: Any) -> tuple[Turns, Any]:
         """Return a conversation, a list of messages from :func:`turns_of`, and its tools as the template takes them.
@@ -168,23 +169,6 @@ class ChatTemplate:
 
     def _num_tokens(self, turns: Turns, tools: Any) -> int:
         return len(self.renderer.encode(self.renderer.text(turns, tools)))
-
-    def _without_reasoning(
-        self,
-        turns: Turns,
-        tools: Any,
-        tokens: Sequence[int],
-        labelled: Sequence[bool],
-    ) -> list[bool]:
-        """Copy *labelled* without the tokens of the reasoning that the template writes, and of the tags around it."""
-        encode = self.renderer.encode
-        whole = self.renderer.text(turns, tools)
-        remaining = list(labelled)
-        for start, end in reasoning_spans(self.renderer, turns, tools, whole):
-            first = common_length(encode(whole[:start]), tokens)
-            last = common_length(encode(whole[:end]), tokens)
-            remaining[first:last] = [False] * (last - first)
-        return remaining
 
     def _with_text_contents(self, turns: Turns) -> Turns:
         """Replace lists of parts by their text, if the template supports only text.
@@ -249,47 +233,59 @@ class ChatTemplate:
                 "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
             )
 
-    def _by_markers(self, turns: Turns, tools: Any) -> TokenizedSample:
-        """Tokenize a conversation. The generation markers of the template determine the labels."""
-        # Not transformers' mask of assistant tokens: a character without a token throws it off.
-        text, labeled_spans = marked_answers(self.renderer, turns, tools)
+    def located(self, turns: Turns, tools: Any) -> tuple[str, list[Span], list[str]]:
+        """Render a conversation. Returns the text, the spans of the assistant's text that get labels, and notes.
+
+        With :attr:`last_only`, the spans inside generation markers are still those of all turns.
+        """
+        renderer = self.renderer
+        if renderer.has_markers:
+            # Not transformers' mask of assistant tokens: a character without a token throws it off.
+            text, spans = marked_answers(renderer, turns, tools)
+            notes = [*notes_of(renderer, turns, text)]
+            if spans:
+                notes += leaves_out_end(renderer, text[spans[-1][1] :])
+            return text, spans, notes
+        text, spans = renderer.text(turns, tools), []
+        notes = [*notes_of(renderer, turns, text)]
+        numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
+        for number in numbers[-1:] if self.last_only else numbers:
+            found = answer_prefixes(renderer, turns, tools, number, text)
+            spans.append((len(found.before), len(found.after)))
+            if found.is_rewritten:
+                notes.append(REWRITTEN)
+        return text, spans, notes
+
+    def _tokenized(self, text: str, spans: Sequence[Span]) -> tuple[Ids, list[bool]]:
+        """Tokenize a rendered text. Returns the tokens, and whether each is in one of *spans*."""
+        if not self.renderer.has_markers:
+            tokens = self.renderer.encode(text)
+            labelled = [False] * len(tokens)
+            for span in spans:
+                first, last = self._token_span(text, span, tokens)
+                labelled[first:last] = [True] * (last - first)
+            return tokens, labelled
         try:
-            tokens, spans = self.renderer.encode_with_offsets(text)
+            tokens, token_spans = self.renderer.encode_with_offsets(text)
         except NotImplementedError as error:
             raise UnusableSample(
                 "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
                 type(self.tokenizer).__name__,
                 "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
             ) from error
-        notes = [*notes_of(self.renderer, turns, text)]
-        if labeled_spans:
-            notes += leaves_out_end(self.renderer, text[labeled_spans[-1][1] :])
-        return TokenizedSample(tokens, _within(spans, labeled_spans), notes=tuple(notes))
+        return tokens, _within(token_spans, spans)
 
-    def _by_prefixes(self, turns: Turns, tools: Any) -> TokenizedSample:
-        """Tokenize a conversation. Rendering it up to each assistant turn determines the labels."""
-        encode = self.renderer.encode
-        whole = self.renderer.text(turns, tools)
-        tokens = encode(whole)
-        labelled = [False] * len(tokens)
-        notes = [*notes_of(self.renderer, turns, whole)]
-        for number in self.labeled_turns(turns):
-            # Borders are located in the tokens of the whole text: the text before a border,
-            # tokenized alone, may end in other tokens.
-            found = answer_prefixes(self.renderer, turns, tools, number, whole)
-            start = common_length(encode(found.before), tokens)
-            end = len(tokens)
-            if found.after != whole:
-                end = common_length(encode(found.after), tokens)
-            labelled[start:end] = [True] * (end - start)
-            if found.is_rewritten:
-                notes.append(REWRITTEN)
-        return TokenizedSample(tokens, labelled, notes=tuple(notes))
+    def _token_span(self, text: str, span: Span, tokens: Ids) -> tuple[int, int]:
+        """Find the first token of *span* in *text*, and the one after its last.
 
-    def labeled_turns(self, turns: Turns) -> list[int]:
-        """Return the numbers of the messages that get labels."""
-        numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
-        return numbers[-1:] if self.last_only else numbers
+        They are located in the *tokens* of the whole text: the text before a border, tokenized alone, may end in other
+        tokens.
+        """
+        start, end = span
+        first = common_length(self.renderer.encode(text[:start]), tokens)
+        if end == len(text):
+            return first, len(tokens)
+        return first, common_length(self.renderer.encode(text[:end]), tokens)
 
 
 def _with_arguments_read(call: Object) -> Object:

@@ -84,7 +84,7 @@ def _part(entry: Any) -> Object:
     part = {key: value for key, value in entry.items() if value is not None}
     kind = part.get("type")
     has_image = any(part.get(key) for key in _IMAGE_KEYS)
-    if kind is None:
+    if not kind:
         # Its keys, if they belong to one type.
         if any(part.get(key) for key in _AUDIOS) and not part.get("text"):
             kind = "audio"

@@ -17,7 +17,6 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Item, Key
-from automodel_ckpt.data.conversations.assistant_text import answer_prefixes, marked_answers
 from automodel_ckpt.data.conversations.chat_renderer import Span
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.content_parts import (
@@ -36,16 +35,19 @@ from automodel_ckpt.data.conversations.messages import (
     turns_of,
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.media.media import (
+from automodel_ckpt.data.media.media_files import (
     AUDIO,
     IMAGE,
     MEDIA,
     Media,
+    Samples,
     media_of,
+    open_audio,
+    open_image,
+    pillow,
     placeholders_of,
     sampling_rate_of,
 )
-from automodel_ckpt.data.media.media_files import Samples, open_audio, open_image, pillow
 from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.source import Source
 
@@ -285,17 +287,8 @@ class ImageChatTemplate(ChatTemplate):
 
     def _located(self, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
         """Render a conversation and locate the assistant's text that gets labels."""
-        if self.renderer.has_markers:
-            text, spans = marked_answers(self.renderer, turns, tools)
-            if self.last_only:
-                spans = spans[-1:]
-            return text, spans
-        whole = self.renderer.text(turns, tools)
-        spans = []
-        for number in self.labeled_turns(turns):
-            found = answer_prefixes(self.renderer, turns, tools, number, whole)
-            spans.append((len(found.before), len(found.after)))
-        return whole, spans
+        text, spans, _ = self.located(turns, tools)
+        return text, spans[-1:] if self.last_only else spans
 
     def _as_text(self, turn: Object) -> Object:
         """Copy a message with its content as text, for a template that supports only text."""

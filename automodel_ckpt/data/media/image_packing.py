@@ -24,7 +24,7 @@ import transformers
 from torch.utils.data import Dataset
 
 from automodel_ckpt.base.units import counted, counted_are
-from automodel_ckpt.data.batches.micro_batches import Failure
+from automodel_ckpt.data.batches.micro_batches import Failure, run_workers
 from automodel_ckpt.data.batches.packing import (
     PackedDataset,
     Packs,
@@ -33,7 +33,6 @@ from automodel_ckpt.data.batches.packing import (
     laid_out,
     tokens_of_rows,
 )
-from automodel_ckpt.data.batches.workers import run_workers
 from automodel_ckpt.data.collate import Batch, Ids, Integers, Tensors
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText

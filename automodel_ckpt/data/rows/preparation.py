@@ -38,8 +38,9 @@ from automodel_ckpt.data.samples.tokenized import (
     NUMBERS,
     ArrayFile,
     Samples,
+    Truncation,
+    too_long,
 )
-from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
@@ -145,21 +146,18 @@ _LINE_SECONDS = 30.0
 
 
 class Part(NamedTuple):
-    """The samples of a range of rows after truncation, concatenated. *ends* counts from the start of the part.
+    """The samples of a range of rows after truncation, concatenated, and the *policy* with their counts.
 
-    With the policy ``error``, *used* are the numbers of all rows with labels and *lengths* their tokens, which the
-    error for long samples describes.
+    *ends* counts from the start of the part. *too_long* are rows -> tokens that the policy ``error`` rejects.
     """
 
     num_rows: int
     tokens: npt.NDArray[np.int32]
     ends: Integers
     labelled: npt.NDArray[np.bool_]
-    counts: Integers
-    used: Integers
-    lengths: Integers
     numbers: list[Any]
-    notes: Counter[str]
+    policy: Truncation
+    too_long: dict[int, int]
 
 
 def prepare(
@@ -178,7 +176,7 @@ def prepare(
     tokens = ArrayFile(directory / "tokens.npy", np.int32)
     ends = ArrayFile(directory / "ends.npy", np.int64)
     labelled = ArrayFile(directory / "labelled.npy", np.bool_)
-    used, lengths = [], []
+    lengths: dict[int, int] = {}
     numbers: list[Any] = []
     counts = np.zeros(3, dtype=np.int64)
     notes: Counter[str] = Counter()
@@ -187,13 +185,13 @@ def prepare(
             ends.append(part.ends + tokens.size)
             tokens.append(part.tokens)
             labelled.append(part.labelled)
-            counts += part.counts
-            used.append(part.used)
-            lengths.append(part.lengths)
+            counts += part.policy.counts
+            notes += part.policy.notes
+            lengths |= part.too_long
             numbers += part.numbers
-            notes += part.notes
             show(part.num_rows)
-    policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
+    if lengths:
+        raise too_long(lengths, policy.seq_length, rows.num_rows, rows.place)
     np.save(directory / "counts.npy", counts)
     if not np.isnan(numbers).all():
         np.save(directory / NUMBERS, np.array(numbers))
@@ -229,21 +227,18 @@ def _encode_range(
     stop: int,
 ) -> Part:
     samples = encode(RowRange(rows, start, stop))
-    truncation = policy.anew()
+    policy = policy.anew()
     remaining = []
-    used, lengths = [], []
+    rejected = {}
     for number in range(start, stop):
         first = (number - start) * group_size
         group = samples[first : first + group_size]
-        # The first token is never predicted.
-        sizes = [len(sample.tokens) for sample in group if any(sample.labelled[1:])]
-        if policy.policy == "error" and sizes:
-            used.append(number)
-            lengths.append(max(sizes))
-            # One error reports all of them after the last row.
-            if lengths[-1] > policy.seq_length:
-                continue
-        remaining += truncation.apply(group, partial(rows.place, number))
+        # The first token is never predicted. One error reports all long samples after the last row.
+        longest = max(len(sample.tokens) * any(sample.labelled[1:]) for sample in group)
+        if policy.policy == "error" and longest > policy.seq_length:
+            rejected[number] = longest
+        else:
+            remaining += policy.apply(group, partial(rows.place, number))
     tokens = chain.from_iterable(sample.tokens for sample in remaining)
     labelled = chain.from_iterable(sample.labelled for sample in remaining)
     return Part(
@@ -251,11 +246,9 @@ def _encode_range(
         tokens=np.fromiter(tokens, np.int32),
         ends=np.cumsum([len(sample.tokens) for sample in remaining], dtype=np.int64),
         labelled=np.fromiter(labelled, np.bool_),
-        counts=np.array(truncation.counts, dtype=np.int64),
-        used=np.array(used, dtype=np.int64),
-        lengths=np.array(lengths, dtype=np.int64),
         numbers=[sample.number for sample in remaining],
-        notes=truncation.notes,
+        policy=policy,
+        too_long=rejected,
     )
 
 

@@ -20,10 +20,9 @@ from automodel_ckpt.data.collate import (
 from automodel_ckpt.data.rows.arguments import at_most, require_range
 from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.row_files import RecordStream
-from automodel_ckpt.data.rows.rows import StreamedRows
+from automodel_ckpt.data.rows.rows import ColumnRows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, report_counts
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation, report_counts
 
 log = logging.getLogger(__name__)
 
@@ -105,17 +104,19 @@ class RowStream(IterableDataset[Row]):
         sample that is too long.
         """
         place = row.place or f"{self.source.path}, row {row.number}"
-        table = StreamedRows(self.source.path, [(row.content, place)], self.rows.fields)
+        table = ColumnRows.of(self.source.path, [(row.content, place)], self.rows)
         samples = self.encode(table)
         kept = self.policy.apply(samples, lambda: table.place(0))
         items = []
         for sample in kept or samples:
-            # A stream cannot skip a sample: the number of the samples after it is part of the data order.
-            flags = sample.labelled if kept else [False] * len(sample.tokens)
-            limit = self.policy.seq_length
-            pairs = zip(sample.tokens[:limit], flags, strict=False)
+            tokens, flags = sample.tokens, sample.labelled
+            if not kept:
+                # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+                tokens = tokens[: self.policy.seq_length]
+                flags = [False] * len(tokens)
+            pairs = zip(tokens, flags, strict=True)
             labels = [token if is_labeled else IGNORE_INDEX for token, is_labeled in pairs]
-            items.append({"input_ids": sample.tokens[:limit], "labels": labels})
+            items.append({"input_ids": tokens, "labels": labels})
         return self.kind.item(items, samples[0].number, self.policy.limit)
 
     def report(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
@@ -94,6 +93,11 @@ class Rows:
         """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
         return [column[start:stop] for column in self.read(fields)]
 
+    def row(self, number: int) -> Row:
+        """The fields of one row; None for fields that only other rows have."""
+        columns = self.read_range(self.fields, number, number + 1)
+        return {name: column[0] for name, column in zip(self.fields, columns, strict=True)}
+
     def place(self, row: int) -> str:
         """The location of a row: file and line, or the number of the row from 0."""
         raise NotImplementedError
@@ -122,8 +126,9 @@ class Rows:
             raise RecipeError(
                 f"the data has no {what} {', '.join(missing)}",
                 where=self.path,
-                value=f"its fields are {', '.join(map(_visible, self.fields))}",
-                hint=_hint_for(self.fields),
+                value=f"its fields are {', '.join(self.fields)}",
+                hint="name the fields of the data in the dataset section (field, or a key that ends in _field, such as "
+                "completion_field), or use the builder that reads these fields (docs/reference/data.md)",
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
@@ -187,33 +192,45 @@ class Rows:
         return values
 
 
-class StreamedRows(Rows):
-    """A table of some *rows* of a stream, pairs of content and place. *known* are the fields of its other rows."""
+class ColumnRows(Rows):
+    """A table of *columns* by name, with the locations of its rows. *source* knows the names of classes, if any."""
 
     def __init__(
-        self, path: str, rows: Sequence[tuple[Mapping[str, Any], str | None]], known: Sequence[str]
+        self, path: str, columns: Mapping[str, list[Any]], places: Sequence[str], source: Any = None
     ) -> None:
-        self.path = path
-        self._rows = rows
-        self._known = known
+        self.path, self._columns, self._places, self._source = path, columns, places, source
+
+    @classmethod
+    def of(
+        cls, path: str, rows: Sequence[tuple[Mapping[str, Any], str | None]], stream: Any = None
+    ) -> Self:
+        """Make a table of some *rows* of a *stream*, pairs of content and place."""
+        # With the fields of other rows: a field that only these rows lack is null, not unknown.
+        names = dict.fromkeys(
+            chain(getattr(stream, "fields", ()), *(content for content, _ in rows))
+        )
+        columns = {name: [content.get(name) for content, _ in rows] for name in names}
+        return cls(
+            path, columns, [place or f"{path}, a row of the stream" for _, place in rows], stream
+        )
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return len(self._places)
 
     @property
     def fields(self) -> Sequence[str]:
-        # With the fields of other rows: a field that only these rows lack is null, not unknown.
-        names = dict.fromkeys(self._known)
-        for content, _ in self._rows:
-            names.update(dict.fromkeys(content))
-        return list(names)
+        return list(self._columns)
 
-    def read(self, fields: Sequence[str]) -> Columns:
-        return [[content.get(field) for content, _ in self._rows] for field in fields]
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
+        return [self._columns[field][start:stop] for field in fields]
 
     def place(self, row: int) -> str:
-        return self._rows[row][1] or f"{self.path}, a row of the stream"
+        return self._places[row]
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        find = getattr(self._source, "class_names", None)
+        return None if find is None else find(field)
 
 
 class RowRange(Rows):
@@ -236,8 +253,9 @@ class RowRange(Rows):
     def fields(self) -> Sequence[str]:
         return self.whole.fields
 
-    def read(self, fields: Sequence[str]) -> Columns:
-        return self.whole.read_range(fields, self.start, self.stop)
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
+        stop = min(stop, self.num_rows)
+        return self.whole.read_range(fields, self.start + start, self.start + stop)
 
     def place(self, row: int) -> str:
         return self.whole.place(self.start + row)
@@ -295,10 +313,6 @@ class RecordRows(Rows):
                 column.append(row.get(field))
         return columns
 
-    def row(self, number: int) -> Row:
-        """The fields of one row; None for fields that only other rows have."""
-        return dict.fromkeys(self.fields) | self._content(self.numbers[number])
-
     def place(self, row: int) -> str:
         number = self.numbers[row]
         file = self._files[bisect_right(self.file_ends, number) - 1]
@@ -308,48 +322,6 @@ class RecordRows(Rows):
         text = self._texts[self._ends[number] : self._ends[number + 1]]
         # A row without fields may be written as null.
         return json.loads(text.decode()) or {}
-
-
-_NAME_FIELDS = (
-    "name the fields of the data in the dataset section (field, or a key that ends in _field, such as "
-    "completion_field)"
-)
-
-
-def _visible(field: str) -> str:
-    """The name of a field, in quotes if spaces at its ends would not be seen."""
-    return field if field == field.strip() != "" else repr(field)
-
-
-BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
-    (frozenset({"messages"}), "chat.messages", "llm_finetune"),
-    (frozenset({"conversations"}), "chat.messages", "llm_finetune"),
-    (frozenset({"messages", "images"}), "vlm.conversations", "vlm_finetune"),
-    (frozenset({"chosen", "rejected"}), "preference.pairs", "dpo, orpo, reward_model"),
-    (frozenset({"prompt", "chosen", "rejected"}), "kto.split_pairs", "kto"),
-    (frozenset({"prompt", "completion"}), "text.prompt_completion", "llm_finetune"),
-    (frozenset({"prompt", "completion", "label"}), "kto.judged_completions", "kto"),
-    (frozenset({"query", "positive"}), "text_pairs.text_pairs", "embedding, reranker"),
-    (frozenset({"source", "target"}), "seq2seq.source_target", "seq2seq"),
-    (frozenset({"pos_doc", "neg_doc"}), "retrieval.retrieval", "embedding, reranker"),
-    (frozenset({"text"}), "text.text", "llm_finetune, pretrain"),
-    (frozenset({"text", "label"}), "classification.texts", "sequence_classification"),
-)
-"""Fields of data, the builder (a name in this package) that reads them, and recipes that train on its samples."""
-
-
-def _hint_for(fields: Sequence[str]) -> str:
-    """Suggest the builders that read data with these fields, each with recipes: the one that reads is unknown here."""
-    found = [
-        f"_target_: automodel_ckpt.data.{builder} (recipe: {recipes})"
-        for needed, builder, recipes in BUILDERS_BY_FIELDS
-        if needed <= set(fields)
-    ]
-    if len(fields) == 1 and re.search(r"[;|\t]", fields[0]):
-        return "separate columns with commas, or with tabs in a file that is named *.tsv"
-    if not found:
-        return f"{_NAME_FIELDS}, or rename the fields of the data"
-    return f"{_NAME_FIELDS}; data with these fields are read by {' and '.join(found)}"
 
 
 def _names_in_all(fields: Sequence[str]) -> list[str]:

@@ -145,9 +145,11 @@ class Source(Rows):
         """A text that changes with the content of the rows. Raises :class:`RecipeError` if they cannot be read."""
         if not self.is_file and self._record_files is None:
             return f"{self.path} {self.name} {self.split} {self._table.table._fingerprint}"
-        files = self.files if self.is_file else chain.from_iterable(self._files_of_splits.values())
-        prefix = "" if self.is_file else f"{self.path} {self.name} "
-        return f"{prefix}{self.split} {' '.join(map(digest, files))}"
+        # Checkpoints contain a digest of this text: another form would report that the data has changed.
+        if self.is_file:
+            return f"{' '.join(map(digest, self.files))} {self.split}"
+        files = chain.from_iterable(self._files_of_splits.values())
+        return f"{self.path} {self.name} {self.split} {' '.join(map(digest, files))}"
 
     def files_signature(self) -> str:
         """Return a text that changes if files are added, removed, or change their size. Does not read them."""

@@ -143,24 +143,23 @@ class Continuations:
     def encode(self, before: Sequence[Ids], texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each of *texts* behind the tokens *before* it, without special tokens."""
         marks = [self._mark_behind(ids) for ids in before]
-        found = encode_all(
-            self._tokenizer, [m + text for m, text in zip(marks, texts, strict=True)]
-        )
+        behind = [mark + text for mark, text in zip(marks, texts, strict=True)]
+        found = encode_all(self._tokenizer, behind)
         for number, mark in enumerate(marks):
-            first, found[number] = self._divided(found[number], mark)
-            if first != self._ids(mark):
-                [found[number]] = encode_all(self._tokenizer, [texts[number]])
+            others = iter(self.marks)
+            # A tokenizer joins some texts with a mark, such as two line breaks.
+            while mark and found[number][: len(self._ids(mark))] != self._ids(mark):
+                mark = next(others, "")
+                [found[number]] = encode_all(self._tokenizer, [mark + texts[number]])
+            if mark:
+                found[number] = found[number][len(self._ids(mark)) :]
         return found
 
     def _mark_behind(self, ids: Ids) -> str:
-        if not ids or not self.mark:
+        if not ids or not self.marks:
             return ""
         special = self._tokenizer.added_tokens_decoder
-        return special[ids[-1]].content if ids[-1] in special else self.mark
-
-    def _divided(self, ids: Ids, mark: str) -> tuple[Ids, Ids]:
-        length = len(self._ids(mark))
-        return ids[:length], ids[length:]
+        return special[ids[-1]].content if ids[-1] in special else self.marks[0]
 
     def _ids(self, text: str) -> Ids:
         if text not in self._known:
@@ -172,22 +171,18 @@ class Continuations:
         return {}
 
     @cached_property
-    def mark(self) -> str:
-        """The mark for continuations; empty if the tokenizer puts no space before a text, or does more than that."""
-        usual = self._ids(_PROBE)
+    def marks(self) -> str:
+        """The marks for continuations; empty if the tokenizer puts no space before a text, or does more than that."""
+        usual, unknown = self._ids(_PROBE), self._ids(_UNKNOWN)
+        if self._ids(f"{_PROBE} ") == usual:
+            return ""
+        found = ""
         for mark in _MARKS:
-            behind, spaced = self._ids(mark + _PROBE), self._ids(f"{mark} {_PROBE}")
-            puts_space = self._divided(behind, mark)[1] != usual
-            is_all = self._divided(spaced, mark) == (self._ids(mark), usual)
-            if (
-                puts_space
-                and is_all
-                and self._divided(behind, mark)[0] == self._ids(mark)
-                and self._ids(mark) != self._ids(_UNKNOWN)
-                and self._ids(f"{_PROBE} ") != usual
-            ):
-                return mark
-        return ""
+            own, behind = self._ids(mark), self._ids(mark + _PROBE)
+            puts_space = behind[: len(own)] == own and behind[len(own) :] != usual
+            if own != unknown and puts_space and self._ids(f"{mark} {_PROBE}") == own + usual:
+                found += mark
+        return found
 
 
 class Encoder:

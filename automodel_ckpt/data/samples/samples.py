@@ -19,8 +19,7 @@ from automodel_ckpt.data.rows.preparation import Encode, prepare
 from automodel_ckpt.data.rows.row_stream import RowStream, row_stream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation
 
 log = logging.getLogger(__name__)
 

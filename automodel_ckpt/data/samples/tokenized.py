@@ -1,12 +1,14 @@
-"""Tokenized samples in flat arrays. Loaded arrays are memory-mapped, so that all processes share them."""
+"""Tokenized samples, how long ones are truncated, and data sets of them in flat, memory-mapped arrays."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -15,8 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import IGNORE_INDEX, Ids, Integers, Sample
-from automodel_ckpt.data.rows.arguments import at_most
+from automodel_ckpt.data.collate import (
+    IGNORE_INDEX,
+    Ids,
+    Integers,
+    Sample,
+    Where,
+)
+from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.errors import RecipeError, printable
 
 log = logging.getLogger(__name__)
@@ -327,3 +335,124 @@ def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
         have = "has" if number == 1 else "have"
         lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
     return lines
+
+
+POLICIES = ("error", "right", "skip", "history")
+_NUM_SHOWN = 3
+UNLIMITED = 2**31 - 1
+"""A number of tokens that no sample has."""
+
+
+@dataclass
+class Truncation:
+    """The policy for samples of more than *seq_length* tokens.
+
+    ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
+    builder removes old messages before. Counts the truncated samples, the samples that were skipped
+    because they are too long or no label remained, the samples with an empty completion, and their *notes*.
+    """
+
+    policy: str
+    seq_length: int
+    num_seen: int = field(default=0, init=False)
+    num_cut: int = field(default=0, init=False)
+    num_left_out: int = field(default=0, init=False)
+    num_empty: int = field(default=0, init=False)
+    notes: Counter[str] = field(default_factory=Counter, init=False)
+
+    @classmethod
+    def of(cls, policy: str, seq_length: int | None) -> Truncation:
+        """Make the policy of a builder, where *seq_length* None is no limit."""
+        return cls(policy, UNLIMITED if seq_length is None else seq_length)
+
+    @property
+    def limit(self) -> int | None:
+        """The maximum tokens of a sample; None without a limit."""
+        return None if self.seq_length == UNLIMITED else self.seq_length
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of samples that were truncated or skipped, and of those with an empty completion."""
+        return self.num_cut, self.num_left_out, self.num_empty
+
+    def __post_init__(self) -> None:
+        require_choice("truncation", self.policy, POLICIES)
+        # A token and the one it predicts.
+        require_range("seq_length", self.seq_length, 2)
+
+    def anew(self) -> Truncation:
+        """Return the same policy with counts of zero."""
+        return type(self)(self.policy, self.seq_length)
+
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
+        """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
+
+        They count as one sample. With the policy ``error``, raises :class:`RecipeError` with the location ``where()``
+        for a long sample.
+        """
+        notes = {note for sample in samples for note in sample.notes}
+        if not all(REPEATED_PROMPT in sample.notes for sample in samples):
+            # One of two answers may begin with the prompt by chance.
+            notes.discard(REPEATED_PROMPT)
+        self.notes.update(notes)
+        self.num_seen += 1
+        remaining = []
+        for sample in samples:
+            truncated = self._truncated(sample, where)
+            # The first token is never predicted.
+            if not any(truncated.labelled[1:]):
+                self.num_left_out += 1
+                return []
+            remaining.append(truncated)
+        self.num_cut += any(len(sample.tokens) > self.seq_length for sample in samples)
+        self.num_empty += any(sample.is_empty for sample in samples)
+        return remaining
+
+    def _truncated(self, sample: TokenizedSample, where: Where) -> TokenizedSample:
+        """Return the sample, truncated if needed; without labels if it is to be skipped."""
+        if len(sample.tokens) <= self.seq_length:
+            return sample
+        # A sample without labels is skipped, also if it is too long.
+        if self.policy == "error" and any(sample.labelled[1:]):
+            raise too_long({0: len(sample.tokens)}, self.seq_length, 1, lambda _: where())
+        labelled = sample.labelled[: self.seq_length] if self.policy == "right" else []
+        tokens = sample.tokens[: self.seq_length]
+        return TokenizedSample(tokens, labelled, number=sample.number)
+
+
+def too_long(
+    lengths: Mapping[int, int],
+    limit: int,
+    num_rows: int,
+    where: Callable[[int], str],
+    noun: str = "sample",
+    key: str = "seq_length",
+) -> RecipeError:
+    """Make one error for rows of *num_rows* with a *noun* of more than *limit* tokens, the value of *key*.
+
+    *lengths* are the numbers of these rows -> their tokens, ``where(row)`` is the location of a row.
+    """
+    places = [f"{where(row)} ({n} tokens)" for row, n in islice(lengths.items(), _NUM_SHOWN)]
+    if len(lengths) > _NUM_SHOWN:
+        places.append(f"and {len(lengths) - _NUM_SHOWN} more")
+    longest = max(lengths.values())
+    return RecipeError(
+        f"a {noun} is longer than {key}" if len(lengths) == 1 else f"{noun}s are longer than {key}",
+        where=", ".join(places),
+        value=f"{len(lengths)} of {counted(num_rows, noun)}; {key} {limit}, the longest {longest} tokens",
+        hint=f"increase dataset.{key} to {longest}, set dataset.truncation right to truncate such {noun}s, or remove "
+        "them",
+    )
+
+
+class EarlierTruncation(Truncation):
+    """Counts the samples that an encoder has truncated itself, and skips those that have lost all labels."""
+
+    def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
+        self.num_seen += 1
+        # A sample of texts with one token each has no labels either.
+        remaining = [sample for sample in samples if any(sample.labelled) or not sample.is_cut]
+        self.num_left_out += len(samples) - len(remaining)
+        self.num_cut += sum(sample.is_cut for sample in remaining)
+        self.num_empty += sum(sample.is_empty for sample in remaining)
+        return remaining

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.data.media.media import audio_processor_of
+from automodel_ckpt.data.media.media_files import audio_processor_of
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.training.kinds.teacher import KEY, PretrainedTeacher

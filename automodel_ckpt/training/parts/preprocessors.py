@@ -188,7 +188,7 @@ def read_from(source: ProcessorSource) -> Any:
 
 def check_processor(processor: Any, where: str) -> Any:
     """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and media."""
-    from automodel_ckpt.data.media.media import AUDIO, media_of, takes_audio_with_text
+    from automodel_ckpt.data.media.media_files import AUDIO, media_of, takes_audio_with_text
 
     media = media_of(processor)
     if media == {AUDIO} and not takes_audio_with_text(processor):

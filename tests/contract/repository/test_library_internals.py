@@ -259,7 +259,7 @@ def test_torch_still_raises_the_death_of_a_worker_in_a_signal_handler_unless_it_
 
     source = inspect.getsource(signal_handling._set_SIGCHLD_handler)
     assert "signal.signal(signal.SIGCHLD, handler)" in source, (
-        "remove the assignment to _SIGCHLD_handler_set from data/batches/workers.py"
+        "remove the assignment to _SIGCHLD_handler_set from data/batches/micro_batches.py"
     )
     assert "if _SIGCHLD_handler_set:\n        return" in source, "the assignment has no effect"
 
@@ -270,7 +270,7 @@ def test_torch_still_waits_for_workers_and_signals_them_when_its_iterator_ends()
     iterator: Any = vars(dataloader)["_MultiProcessingDataLoaderIter"]
     source = inspect.getsource(iterator._shutdown_workers)
     assert "w.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)" in source
-    assert "w.terminate()" in source, "data/batches/workers.py need not end the workers itself"
+    assert "w.terminate()" in source, "data/batches/micro_batches.py need not end the workers itself"
 
 
 def test_torch_still_wraps_the_steps_of_optimizers_without_the_mark_hooked() -> None:

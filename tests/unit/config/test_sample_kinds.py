@@ -14,7 +14,6 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.registry import own_classes, own_name
 from automodel_ckpt.config.sample_kinds import MIXTURE, SAMPLE_KINDS, sample_problems
 from automodel_ckpt.config.tree.yaml_tree import node_of
-from automodel_ckpt.data.rows.rows import BUILDERS_BY_FIELDS, StreamedRows
 from automodel_ckpt.errors import Problem, RecipeError
 
 DATA = "automodel_ckpt.data"
@@ -49,17 +48,6 @@ def test_a_recipe_accepts_the_builders_of_its_samples_only() -> None:
         for recipe, builder in itertools.product(kind.recipes, other.builders):
             found = problems(recipe, builder)
             assert bool(found) == (kind is not other), (recipe, builder)
-
-
-def test_the_builders_that_a_hint_suggests_are_accepted_by_the_recipes_it_names() -> None:
-    for fields, builder, recipes in BUILDERS_BY_FIELDS:
-        for recipe in recipes.split(", "):
-            assert problems(recipe, f"data.{builder}") == [], (recipe, builder)
-        source = StreamedRows("data.jsonl", [(dict.fromkeys(fields, "x"), None)], [])
-        with pytest.raises(RecipeError) as caught:
-            source.require(["other"])
-        hint = str(caught.value.problems[0].hint)
-        assert f"_target_: {DATA}.{builder} (recipe: {recipes})" in hint
 
 
 def test_a_wrong_data_set_is_reported_with_its_line_and_what_to_do(tmp_path: Path) -> None:

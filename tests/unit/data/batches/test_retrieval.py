@@ -13,7 +13,9 @@ import pytest
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.retrieval import retrieval
+from automodel_ckpt.data.rows.files import digest
 from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.samples import identity
 from automodel_ckpt.errors import RecipeError
 from tests.fixtures.embedding.tiny_pairs import tokenizer_of
 
@@ -93,6 +95,17 @@ def test_a_changed_corpus_makes_other_samples(tmp_path: Path) -> None:
     after = retrieval(TOKENIZER, [path])
     assert texts_of(after)[0] == ["fa"] + ["sa"] * 5
     assert before.identity != after.identity
+
+
+def test_the_identity_has_the_form_that_checkpoints_of_earlier_versions_have(
+    tmp_path: Path,
+) -> None:
+    path = with_corpus(tmp_path, ROWS)
+    rows, corpus = (digest(tmp_path / name) for name in ("train.json", "corpus/train.jsonl"))
+    text = f"2 42 False\nNone\n{rows}\nc {corpus} train ('find', '')"
+    key = (text, "retrieval", "", "", None, "right", 512, None, 512, "right")
+    found = retrieval(TOKENIZER, [path], num_negatives=2).identity
+    assert found == identity(key, TOKENIZER)
 
 
 def test_sources_are_concatenated_and_parts_of_them_drawn_as_in_automodel(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ CONTINUED = (
     {"prompt": "", "completion": "It is"},
     {"prompt": "Is it?", "completion": "ue</s>It is"},
     {"prompt": "Is it?</s>", "completion": "It is"},
+    {"prompt": "Is it", "completion": "?? It is"},
 )
 
 
@@ -115,7 +116,7 @@ def with_steps(normalizer: Any, pre_tokenizer: Any) -> Any:
     if pre_tokenizer is not None:
         made.pre_tokenizer = pre_tokenizer
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], show_progress=False)
-    made.train_from_iterator(["It is red", "Is it blue?", "ue bl It ?"], trainer)
+    made.train_from_iterator(["It is red", "Is it blue?? No.", "ue bl It ??", "It ?"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
 
 

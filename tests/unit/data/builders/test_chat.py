@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -495,7 +496,7 @@ SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four"
 def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"conversations": SHAREGPT})
     with pytest.raises(
-        RecipeError, match=r"no field talk[\s\S]*hint: .*in the dataset section .*chat\.messages"
+        RecipeError, match=r"no field talk[\s\S]*hint: .*in the dataset section .*reference/data"
     ):
         messages(tokenizer, path, chat_template=PLAIN, messages_field="talk")
     given = messages(tokenizer, path, chat_template=PLAIN, messages_field="conversations")[0]
@@ -569,3 +570,22 @@ def test_empty_answers_are_counted_and_null_means_absent(
         == "<s>content,role 2 + 2</s><s>content,role four</s>"
     )
     assert "2 of 3 samples have an empty completion" in caplog.text
+
+
+def test_markers_that_mark_nothing_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    template = MARKED.replace("== 'assistant'", "== 'model'")
+    with pytest.raises(
+        RecipeError, match=r"no assistant token to train on[\s\S]*generation markers"
+    ):
+        messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)
+
+
+@pytest.mark.parametrize("build", [messages, prompt_completion])
+def test_text_without_a_tokenizer_is_refused_with_what_to_name(
+    tmp_path: Path, build: Callable[..., object]
+) -> None:
+    file = tmp_path / "x.jsonl"
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    file.write_text(json.dumps({"prompt": "a", "completion": "b", "messages": turns}) + "\n")
+    with pytest.raises(RecipeError, match="text data requires a tokenizer"):
+        build(tokenizer=None, path=str(file), seq_length=16)

@@ -136,7 +136,7 @@ def test_pairs_are_skipped_and_counted_as_pairs(
     [problem] = error.value.problems
     assert "a.jsonl:2 (43 tokens)" in problem.where
     assert "a.jsonl:3 (111 tokens)" in problem.where
-    assert str(problem.value).startswith("2 of 4 samples")
+    assert str(problem.value).startswith("2 of 5 samples")
 
 
 def test_margins_are_read_from_csv_files(tokenizer: Any, tmp_path: Path) -> None:

@@ -57,10 +57,19 @@ def test_a_sample_has_query_document_and_negatives_with_prompts(data: str) -> No
     assert texts_of(dataset[1])[2:] == ["[CLS] fa [SEP]"]
 
 
-def test_a_stream_has_the_same_samples(data: str) -> None:
-    stream = text_pairs(TOKENIZER, data, streaming=True)
+def test_texts_of_one_token_each_are_a_sample(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("bert")
+    tokenizer.backend_tokenizer.post_processor = None
+    data = write(tmp_path / "rows.jsonl", [{"query": "ba", "positive": "ku"}])
+    (sample,) = text_pairs(tokenizer, data)
+    assert [TOKENIZER.decode(token) for token in sample["input_ids"]] == ["ba", "ku"]
+
+
+@pytest.mark.parametrize("seq_length", [256, 4])
+def test_a_stream_has_the_same_samples(data: str, seq_length: int) -> None:
+    stream = text_pairs(TOKENIZER, data, seq_length=seq_length, streaming=True)
     assert isinstance(stream, RowStream)
-    dataset: Any = text_pairs(TOKENIZER, data)
+    dataset: Any = text_pairs(TOKENIZER, data, seq_length=seq_length)
     assert [stream.prepare(row) for row in stream] == [dataset[0], dataset[1]]
 
 
@@ -81,8 +90,7 @@ def test_each_text_is_truncated_with_its_special_tokens(
     with pytest.raises(RecipeError, match="a text of a pair is longer than seq_length") as caught:
         text_pairs(TOKENIZER, data, seq_length=4, truncation="error")
     (problem,) = caught.value.problems
-    assert problem.where == f"{data}:2"
-    assert problem.value == "5 tokens, seq_length 4"
+    assert problem.where == f"{data}:2 (5 tokens)"
 
 
 @pytest.mark.parametrize(
@@ -122,3 +130,8 @@ def test_rows_are_pairs_then_negatives(data: str) -> None:
     assert len(set(batch["digests"].tolist())) == 7
     with pytest.raises(RecipeError, match="a sample is no pair of texts"):
         PairCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
+
+
+def test_a_sample_of_one_text_is_rejected() -> None:
+    with pytest.raises(RecipeError, match="a sample is no pair of texts"):
+        PairCollator(0)([{"input_ids": [3, 4], "labels": [IGNORE_INDEX, 4]}])

@@ -81,6 +81,16 @@ def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, da
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_behind_a_space_is_learnt_with_its_first_word(
+    family: str, processors: Any, data: Path
+) -> None:
+    _, processor = processors[family]
+    samples = conversations(processor, str(data), answer_prefix="So: ")
+    batch = collator(processors[family])([samples[2], samples[4]])
+    assert learnt(processor, batch) == [" It is blue</s>", " It is red</s>"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_without_images_gets_a_blank_one_that_weighs_nothing(
     family: str, processors: Any, data: Path
 ) -> None:
@@ -116,6 +126,9 @@ def sentencepiece(prepend: str) -> Any:
     special = ["<unk>", "<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<image>"]
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, show_progress=False)
     made.train_from_iterator(["It is red", "It is blue", "why?"], trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", special.index("<s>"))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
@@ -407,3 +420,11 @@ def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> Non
     no_place = replace(sample, text="no place for an image", labeled_spans=[], where="line 2")
     with pytest.raises(RecipeError, match=r"rejects a sample\s+where:\s+line 2\n"):
         collator(processors["llava"])([sample, no_place])
+
+
+def test_samples_of_a_language_model_are_rejected(processors: Any) -> None:
+    collate = collator(processors["llava"])
+    for function in (lambda sample: collate([sample]), collate.num_tokens):
+        with pytest.raises(RecipeError, match="not a conversation with images") as caught:
+            function({"input_ids": [1], "labels": [1]})
+        assert caught.value.problems[0].value == "input_ids, labels"

@@ -14,7 +14,7 @@ from automodel_ckpt.data.rows.row_files import RecordStream
 from automodel_ckpt.data.rows.row_stream import row_stream
 from automodel_ckpt.data.rows.rows import RecordRows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.samples.tokenized import Truncation
 from automodel_ckpt.errors import RecipeError
 
 ROWS: list[dict[str, Any]] = [

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.data.text_pairs import text_pairs
+from automodel_ckpt.data.text_pairs import ScoreCollator, check_negatives, has_types, text_pairs
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.reranker import Reranker
 from tests.fixtures.embedding import tiny_pairs as tiny

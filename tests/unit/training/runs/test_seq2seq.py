@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,11 +132,18 @@ def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
     assert samples[2]["labels"] == [end]
     with pytest.raises(RecipeError, match="a target is longer than target_length") as error:
         source_target(tokenizer, str(path), target_length=4)
-    assert error.value.problems[0].where.endswith("rows.jsonl:2")
+    assert "rows.jsonl:2 (" in error.value.problems[0].where
     cut = source_target(tokenizer, str(path), target_length=4, truncation="right")
     assert len(cut[1]["labels"]) == 4
     assert cut[1]["labels"][-1] == end
     assert len(source_target(tokenizer, str(path), target_length=4, truncation="skip")) == 2
+    limits: dict[str, Any] = {"seq_length": 5, "target_length": 4, "streaming": True}
+    for truncation in ("right", "skip"):
+        stream = source_target(tokenizer, str(path), truncation=truncation, **limits)
+        made = [stream.prepare(row) for row in stream]
+        assert made[0]["labels"] == samples[0]["labels"]
+        assert made[1]["labels"] == (cut[1]["labels"] if truncation == "right" else [])
+        assert SourceTargetCollator(0)(made)["input_ids"].shape[0] == 3
     batch = SourceTargetCollator(0)([{"input_ids": [5, 6], "labels": [7]}, cut[1]])
     assert batch["labels"][0].tolist() == [7, -100, -100, -100]
     assert batch["attention_mask"].sum().item() == 2 + len(cut[1]["input_ids"])
