@@ -153,14 +153,18 @@ class RecipeParts:
         """List what the recipe does not support in its configuration. Extend it to check more than single keys."""
         return unsupported_keys(self.config, self.unsupported)
 
-    def check_sections(self) -> None:
-        """Raise one :class:`RecipeError` with all :meth:`config_problems`, and for other problems of the configuration.
-
-        Called before the names in its sections are looked up on the Hub.
-        """
+    def check_config(self) -> None:
+        """Raise one :class:`RecipeError` with all :meth:`config_problems`, if there are any."""
         problems = self.config_problems()
         if problems:
             raise RecipeError.all_of(problems)
+
+    def check_sections(self) -> None:
+        """Raise :class:`RecipeError` for problems of the configuration.
+
+        Called before the names in its sections are looked up on the Hub.
+        """
+        self.check_config()
 
     def build(self) -> None:
         """Create the attributes that training needs, the same on all ranks. Each recipe defines it."""

@@ -147,16 +147,11 @@ class NodeProcess:
         except ChildProcessError as error:
             raise self._failure("ended unexpectedly", str(error)) from error
         except TimeoutError as error:
-            # It must not answer the next command with the result of this one.
-            self.kill()
             text = f"process {process.pid}: nothing for {stalled_seconds:.0f} s"
             raise self._failure("does not respond", text) from error
         except OSError as error:
             problem = os_problem(error, "copying a checkpoint in memory failed", hint=_HINT)
             raise NodeFailed.all_of([problem]) from error
-        except BaseException:
-            self.kill()
-            raise
 
     def _failure(self, what: str, value: str) -> NodeFailed:
         return NodeFailed(

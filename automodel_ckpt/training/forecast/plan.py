@@ -24,8 +24,10 @@ from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape, micro_
 from automodel_ckpt.training.forecast.model_traces import Traces
 from automodel_ckpt.training.forecast.rank_parts import RankParts
 from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
+from automodel_ckpt.training.recipe_parts import RecipeParts
 from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
+from automodel_ckpt.training.start.start_rank import check_classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ def _build_without_weights(recipe: Any, sizes: Sizes, device: ForecastDevice) ->
     # No process group: collectives return this rank's own values.
     # Nothing is allocated on the device, but it decides about data types.
     recipe.layout = RankLayout(0, sizes, 0, torch.device(device.type), None)  # type: ignore[arg-type]
+    check_classes(recipe, RecipeParts)
     recipe.config = resolve_precision(recipe.config, sizes, device.type)
     recipe.check_measurements()
     check_uploads(recipe.config)
