@@ -20,7 +20,7 @@ from automodel_ckpt.parallel.parallelize import check_parallelism
 from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.validation_metrics import (
+from automodel_ckpt.training.measure.measurements import (
     TRAIN_LOSS,
     measures_of,
     metric_names,

@@ -35,10 +35,9 @@ from automodel_ckpt.optim.lr import build_schedule, check_scalable, check_schedu
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.counters.cadence import total_steps
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.validation_metrics import cadence_of, steps_per_epoch
+from automodel_ckpt.training.measure.measurements import cadence_of, steps_per_epoch
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
     data_sections,

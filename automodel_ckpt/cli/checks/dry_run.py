@@ -37,8 +37,8 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.training.forecast.memory import Memory
-    from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
     from automodel_ckpt.training.forecast.plan import Plan
+    from automodel_ckpt.training.forecast.rank_parts import MicroBatchShape
     from automodel_ckpt.training.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]

@@ -36,7 +36,7 @@ from automodel_ckpt.training.values.run_log import RunLog
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.hub_uploads import HubUploads
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
-    from automodel_ckpt.training.watch.replica_check import ReplicaCheck
+    from automodel_ckpt.training.watch.replicas import ReplicaCheck
 
 log = logging.getLogger("automodel_ckpt")
 

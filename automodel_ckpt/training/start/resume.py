@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
+from automodel_ckpt.training.measure.measurements import steps_per_epoch
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeComparison, RecipeOptions
 from automodel_ckpt.training.values.run_log import RunLog

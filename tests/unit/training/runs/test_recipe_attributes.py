@@ -20,8 +20,7 @@ from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training import recipe as recipe_module
-from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
 from automodel_ckpt.training.model.sharding import check_cuda_graphs
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions
