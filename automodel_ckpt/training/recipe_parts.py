@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.config.callables.plugins import build
@@ -33,7 +33,6 @@ from automodel_ckpt.loss.causal import LossFn
 from automodel_ckpt.optim.build import trainable as trained_parameters
 from automodel_ckpt.optim.lr import build_schedule, check_scalable, check_schedule
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
 from automodel_ckpt.training.loop import TrainingLoop
@@ -385,14 +384,4 @@ class RecipeParts:
 
     def build_saves(self) -> Saves:
         """Build the object that saves the state of the run."""
-        return self.saves_class(
-            self.config,
-            self.checkpointer,
-            self.step_scheduler,
-            self.run_log,
-            partial(discover, self),
-            config_yaml=self.config_yaml,
-            num_ranks=self.layout.world_size,
-            sample_noun=self.sample_noun,
-            gather=partial(gather_objects, self.layout.gloo_group),
-        )
+        return self.saves_class(self)
