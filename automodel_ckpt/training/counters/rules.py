@@ -1,4 +1,4 @@
-"""Early stopping: end a run when its metric no longer improves."""
+"""Rules that metrics and losses start: early stopping, and the reaction to spikes of loss or gradient norm."""
 
 from __future__ import annotations
 

@@ -60,35 +60,6 @@ class Due:
         return self.stop or self.validate or self.benchmarks or self.save or self.last
 
 
-def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
-    """Whether the run is complete after *step* steps and *epochs_done* complete epochs."""
-    if cadence.max_steps is not None and step >= cadence.max_steps:
-        return True
-    return cadence.num_epochs is not None and epochs_done >= cadence.num_epochs
-
-
-def due_after(
-    cadence: Cadence,
-    step: int,
-    epochs_done: int,
-    *,
-    epoch_ended: bool,
-    save_is_wanted: bool = False,
-    time_is_up: bool = False,
-    stop: bool = False,
-) -> Due:
-    """What is due after *step*; *epochs_done* includes an epoch that the step ended. Saved steps are also validated."""
-    last = time_is_up or run_is_over(cadence, step, epochs_done)
-    by_steps = divides(cadence.ckpt_every_steps, step)
-    by_epochs = epoch_ended and divides(cadence.ckpt_every_epochs, epochs_done)
-    save = last or save_is_wanted or by_steps or by_epochs
-    validate = save or divides(cadence.val_every_steps, step)
-    benchmarks = last or any(divides(every, step) for every in cadence.bench_every_steps)
-    return Due(
-        validate and cadence.has_validation, save, last, stop, benchmarks and cadence.has_benchmarks
-    )
-
-
 def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
     """The number of steps of the run. Returns None when it depends on a stream (*steps_per_epoch* is None)."""
     limits = []
@@ -224,9 +195,14 @@ class StepScheduler:
 
     def is_finished(self) -> bool:
         """Whether the run has no further step."""
-        if self.ended_early or self.has_stopped_improving:
+        return self.ended_early or self.has_stopped_improving or self._has_reached_limit
+
+    @property
+    def _has_reached_limit(self) -> bool:
+        max_steps, num_epochs = self.cadence.max_steps, self.cadence.num_epochs
+        if max_steps is not None and self.step >= max_steps:
             return True
-        return run_is_over(self.cadence, self.step, self.epochs_done)
+        return num_epochs is not None and self.epochs_done >= num_epochs
 
     @property
     def has_stopped_improving(self) -> bool:
@@ -318,14 +294,20 @@ class StepScheduler:
         return due
 
     def _due(self, clock: ClockReading, *, stop: bool) -> Due:
-        due = due_after(
-            self.cadence,
-            self.step,
-            self.epochs_done,
-            epoch_ended=self._epoch_ended,
-            save_is_wanted=clock.save_is_wanted,
-            time_is_up=clock.time_is_up,
-            stop=stop,
+        cadence, step = self.cadence, self.step
+        last = clock.time_is_up or self._has_reached_limit
+        by_epochs = self._epoch_ended and divides(cadence.ckpt_every_epochs, self.epochs_done)
+        by_steps = divides(cadence.ckpt_every_steps, step)
+        save = last or clock.save_is_wanted or by_steps or by_epochs
+        # Saved steps are also validated.
+        validate = save or divides(cadence.val_every_steps, step)
+        benchmarks = last or any(divides(every, step) for every in cadence.bench_every_steps)
+        due = Due(
+            validate and cadence.has_validation,
+            save,
+            last,
+            stop,
+            benchmarks and cadence.has_benchmarks,
         )
         self.validation_is_due, self.save_was_due = due.validate, due.save
         self.benchmarks_are_due = due.benchmarks
@@ -405,27 +387,20 @@ class StepScheduler:
     def state_dict(self) -> dict[str, Any]:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
         # continues.
-        state: dict[str, Any] = {
-            "step": self.step,
-            "epoch": self.epoch,
-            "epochs_done": self.epochs_done,
-            "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-            "elapsed_seconds": self.elapsed_seconds,
-            "planned_steps": self.planned_steps,
-            "best": self.best,
-            "validation_is_due": self.validation_is_due,
-            "save_was_due": self.save_was_due,
-        }
+        names = [*_COUNTERS, "elapsed_seconds", "planned_steps", "best", "validation_is_due"]
+        names.append("save_was_due")
         if self.cadence.stop_after_nonfinite_steps is not None:
-            state["nonfinite_steps"] = self.nonfinite_steps
+            names.append("nonfinite_steps")
         if self.cadence.has_benchmarks:
-            state["benchmarks_are_due"] = self.benchmarks_are_due
-        if self.early_stopping is not None:
-            state["early_stopping"] = self.early_stopping.state_dict()
-        if self.spikes is not None:
-            state["spikes"] = self.spikes.state_dict()
-        return state
+            names.append("benchmarks_are_due")
+        state = {name: getattr(self, name) for name in names}
+        return state | {name: rule.state_dict() for name, rule in self._rules.items()}
+
+    @property
+    def _rules(self) -> dict[str, EarlyStopping | SpikeDetector]:
+        """What follows the rules of the recipe and has state."""
+        rules = {"early_stopping": self.early_stopping, "spikes": self.spikes}
+        return {name: rule for name, rule in rules.items() if rule is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters of a checkpoint. ``planned_steps`` keeps the value of this run.
@@ -434,13 +409,8 @@ class StepScheduler:
         """
         _check_plausible(state)
         self.planned_before = state["planned_steps"]
-        self.step = state["step"]
-        self.epoch = state["epoch"]
-        self.epochs_done = state["epochs_done"]
-        self.consumed_samples = state["consumed_samples"]
-        self.consumed_tokens = state["consumed_tokens"]
-        self.elapsed_seconds = state["elapsed_seconds"]
-        self.best = state["best"]
+        for name in (*_COUNTERS, "elapsed_seconds", "best"):
+            setattr(self, name, state[name])
         # Checkpoints written before 2026-11-21 contain neither.
         was_due = bool(state.get("validation_is_due", False))
         self.validation_is_due = was_due and self.cadence.has_validation
@@ -448,10 +418,9 @@ class StepScheduler:
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
         was_due = bool(state.get("benchmarks_are_due", False))
         self.benchmarks_are_due = was_due and self.cadence.has_benchmarks
-        if self.early_stopping is not None and "early_stopping" in state:
-            self.early_stopping.load_state_dict(state["early_stopping"])
-        if self.spikes is not None and "spikes" in state:
-            self.spikes.load_state_dict(state["spikes"])
+        for name, rule in self._rules.items():
+            if name in state:
+                rule.load_state_dict(state[name])
         # For a run that goes back: the clock decides again after the next step.
         self.ended_early = self.ran_out_of_time = False
         # Subtracts the start-up of this session, so that it does not count as training time.
