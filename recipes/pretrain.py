@@ -14,6 +14,10 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import PretrainConfig
@@ -30,9 +34,45 @@ from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.parts.width import factor_of, scale_initial_values
+from automodel_ckpt.training.parts.parameter_groups import trained_parameters
 
 log = logging.getLogger("automodel_ckpt")
+
+
+def factor_of(config: PreTrainedConfig, base_width: int) -> float:
+    """Return *base_width* divided by the width of the model.
+
+    Raises :class:`RecipeError` if the output layer is the embedding: both would need different scales.
+    """
+    text = config.get_text_config()
+    if getattr(text, "tie_word_embeddings", False):
+        raise RecipeError(
+            "the output layer is tied to the embedding, and a width scales them differently",
+            where="pretrain.base_width",
+            value=base_width,
+            hint="set tie_word_embeddings: false in model.from_config, or remove base_width",
+        )
+    return base_width / int(text.hidden_size)
+
+
+def scale_initial_values(model: nn.Module, factor: float) -> None:
+    """Scale the initial values of *model*, sharded or not, in place. *factor* is the result of :func:`factor_of`."""
+    num_hidden = num_output = 0
+    with torch.no_grad():
+        for each in trained_parameters(model):
+            if each.is_output and each.scales_with_width:
+                each.parameter.mul_(factor)
+                num_output += 1
+            elif each.scales_with_width:
+                each.parameter.mul_(factor**0.5)
+                num_hidden += 1
+    log.info(
+        "initial values by width: %d hidden matrices times %.4g, %d of the output layer times %.4g",
+        num_hidden,
+        factor**0.5,
+        num_output,
+        factor,
+    )
 
 
 class Pretrain(LLMFinetune):

@@ -24,16 +24,8 @@ from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
-from automodel_ckpt.training.parts.preprocessors import (
-    AUTO_PROCESSOR,
-    ProcessorSource,
-    check_processor,
-    check_vocabulary_file,
-    find_preprocessor,
-    processor_of_target,
-    read_from,
-)
+from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.parts.preprocessors import build_processor
 from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
@@ -64,30 +56,8 @@ class VLMFinetune(Recipe):
         self.build_training()
 
     def build_processor(self) -> Any:
-        """Build the ``processor`` section, else the pretrained model's own. Raises :class:`RecipeError`.
-
-        A class of a trusted package is called as it is. ``transformers.AutoProcessor.from_pretrained`` is the same as
-        ``processor.from_pretrained`` with ``processor.kwargs``.
-        """
-        section = self.config.processor
-        if isinstance(section, Target) and section._target_ != AUTO_PROCESSOR:
-            processor = check_processor(build(section), "processor")
-            return check_vocabulary_file(processor, "processor")
-        if isinstance(section, Target):
-            source = processor_of_target(section)
-        else:
-            name, where = find_preprocessor(self.config, "processor")
-            if name is None:
-                raise RecipeError(
-                    "there is no processor",
-                    where="processor",
-                    value=None,
-                    hint="give processor.from_pretrained, or a builder in processor._target_",
-                )
-            repository = preprocessor_options(self.config, name, where)
-            source = ProcessorSource(name, where, repository, section.kwargs)
-        processor = check_processor(read_from(source), source.where)
-        return check_vocabulary_file(processor, source.where)
+        """Build the ``processor`` section, else the pretrained model's own processor."""
+        return build_processor(self.config)
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names; in packs, if there is a ``packed_sequence`` section."""
@@ -139,10 +109,7 @@ class VLMFinetune(Recipe):
 def check_sections(config: RecipeConfig) -> None:
     """Raise :class:`RecipeError` for sections that only a recipe for text has."""
     tokenizer = config.tokenizer
-    has_tokenizer = isinstance(tokenizer, Target) or (
-        tokenizer is not None and tokenizer.from_pretrained is not None
-    )
-    if tokenizer is None or has_tokenizer:
+    if tokenizer is None or isinstance(tokenizer, Target) or tokenizer.from_pretrained is not None:
         raise RecipeError(
             "a vision-language model's tokenizer is part of its processor",
             where="tokenizer",

@@ -116,12 +116,12 @@ class CommandProcess:
 
         Args:
             command: What the function of :func:`run_commands` gets.
-            check: Called repeatedly until the command ends. It may raise.
+            check: Called repeatedly until the command ends. It may raise: then the process is killed.
             stalled_seconds: How long the process may report nothing.
 
         Raises:
             ChildProcessError: The process has ended; the message says how.
-            TimeoutError: It reported nothing for so long.
+            TimeoutError: It reported nothing for so long, and was killed.
             Exception: What the command has raised.
         """
         self.progress = 0
@@ -146,6 +146,10 @@ class CommandProcess:
         # It died, perhaps while it wrote an answer.
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise ChildProcessError(f"process {self.pid}: {self._end()}") from error
+        except BaseException:
+            # It must not answer the next command with the result of this one.
+            self.kill()
+            raise
         raise value
 
     def _end(self) -> str:

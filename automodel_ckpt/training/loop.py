@@ -27,12 +27,13 @@ from automodel_ckpt.parallel.gradient_norm import clip_gradients, clip_gradients
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.training import run_end
-from automodel_ckpt.training.counters.cadence import Due, planned_end
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler, planned_end
 from automodel_ckpt.training.gradients import GradientAccumulation
-from automodel_ckpt.training.measure.measurements import Batches, Measurements, ValidationSets
-from automodel_ckpt.training.measure.validation_metrics import (
+from automodel_ckpt.training.measure.measurements import (
     TRAIN_LOSS,
+    Batches,
+    Measurements,
+    ValidationSets,
     measures_of,
     metric_names,
     steps_per_epoch,
@@ -101,7 +102,7 @@ class TrainingLoop:
         self._has_checked_gradients = False
         self._replicated_gradients = None
         if self.layout.sizes.tp > 1:
-            from automodel_ckpt.training.watch.replicated_gradients import ReplicatedGradients
+            from automodel_ckpt.training.watch.replicas import ReplicatedGradients
 
             self._replicated_gradients = ReplicatedGradients(self.model, self.config)
         self.errors = BatchErrors(self.config, self.layout, self.model, self.optimizer)

@@ -20,7 +20,7 @@ from automodel_ckpt.parallel.parallelize import check_parallelism
 from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.validation_metrics import (
+from automodel_ckpt.training.measure.measurements import (
     TRAIN_LOSS,
     measures_of,
     metric_names,
@@ -212,23 +212,16 @@ class Recipe(RecipeParts):
         if not section:
             return
         from automodel_ckpt.training.parts.init_from import start_from
-        from automodel_ckpt.training.start.remote_weights import with_local_weights
 
-        # A rank that downloads to the run directory, also for other ranks.
-        nodes = None if self.checkpointer is None else self.checkpointer.nodes
-        leads = self.layout.is_rank0 if nodes is None else nodes.is_leader
-        with with_local_weights(
-            section, self.config.checkpoint, downloads=leads, group=group
-        ) as local_section:
-            start_from(
-                local_section,
-                modules,
-                ranks=self.layout,
-                group=group,
-                resizable=trainable.resized,
-                new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
-                verify=self.config.checkpoint.verify,
-            )
+        start_from(
+            section,
+            modules,
+            ranks=self.layout,
+            group=group,
+            resizable=trainable.resized,
+            new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
+            verify=self.config.checkpoint.verify,
+        )
 
     def modules_to_fill(self, state: Mapping[str, Any]) -> dict[str, nn.Module]:
         """Return the modules among the *state* of this recipe that ``init_from`` fills, by attribute name."""

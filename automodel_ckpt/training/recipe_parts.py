@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.config.callables.plugins import build
@@ -33,12 +33,10 @@ from automodel_ckpt.loss.causal import LossFn
 from automodel_ckpt.optim.build import trainable as trained_parameters
 from automodel_ckpt.optim.lr import build_schedule, check_scalable, check_schedule
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.counters.cadence import total_steps
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.validation_metrics import cadence_of, steps_per_epoch
+from automodel_ckpt.training.measure.measurements import cadence_of, steps_per_epoch
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
     data_sections,
@@ -153,14 +151,18 @@ class RecipeParts:
         """List what the recipe does not support in its configuration. Extend it to check more than single keys."""
         return unsupported_keys(self.config, self.unsupported)
 
-    def check_sections(self) -> None:
-        """Raise one :class:`RecipeError` with all :meth:`config_problems`, and for other problems of the configuration.
-
-        Called before the names in its sections are looked up on the Hub.
-        """
+    def check_config(self) -> None:
+        """Raise one :class:`RecipeError` with all :meth:`config_problems`, if there are any."""
         problems = self.config_problems()
         if problems:
             raise RecipeError.all_of(problems)
+
+    def check_sections(self) -> None:
+        """Raise :class:`RecipeError` for problems of the configuration.
+
+        Called before the names in its sections are looked up on the Hub.
+        """
+        self.check_config()
 
     def build(self) -> None:
         """Create the attributes that training needs, the same on all ranks. Each recipe defines it."""
@@ -382,14 +384,4 @@ class RecipeParts:
 
     def build_saves(self) -> Saves:
         """Build the object that saves the state of the run."""
-        return self.saves_class(
-            self.config,
-            self.checkpointer,
-            self.step_scheduler,
-            self.run_log,
-            partial(discover, self),
-            config_yaml=self.config_yaml,
-            num_ranks=self.layout.world_size,
-            sample_noun=self.sample_noun,
-            gather=partial(gather_objects, self.layout.gloo_group),
-        )
+        return self.saves_class(self)

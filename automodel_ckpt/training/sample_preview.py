@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,44 +26,21 @@ MAX_MEASURED = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive tokens of a sample, as *text*, that are all trained on or all not."""
-
-    text: str
-    is_trained: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PreviewSample:
-    """A sample in the order of training: its *number* in the data set, its tokens and labels, and its text.
+    """A sample in the order of training: its *number* in the data set, its tokens without padding, and their labels.
 
     *label* is the label of a sample without labels of tokens. It is empty for other samples.
     """
 
     number: int
-    num_tokens: int
-    num_labels: int
-    spans: tuple[Span, ...]
-    label: str = ""
+    tokens: list[int]
+    labels: list[int]
+    label: str
 
-
-@dataclass(frozen=True, slots=True)
-class DataSummary:
-    """What a recipe trains on. With *is_partial*, *lengths* has only the lengths of the first samples.
-
-    *num_truncated* and *num_skipped* are None when they are unknown. *packs* and *template* are in words, and empty if
-    there are none. *num_audio_tokens* is the part of *lengths* that represents audio. *notes* are warnings about
-    samples.
-    """
-
-    lengths: LengthSummary
-    is_partial: bool
-    num_truncated: int | None = None
-    num_skipped: int | None = None
-    packs: str = ""
-    template: str = ""
-    num_audio_tokens: int = 0
-    notes: Sequence[str] = ()
+    @property
+    def num_labels(self) -> int:
+        """The number of tokens that are trained on."""
+        return sum(label != IGNORE_INDEX for label in self.labels)
 
 
 class _DataIsBuilt(Exception):
@@ -90,106 +67,92 @@ def built_data(recipe_class: type[Recipe], recipe_arguments: Mapping[str, Any]) 
     return recipe
 
 
-def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:
-    """Yield the first samples of the first epoch, collated as for training, with their text."""
-    tokenizer = getattr(recipe.preprocessor, "tokenizer", recipe.preprocessor)
-    for number, row in _rows(recipe, num_samples):
-        is_trained = [label != IGNORE_INDEX for label in row.labels]
-        num_trained = sum(is_trained)
-        spans = _spans(tokenizer, row.tokens, is_trained)
-        yield PreviewSample(number, len(row.tokens), num_trained, spans, row.label)
-
-
-def summary(recipe: Recipe) -> DataSummary:
-    """Summarize the training data of a recipe that :func:`built_data` returned."""
+def summary(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) about the training data of a recipe that :func:`built_data` returned."""
     dataset = recipe.dataloader.dataset
     if isinstance(dataset, TargetedDataset):
         # It has the same samples and packs as the data set that it wraps.
         dataset = dataset.dataset
-    packs = ""
+    samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
+    is_known = isinstance(samples, TokenizedDataset)
+    lengths = samples.summary if is_known else None
+    num_audio_tokens, is_partial = 0, False
+    if lengths is None:
+        measured = list(first_samples(recipe, MAX_MEASURED))
+        is_partial = len(measured) == MAX_MEASURED
+        audio_token: Any = getattr(recipe.preprocessor, "audio_token_id", None)
+        num_audio_tokens = sum(each.tokens.count(audio_token) for each in measured)
+        has_token_labels = not any(each.label for each in measured)
+        lengths = LengthSummary.of(
+            np.asarray([len(each.tokens) for each in measured], dtype=np.int64),
+            sum(each.num_labels for each in measured) if has_token_labels else None,
+        )
+    yield "data", f"first {lengths.samples_text}" if is_partial else lengths.samples_text
+    yield "lengths", lengths.lengths_text
+    if not is_partial:
+        yield "tokens", lengths.tokens_text
+    elif lengths.num_labels is not None:
+        share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
+        yield "tokens", f"{share:.0f}% of them trained on"
+    if num_audio_tokens:
+        share = 100 * num_audio_tokens / lengths.num_tokens
+        yield "audio", f"{num_audio_tokens:,} tokens of these samples, {share:.0f}%"
+    if is_known:
+        truncated, skipped, *_ = samples.counts.tolist()
+        yield "truncated", f"{truncated:,}, and {skipped:,} skipped"
     if isinstance(dataset, PackedDataset | PackedImages):
         waste = 100 * dataset.waste
-        packs = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f}% of them empty"
-    samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
-    if isinstance(samples, TokenizedDataset):
-        truncated, skipped, *_ = samples.counts.tolist()
-        template = samples.template or ""
-        notes = note_lines(samples.notes, len(samples))
-        return DataSummary(samples.summary, False, truncated, skipped, packs, template, 0, notes)
-    lengths, num_labels, num_audio_tokens = [], 0, 0
-    audio_token: Any = getattr(recipe.preprocessor, "audio_token_id", None)
-    has_token_labels = True
-    for _, row in _rows(recipe, MAX_MEASURED):
-        lengths.append(len(row.tokens))
-        num_audio_tokens += row.tokens.count(audio_token)
-        num_labels += sum(label != IGNORE_INDEX for label in row.labels)
-        has_token_labels = not row.label
-    measured = LengthSummary.of(
-        np.asarray(lengths, dtype=np.int64), num_labels if has_token_labels else None
-    )
-    is_partial = len(lengths) == MAX_MEASURED
-    return DataSummary(measured, is_partial, packs=packs, num_audio_tokens=num_audio_tokens)
+        text = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f}% of them empty"
+        yield "packs", text
+    if is_known:
+        if samples.template:
+            yield "template", f"the assistant's tokens are found by {samples.template}"
+        yield from (("warning", note) for note in note_lines(samples.notes, len(samples)))
 
 
-class _Row(NamedTuple):
-    """A row of a micro-batch without padding.
-
-    *label* is the label of the whole row. It is empty if the tokens of the row have labels.
-    """
-
-    tokens: list[int]
-    labels: list[int]
-    label: str
-
-
-def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, _Row]]:
-    """Yield (number, row) of the first rows of the first epoch."""
-    left = num_rows
+def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:
+    """Yield the first samples of the first epoch, collated as for training."""
     for batch in recipe.dataloader:
         start = 0
         for micro_batch in batch.micro_batches:
             owners = recipe.samples_of_rows(micro_batch)
-            for owner, row in zip(owners, _rows_of(recipe, micro_batch), strict=True):
+            in_words = recipe.labels_in_words(micro_batch)
+            mask = micro_batch.get("attention_mask")
+            for index, owner in enumerate(owners):
                 # A group that is not full is completed by a row without labels, which is no sample.
                 if start + owner >= len(batch.sample_ids):
                     continue
-                if left == 0:
+                if num_samples == 0:
                     return
-                left -= 1
-                yield batch.sample_ids[start + owner], row
+                num_samples -= 1
+                keep = slice(None) if mask is None else mask[index].bool()
+                number = batch.sample_ids[start + owner]
+                tokens: list[int] = micro_batch["input_ids"][index][keep].tolist()
+                if in_words:
+                    yield PreviewSample(
+                        number, tokens, [IGNORE_INDEX] * len(tokens), in_words[index]
+                    )
+                else:
+                    labels = micro_batch["labels"][index][keep].tolist()
+                    yield PreviewSample(number, tokens, labels, "")
             start += max(owners, default=-1) + 1
         if batch.last_of_epoch:
             return
 
 
-def _rows_of(recipe: Recipe, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[_Row]:
-    tokens, labels = micro_batch["input_ids"], micro_batch["labels"]
-    mask = micro_batch.get("attention_mask")
-    in_words = recipe.labels_in_words(micro_batch)
-    for index in range(len(tokens)):
-        keep = slice(None) if mask is None else mask[index].bool()
-        kept = tokens[index][keep].tolist()
-        if in_words:
-            yield _Row(kept, [IGNORE_INDEX] * len(kept), in_words[index])
-        else:
-            yield _Row(kept, labels[index][keep].tolist(), "")
-
-
-def _spans(tokenizer: Any, tokens: list[int], trained: list[bool]) -> tuple[Span, ...]:
-    """Divide a sample into texts that are trained on and texts that are not."""
-    spans = []
-    start = 0
-    before = ""
-    for is_trained, group in groupby(trained):
+def spans(preprocessor: Any, sample: PreviewSample) -> Iterator[tuple[str, bool]]:
+    """Divide *sample* into (text, whether it is trained on)."""
+    tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
+    start, before = 0, ""
+    for is_trained, group in groupby(label != IGNORE_INDEX for label in sample.labels):
         end = start + len(list(group))
         # The text up to here minus the text before it: a tokenizer decodes the beginning of a text differently.
-        whole = _decoded(tokenizer, tokens[:end])
+        whole = _decoded(tokenizer, sample.tokens[:end])
         text = whole.removeprefix(before)
         if not whole.startswith(before):
-            text = _decoded(tokenizer, tokens[start:end])
-        spans.append(Span(text, is_trained))
+            text = _decoded(tokenizer, sample.tokens[start:end])
+        yield text, is_trained
         start, before = end, whole
-    return tuple(spans)
 
 
 def _decoded(tokenizer: Any, tokens: list[int]) -> str:

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.optim.lr import current_rate
-from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.counters.step_scheduler import Due
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.recipe import Recipe
 from automodel_ckpt.training.values.records import Control

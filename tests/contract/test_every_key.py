@@ -62,13 +62,12 @@ from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
-from automodel_ckpt.training.counters.cadence import total_steps
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
 from automodel_ckpt.training.forecast.activations import num_in_progress
 from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks
 from automodel_ckpt.training.kinds.teacher import teacher_model
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.validation_metrics import cadence_of
+from automodel_ckpt.training.measure.measurements import cadence_of
 from automodel_ckpt.training.model.adapters import adapt, quantization
 from automodel_ckpt.training.model.deferred_model import DeferredModel
 from automodel_ckpt.training.model.sections import read_model_config, row_multiple

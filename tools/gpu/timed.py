@@ -14,7 +14,7 @@ import torch
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune, VLMLoop
-from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.counters.step_scheduler import Due
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.values.records import Control
 

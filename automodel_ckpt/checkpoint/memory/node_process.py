@@ -149,10 +149,6 @@ class NodeProcess:
                 value=str(error),
                 hint="check the memory of the node, and what killed the process (the system log reports that)",
             ) from error
-        except BaseException:
-            # It must not answer the next command with the result of this one.
-            self.kill()
-            raise
 
     def kill(self) -> None:
         """Kill the process. It is started again, at the latest by the next command."""

@@ -50,24 +50,6 @@ def locate_checkpoint(
     return run, name
 
 
-def locate_weights(
-    url: str, options: Mapping[str, Any] = _NONE, *, where: str = "URL"
-) -> tuple[RemoteRun, str | None]:
-    """Open the weights that *url* names: a checkpoint, of a run its newest one, or a directory of another program.
-
-    For a directory of another program, the name is None, and the returned run has the directory's store. Arguments
-    and errors are as for :func:`locate_run`.
-    """
-    run, name = locate_run(url, options, where=where)
-    if name is None:
-        newest = run.newest()
-        return run, None if newest is None else str(newest.name)
-    if run.manifest(name) is None and not run.was_written():
-        # AutoModel gives its checkpoints the same names.
-        return RemoteRun(Store(url, options, where=where)), None
-    return run, name
-
-
 def _missing(where: str, value: str) -> CheckpointUnusable:
     return CheckpointUnusable(
         "checkpoint not found", where=where, value=value, hint="`ckpt ls URL` lists the checkpoints"

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import replace_file
-from automodel_ckpt.base.store_url import public
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.export_manifest import complete_exports, export_problems
 from automodel_ckpt.checkpoint.files import layout
@@ -21,7 +20,6 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
@@ -105,44 +103,6 @@ def pull_logs(run: RemoteRun, root: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 # By a rename: a crash leaves no torn log.
                 replace_file(path, run.store.read(file))
-
-
-def pull_weights(
-    run: RemoteRun,
-    name: str | None,
-    target: Path,
-    *,
-    num_threads: int = 8,
-    stopping: threading.Event | None = None,
-) -> Path:
-    """Download the models of the checkpoint *name* into a new directory in *target*, and return it.
-
-    It is a checkpoint without the state of optimizers. Without a *name*, all files at the URL of *run* are downloaded:
-    a model that another program wrote, or an export. Raises as :func:`pull_checkpoint`.
-    """
-    if name is not None:
-        _, whole = run.complete_manifest(name)
-        manifest = without_optimizer(whole)
-        _check_space(target, manifest.nbytes)
-        path = target / name
-        path.mkdir()
-        _pull_verified(run, name, manifest, path, num_threads, stopping)
-        (path / layout.MANIFEST).write_bytes(manifest.to_bytes())
-        return path
-    store = run.store
-    sizes = store.sizes()
-    if not sizes:
-        raise CheckpointUnusable(
-            "the store has nothing at this URL",
-            where=str(store),
-            value="no objects",
-            hint="check the URL; `ckpt ls URL` lists the checkpoints of a run",
-        )
-    _check_space(target, sum(sizes.values()))
-    path = target / public(store.url).rpartition("/")[2]
-    path.mkdir()
-    _download(store, "", sizes, path, num_threads, stopping)
-    return path
 
 
 def _exported_files(run: RemoteRun, name: str) -> dict[str, int]:

@@ -37,8 +37,8 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.training.forecast.memory import Memory
-    from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
     from automodel_ckpt.training.forecast.plan import Plan
+    from automodel_ckpt.training.forecast.rank_parts import MicroBatchShape
     from automodel_ckpt.training.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
@@ -212,23 +212,13 @@ def _micro_batch_text(shape: MicroBatchShape) -> str:
 
 
 def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
-    """Describe the size of the checkpoints, *nbytes* each, and whether the disk has enough space."""
-    from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+    """Describe the size of the checkpoints, *nbytes* each, and whether the disk has space for one."""
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-    from automodel_ckpt.training.values.disk_use import checkpoints_kept
 
-    section = loaded.config.checkpoint
-    directory = Path(section.checkpoint_dir)
-    free = free_bytes(directory)
-    existing = [name.step for name in checkpoint_names(directory)]
-    most, more = checkpoints_kept(loaded.config, plan.steps, plan.steps_per_epoch, existing)
-    text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
-    if most is not None:
-        text += f", {most} kept at most: {size_text(most * nbytes)}"
-    text += f"; {size_text(free)} free"
-    if nbytes * (more or 1) > free:
-        text += ", NOT ENOUGH"
-    return text
+    directory = loaded.config.checkpoint.checkpoint_dir
+    free = free_bytes(Path(directory))
+    text = f"{size_text(nbytes)} each in {directory}; {size_text(free)} free"
+    return f"{text}, NOT ENOUGH" if nbytes > free else text
 
 
 def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> str:

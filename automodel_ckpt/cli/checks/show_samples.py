@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import counted
@@ -13,7 +13,7 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.sample_preview import DataSummary, PreviewSample
+    from automodel_ckpt.training.sample_preview import PreviewSample
 
 BEGIN, END = ">>>", "<<<"
 """Text around trained tokens where there is no color."""
@@ -27,7 +27,7 @@ def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterat
     Raises :class:`RecipeError` if the data cannot be built, or the class of the recipe is not derived from Recipe.
     """
     from automodel_ckpt.training.recipe import Recipe
-    from automodel_ckpt.training.sample_preview import built_data, first_samples, summary
+    from automodel_ckpt.training.sample_preview import built_data, first_samples, spans, summary
 
     if not issubclass(recipe_class, Recipe):
         raise RecipeError(
@@ -45,23 +45,26 @@ def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterat
         yield f"trained tokens are {trained}"
     for sample in samples:
         yield ""
-        yield from _sample_lines(sample, has_colors=has_colors)
+        parts = spans(recipe.preprocessor, sample)
+        yield from _sample_lines(sample, parts, has_colors=has_colors)
     yield ""
-    yield from _summary_lines(summary(recipe))
+    yield from (f"{title:10} {text}" for title, text in summary(recipe))
 
 
-def _sample_lines(sample: PreviewSample, *, has_colors: bool) -> Iterator[str]:
+def _sample_lines(
+    sample: PreviewSample, spans: Iterable[tuple[str, bool]], *, has_colors: bool
+) -> Iterator[str]:
     labeled = f"{sample.num_labels:,} trained" if not sample.label else f"label {sample.label}"
-    title = f"sample {sample.number}: {counted(sample.num_tokens, 'token')}, {labeled}"
+    title = f"sample {sample.number}: {counted(len(sample.tokens), 'token')}, {labeled}"
     yield coloured(title, "bold", sys.stdout)
     parts = []
-    for span in sample.spans:
-        text = printable_lines(_REPEATED.sub(_shortened, span.text))
-        if span.is_trained and has_colors:
+    for span, is_trained in spans:
+        text = printable_lines(_REPEATED.sub(_shortened, span))
+        if is_trained and has_colors:
             # Colored line by line, because a pager forgets colors at the end of a line.
             lines = [coloured(line, "green", sys.stdout) for line in text.split("\n")]
             text = "\n".join(lines)
-        elif span.is_trained:
+        elif is_trained:
             text = f"{BEGIN}{text}{END}"
         parts.append(text)
     yield "".join(parts)
@@ -70,26 +73,3 @@ def _sample_lines(sample: PreviewSample, *, has_colors: bool) -> Iterator[str]:
 def _shortened(match: re.Match[str]) -> str:
     """A repeated token with the number of its repetitions."""
     return f"{match[1]}x{len(match[0]) // len(match[1])}"
-
-
-def _summary_lines(data: DataSummary) -> Iterator[str]:
-    lengths = data.lengths
-    of = f"first {lengths.samples_text}" if data.is_partial else lengths.samples_text
-    rows = [("data", of), ("lengths", lengths.lengths_text), ("tokens", lengths.tokens_text)]
-    if data.is_partial and lengths.num_labels is None:
-        del rows[2]
-    elif data.is_partial and lengths.num_labels is not None:
-        share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
-        rows[2] = ("tokens", f"{share:.0f}% of them trained on")
-    if data.num_audio_tokens:
-        share = 100 * data.num_audio_tokens / lengths.num_tokens
-        rows.append(("audio", f"{data.num_audio_tokens:,} tokens of these samples, {share:.0f}%"))
-    if data.num_truncated is not None:
-        rows.append(("truncated", f"{data.num_truncated:,}, and {data.num_skipped:,} skipped"))
-    if data.packs:
-        rows.append(("packs", data.packs))
-    if data.template:
-        rows.append(("template", f"the assistant's tokens are found by {data.template}"))
-    rows += [("warning", note) for note in data.notes]
-    for title, text in rows:
-        yield f"{title:10} {text}"

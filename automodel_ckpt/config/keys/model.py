@@ -156,8 +156,7 @@ class InitFromConfig:
 
     path: str = setting(MISSING, NOT_EMPTY)
     """A run directory, a checkpoint, a pointer (checkpoints/LATEST), a Hugging Face directory, a file of torch.save, a
-    directory of another program (PyTorch DCP, DeepSpeed), a Hub name, or a URL of an object store with one of these
-    (not a single file)."""
+    directory of another program (PyTorch DCP, DeepSpeed), or a Hub name."""
     revision: str | None = setting(None, NOT_EMPTY)
     """Branch, tag or commit of the Hub name in path; null: the main branch."""
     allow_missing: list[str] = field(default_factory=list)

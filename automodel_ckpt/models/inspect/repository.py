@@ -36,7 +36,7 @@ CODE_PACKAGE = "transformers_modules"
 """The package that transformers imports the code of repositories into."""
 _CODE_KEY = "model.trust_remote_code"
 _OF_URL = (
-    "download it with the tools of its store; for the weights alone, init_from.path accepts its URL"
+    "download it: `ckpt pull URL DIRECTORY` for a checkpoint of ours, or the tools of its store"
 )
 
 

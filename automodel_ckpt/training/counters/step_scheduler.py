@@ -5,26 +5,111 @@ Steps are optimizer steps and count from 1. Epochs count from 0. A step that end
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.training.counters.cadence import (
-    Cadence,
-    Due,
-    check_saved,
-    divides,
-    due_after,
-    is_count,
-    is_number,
-    run_is_over,
-)
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.values.records import ClockReading, Control
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.counters.early_stopping import EarlyStopping
-    from automodel_ckpt.training.counters.save_interval import AutoInterval
-    from automodel_ckpt.training.counters.spikes import SpikeDetector
+    from automodel_ckpt.training.counters.rules import AutoInterval, EarlyStopping, SpikeDetector
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """The triggers of a run. None disables one.
+
+    ``max_time_seconds`` counts from the start of this session. With ``mtbf_seconds``, a mean time between failures, the
+    run chooses how often it saves. ``bench_every_steps`` has the interval of each benchmark.
+    """
+
+    max_steps: int | None = None
+    num_epochs: int | None = None
+    ckpt_every_steps: int | None = None
+    ckpt_every_epochs: int | None = None
+    ckpt_every_minutes: float | None = None
+    ckpt_on_best: bool = False
+    val_every_steps: int | None = None
+    max_time_seconds: float | None = None
+    mtbf_seconds: float | None = None
+    has_validation: bool = False
+    has_benchmarks: bool = False
+    bench_every_steps: tuple[int | None, ...] = ()
+    early_stopping: Any = None
+    stop_after_nonfinite_steps: int | None = None
+    on_spike: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The actions after a step, in this order: validate, run benchmarks, save, end. With *stop* (a signal), none of
+    them is due."""
+
+    validate: bool
+    save: bool
+    last: bool
+    stop: bool
+    benchmarks: bool = False
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything to do before the next step."""
+        return self.stop or self.validate or self.benchmarks or self.save or self.last
+
+
+def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
+    """The number of steps of the run. Returns None when it depends on a stream (*steps_per_epoch* is None)."""
+    limits = []
+    if cadence.max_steps is not None:
+        limits.append(cadence.max_steps)
+    if cadence.num_epochs is not None and steps_per_epoch is not None:
+        limits.append(cadence.num_epochs * steps_per_epoch)
+    return min(limits, default=None)
+
+
+def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
+    """A sentence about what will end the run. *steps_per_epoch* is None for a stream."""
+    limits = []
+    if cadence.max_steps is not None:
+        limits.append(f"max_steps {cadence.max_steps}")
+    if cadence.num_epochs is not None:
+        last = "" if steps_per_epoch is None else f" (step {cadence.num_epochs * steps_per_epoch})"
+        limits.append(f"num_epochs {cadence.num_epochs}{last}")
+    if cadence.max_time_seconds:
+        limits.append(f"max_time ({cadence.max_time_seconds:g} s)")
+    first = ", whichever comes first" if len(limits) > 1 else ""
+    return f"{' or '.join(limits) or 'nothing'} will end the run{first}"
+
+
+def divides(every: int | None, count: int) -> bool:
+    """Whether an interval ends at *count*. None is no interval."""
+    return every is not None and count % every == 0
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number that ranks can sum in float64, which is exact below 2**53."""
+    # Not isinstance, which accepts booleans.
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite float."""
+    return type(value) is float and math.isfinite(value)
+
+
+def check_saved(is_valid: bool, state: object) -> None:
+    """Raise :class:`CheckpointUnusable` for a *state* that is not valid."""
+    if not is_valid:
+        raise CheckpointUnusable(
+            "the saved step counters are invalid",
+            where="step_scheduler",
+            value=ascii(state)[:200],
+            hint="resume from another checkpoint (checkpoint.restore_from)",
+        )
+
 
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
@@ -94,25 +179,30 @@ class StepScheduler:
         """Create what follows the rules of the recipe. Without them, their modules are not imported."""
         self.early_stopping: EarlyStopping | None = None
         if cadence.early_stopping is not None:
-            from automodel_ckpt.training.counters.early_stopping import EarlyStopping
+            from automodel_ckpt.training.counters.rules import EarlyStopping
 
             self.early_stopping = EarlyStopping(cadence.early_stopping)
         self.spikes: SpikeDetector | None = None
         if cadence.on_spike is not None:
-            from automodel_ckpt.training.counters.spikes import SpikeDetector
+            from automodel_ckpt.training.counters.rules import SpikeDetector
 
             self.spikes = SpikeDetector(cadence.on_spike)
         self._auto: AutoInterval | None = None
         if cadence.mtbf_seconds is not None:
-            from automodel_ckpt.training.counters.save_interval import AutoInterval
+            from automodel_ckpt.training.counters.rules import AutoInterval
 
             self._auto = AutoInterval(cadence.mtbf_seconds)
 
     def is_finished(self) -> bool:
         """Whether the run has no further step."""
-        if self.ended_early or self.has_stopped_improving:
+        return self.ended_early or self.has_stopped_improving or self._has_reached_limit
+
+    @property
+    def _has_reached_limit(self) -> bool:
+        max_steps, num_epochs = self.cadence.max_steps, self.cadence.num_epochs
+        if max_steps is not None and self.step >= max_steps:
             return True
-        return run_is_over(self.cadence, self.step, self.epochs_done)
+        return num_epochs is not None and self.epochs_done >= num_epochs
 
     @property
     def has_stopped_improving(self) -> bool:
@@ -204,14 +294,20 @@ class StepScheduler:
         return due
 
     def _due(self, clock: ClockReading, *, stop: bool) -> Due:
-        due = due_after(
-            self.cadence,
-            self.step,
-            self.epochs_done,
-            epoch_ended=self._epoch_ended,
-            save_is_wanted=clock.save_is_wanted,
-            time_is_up=clock.time_is_up,
-            stop=stop,
+        cadence, step = self.cadence, self.step
+        last = clock.time_is_up or self._has_reached_limit
+        by_epochs = self._epoch_ended and divides(cadence.ckpt_every_epochs, self.epochs_done)
+        by_steps = divides(cadence.ckpt_every_steps, step)
+        save = last or clock.save_is_wanted or by_steps or by_epochs
+        # Saved steps are also validated.
+        validate = save or divides(cadence.val_every_steps, step)
+        benchmarks = last or any(divides(every, step) for every in cadence.bench_every_steps)
+        due = Due(
+            validate and cadence.has_validation,
+            save,
+            last,
+            stop,
+            benchmarks and cadence.has_benchmarks,
         )
         self.validation_is_due, self.save_was_due = due.validate, due.save
         self.benchmarks_are_due = due.benchmarks
@@ -291,27 +387,20 @@ class StepScheduler:
     def state_dict(self) -> dict[str, Any]:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
         # continues.
-        state: dict[str, Any] = {
-            "step": self.step,
-            "epoch": self.epoch,
-            "epochs_done": self.epochs_done,
-            "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-            "elapsed_seconds": self.elapsed_seconds,
-            "planned_steps": self.planned_steps,
-            "best": self.best,
-            "validation_is_due": self.validation_is_due,
-            "save_was_due": self.save_was_due,
-        }
+        names = [*_COUNTERS, "elapsed_seconds", "planned_steps", "best", "validation_is_due"]
+        names.append("save_was_due")
         if self.cadence.stop_after_nonfinite_steps is not None:
-            state["nonfinite_steps"] = self.nonfinite_steps
+            names.append("nonfinite_steps")
         if self.cadence.has_benchmarks:
-            state["benchmarks_are_due"] = self.benchmarks_are_due
-        if self.early_stopping is not None:
-            state["early_stopping"] = self.early_stopping.state_dict()
-        if self.spikes is not None:
-            state["spikes"] = self.spikes.state_dict()
-        return state
+            names.append("benchmarks_are_due")
+        state = {name: getattr(self, name) for name in names}
+        return state | {name: rule.state_dict() for name, rule in self._rules.items()}
+
+    @property
+    def _rules(self) -> dict[str, EarlyStopping | SpikeDetector]:
+        """What follows the rules of the recipe and has state."""
+        rules = {"early_stopping": self.early_stopping, "spikes": self.spikes}
+        return {name: rule for name, rule in rules.items() if rule is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters of a checkpoint. ``planned_steps`` keeps the value of this run.
@@ -320,13 +409,8 @@ class StepScheduler:
         """
         _check_plausible(state)
         self.planned_before = state["planned_steps"]
-        self.step = state["step"]
-        self.epoch = state["epoch"]
-        self.epochs_done = state["epochs_done"]
-        self.consumed_samples = state["consumed_samples"]
-        self.consumed_tokens = state["consumed_tokens"]
-        self.elapsed_seconds = state["elapsed_seconds"]
-        self.best = state["best"]
+        for name in (*_COUNTERS, "elapsed_seconds", "best"):
+            setattr(self, name, state[name])
         # Checkpoints written before 2026-11-21 contain neither.
         was_due = bool(state.get("validation_is_due", False))
         self.validation_is_due = was_due and self.cadence.has_validation
@@ -334,10 +418,9 @@ class StepScheduler:
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
         was_due = bool(state.get("benchmarks_are_due", False))
         self.benchmarks_are_due = was_due and self.cadence.has_benchmarks
-        if self.early_stopping is not None and "early_stopping" in state:
-            self.early_stopping.load_state_dict(state["early_stopping"])
-        if self.spikes is not None and "spikes" in state:
-            self.spikes.load_state_dict(state["spikes"])
+        for name, rule in self._rules.items():
+            if name in state:
+                rule.load_state_dict(state[name])
         # For a run that goes back: the clock decides again after the next step.
         self.ended_early = self.ran_out_of_time = False
         # Subtracts the start-up of this session, so that it does not count as training time.

@@ -21,9 +21,8 @@ from automodel_ckpt.models.loss.loss_head import (
 )
 from automodel_ckpt.models.loss.mtp import mtp_of
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.training.forecast.micro_batch import micro_batch_shape
 from automodel_ckpt.training.forecast.model_traces import Traces, image_bytes, trace_of
-from automodel_ckpt.training.forecast.rank_parts import RankParts
+from automodel_ckpt.training.forecast.rank_parts import RankParts, micro_batch_shape
 from automodel_ckpt.training.forecast.step_trace import HeadMemory, StepTrace
 from automodel_ckpt.training.model.sections import num_micro_batches
 

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
-from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
-from automodel_ckpt.training.forecast.rank_parts import RankParts, quantized_layers
+from automodel_ckpt.training.forecast.rank_parts import MicroBatchShape, RankParts, quantized_layers
 from automodel_ckpt.training.forecast.step_trace import (
     LiveBytes,
     StepTrace,

@@ -209,25 +209,21 @@ def sentence_transformers_files(
 
 
 def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None:
-    """The number of tokens that texts are truncated to. None: no limit is known."""
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    limits = [context if limit is None else limit for limit in _limits(dataset)]
-    known = [limit for limit in limits if isinstance(limit, int)]
-    return max(known) if known else context
+    """The number of tokens that texts are truncated to: the largest limit in the section, else the model's context."""
+    limits = list(_limits(dataset))
+    return max(
+        limits, default=getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    )
 
 
-def _limits(section: Target) -> Iterator[Any]:
-    """Yield the lengths of texts in a section of data and in the sections inside it, also those that are defaults."""
-    parameters = inspect.signature(callable_of(section)).parameters
-    if "seq_length" in section.kwargs:
-        yield section.kwargs["seq_length"]
-    elif "seq_length" in parameters:
-        default = parameters["seq_length"].default
-        yield None if default is inspect.Parameter.empty else default
-    if section.kwargs.get("query_length") is not None:
-        yield section.kwargs["query_length"]
+def _limits(section: Target) -> Iterator[int]:
+    """Yield the lengths of texts in a section of data and in the sections inside it, also a default."""
+    parameter = inspect.signature(callable_of(section)).parameters.get("seq_length")
+    given = section.kwargs.get("seq_length", parameter and parameter.default)
+    for length in (given, section.kwargs.get("query_length")):
+        if isinstance(length, int):
+            yield length
     for value in section.kwargs.values():
-        nested = value.values() if isinstance(value, Mapping) else [value]
-        for each in nested:
+        for each in value.values() if isinstance(value, Mapping) else [value]:
             if isinstance(each, Target):
                 yield from _limits(each)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +110,13 @@ class TeacherCaches:
         with self._raising_on_all_ranks():
             if self._layout.is_rank0:
                 publication = Publication(directory)
-        partial = broadcast_object(group, publication.directory if publication else Path())
+        staging = broadcast_object(group, publication.directory if publication else Path())
         try:
-            self._write_parts(dataset, teacher, partial, key, publication)
+            entries = gather_objects(group, self._compute_part(dataset, teacher, staging))
+            with self._raising_on_all_ranks():
+                if publication is not None:
+                    written = [each for each in entries if each is not None]
+                    publication.publish(key, sorted(written, key=lambda each: int(each["number"])))
         except BaseException:
             if publication is not None:
                 publication.discard()
@@ -130,70 +132,47 @@ class TeacherCaches:
         assert cache is not None
         return cache
 
-    def _write_parts(
-        self,
-        dataset: TargetedDataset,
-        teacher: Teacher,
-        directory: Path,
-        key: str,
-        publication: Publication | None,
-    ) -> None:
-        """Write the part of this rank, and on rank 0 the manifest. A collective."""
-        layout = self._layout
-        writer = None
-        with self._raising_on_all_ranks():
-            # Ranks of a tensor parallel group compute the same; one of them writes.
-            if layout.reports:
-                writer = PartWriter(directory, layout.dp_rank)
-        entry = self._compute_part(dataset, teacher, writer)
-        entries = [each for each in gather_objects(layout.gloo_group, entry) if each is not None]
-        entries.sort(key=lambda each: int(each["number"]))
-        with self._raising_on_all_ranks():
-            if publication is not None:
-                publication.publish(key, entries)
-
     def _compute_part(
-        self, dataset: TargetedDataset, teacher: Teacher, writer: PartWriter | None
+        self, dataset: TargetedDataset, teacher: Teacher, directory: Path
     ) -> dict[str, Any] | None:
-        """Compute the targets of this rank's samples in order, and write them. Returns the entry of the manifest.
+        """Write the targets of this rank's samples in order. Returns the entry of the manifest, if this rank has one.
 
         A collective: all ranks make as many forward passes. An error of a rank between two of them, when it reads
         samples or writes their targets, is raised on all ranks.
         """
-        layout, size = self._layout, self._batch_size
-        num_samples = len(dataset)
+        layout, size, num_samples = self._layout, self._batch_size, len(dataset)
         mine = share_of(num_samples, layout.dp_rank, layout.dp_size)
         largest = max(len(share_of(num_samples, n, layout.dp_size)) for n in range(layout.dp_size))
-        num_batches = -(-largest // size)
-        report = _progress(num_batches)
-        batches = batches_of(mine, size, num_batches, num_samples)
-        write: Callable[[], object] = _nothing
+        writer: PartWriter | None = None
+        computed: list[SampleTargets] = []
+        with self._raising_on_all_ranks():
+            # Ranks of a tensor parallel group compute the same; one of them writes.
+            if layout.reports:
+                writer = PartWriter(directory, layout.dp_rank)
+        batches = batches_of(mine, size, -(-largest // size), num_samples)
         for number, indices in enumerate(batches):
             with self._raising_on_all_ranks():
                 # Those of the batch before: the ranks agree once per forward pass.
-                write()
-                samples, micro_batch = self._read(dataset, indices)
+                _write(writer, computed)
+                with isolated_rng():
+                    samples = [read_sample(dataset.dataset, index) for index in indices]
+                    micro_batch = collate(self._collate, samples, indices, empty=False)
                 counts = [num_labels(sample) for sample in samples]
                 require_labels(micro_batch, sum(counts))
                 checksums = [checksum(sample) for sample in samples]
-            top = self._top_of(micro_batch, teacher)
-            is_mine = number * size < len(mine)
-            write = partial(_write, writer, checksums, counts, top) if is_mine else _nothing
-            report(number)
+            parts = [torch.split(each, counts) for each in self._top_of(micro_batch, teacher)]
+            computed = []
+            # Other batches only keep this rank in step.
+            if number * size < len(mine):
+                for tokens, log_probs, rest, found in zip(*parts, checksums, strict=True):
+                    top = (tokens.numpy(), log_probs.numpy(), rest.numpy())
+                    computed.append(SampleTargets(*top, found))
         entry = None
         with self._raising_on_all_ranks():
-            write()
+            _write(writer, computed)
             if writer is not None:
                 entry = {"number": layout.dp_rank, **writer.close()}
         return entry
-
-    def _read(
-        self, dataset: TargetedDataset, indices: Sequence[int]
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Read the samples with these *indices*, without targets, and collate them."""
-        with isolated_rng():
-            samples = [read_sample(dataset.dataset, index) for index in indices]
-            return samples, collate(self._collate, samples, indices, empty=False)
 
     def _top_of(self, micro_batch: dict[str, torch.Tensor], teacher: Teacher) -> Top:
         """The most probable tokens at the labels of *micro_batch*, on the CPU: see :func:`top_of`."""
@@ -238,19 +217,10 @@ class TeacherCaches:
         )
 
 
-def _nothing() -> None:
-    """The targets before the first micro-batch has its own, and of samples that only keep a rank in step."""
-
-
-def _write(
-    writer: PartWriter | None, checksums: Sequence[int], counts: Sequence[int], top: Top
-) -> None:
-    """Write what the teacher predicts at the labels of samples with these checksums and numbers of labels."""
-    if writer is None:
-        return
-    parts = zip(*(torch.split(each, list(counts)) for each in top), strict=True)
-    for found, (tokens, log_probs, rest) in zip(checksums, parts, strict=True):
-        writer.add(SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), found))
+def _write(writer: PartWriter | None, computed: Sequence[SampleTargets]) -> None:
+    if writer is not None:
+        for each in computed:
+            writer.add(each)
 
 
 def check_countable(dataset: Any) -> None:
@@ -267,16 +237,3 @@ def check_countable(dataset: Any) -> None:
 
 def _size(dataset: TargetedDataset) -> str:
     return counted(len(dataset), "sample")
-
-
-def _progress(num_batches: int) -> Callable[[int], None]:
-    """Return a function that logs, at most every half minute, how many batches are done."""
-    last = time.monotonic()
-
-    def report(number: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > _LOG_SECONDS:
-            last = time.monotonic()
-            log.info("computed the teacher's logits of %d of %d batches", number + 1, num_batches)
-
-    return report

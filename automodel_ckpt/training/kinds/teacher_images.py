@@ -110,6 +110,7 @@ def _differing(part: str, student: Any, teacher: Any, names: Sequence[str]) -> I
     """Describe the settings *names* that both objects have with different values."""
     for name in names:
         # JSON has lists in place of tuples.
-        ours, its = (json.dumps(getattr(each, name, None)) for each in (student, teacher))
-        if "null" not in (ours, its) and ours != its:
-            yield f"{part}.{name} is {its}, the student has {ours}"
+        texts = [json.dumps(getattr(each, name, None), default=str) for each in (student, teacher)]
+        ours, its = map(json.loads, texts)
+        if None not in (ours, its) and ours != its:
+            yield f"{part}.{name} is {texts[1]}, the student has {texts[0]}"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.store_url import is_url, public
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.parts.verify import Level
@@ -359,12 +359,17 @@ def _open(
 ) -> Weights | None:
     """The weights of a path or of a Hub name.
 
-    Without *fetches*, returns None for a URL and for a name that is not in the cache. *config* is the directory of a
-    config.json: weights of other programs are converted to the tensor names of this config.
+    Without *fetches*, returns None for a name that is not in the cache. *config* is the directory of a config.json:
+    weights of other programs are converted to the tensor names of this config.
     """
     path = section.path
-    if not fetches and is_url(path):
-        return None
+    if is_url(path):
+        raise RecipeError(
+            "weights in a store are not read by their URL",
+            where=f"{where}.path",
+            value=public(path),
+            hint="download them (`ckpt pull URL DIRECTORY` for a checkpoint of ours), and name the directory",
+        )
     local = Path(path).expanduser()
     # A path in an existing directory is never a Hub name: a typo must not become a download.
     if local.exists() or local.is_symlink() or local.parent.is_dir():

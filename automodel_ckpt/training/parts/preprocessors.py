@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.base.other_weights import LFS_HINT
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.callables.trust import trusts_remote_code
 from automodel_ckpt.config.keys.data import PROCESSOR_SETTINGS
 from automodel_ckpt.config.keys.model import ModelConfig
@@ -139,43 +139,43 @@ def reading(
         raise known or RecipeError(what, where=where, value=value, hint=hint) from error
 
 
-AUTO_PROCESSOR = "transformers.AutoProcessor.from_pretrained"
+_AUTO_PROCESSOR = "transformers.AutoProcessor.from_pretrained"
 
 
-@dataclass(frozen=True)
-class ProcessorSource:
-    """Where a processor is read from: *name* is a directory or Hub name, given by the key *where*."""
+def build_processor(config: RecipeConfig) -> Any:
+    """Build the ``processor`` section, else the pretrained model's own processor.
 
-    name: str
-    where: str
-    repository: RepositoryOptions
-    settings: Mapping[str, Any]
-    """Settings of the processor that the recipe overrides."""
-
-
-def processor_of_target(section: Target) -> ProcessorSource:
-    """Return the source in a call of :data:`AUTO_PROCESSOR`. Raises :class:`RecipeError` for a missing path."""
-    settings = dict(section.kwargs)
-    where = "processor.pretrained_model_name_or_path"
-    name = str(settings.pop("pretrained_model_name_or_path", ""))
-    require_local(name, where)
-    repository = RepositoryOptions(
-        settings.pop("revision", None),
-        requests_code=settings.pop("trust_remote_code", False) is True,
-        trusts_code=trusts_remote_code(),
-    )
-    return ProcessorSource(name, where, repository, settings)
-
-
-def read_from(source: ProcessorSource) -> Any:
-    """Read a processor. Raises :class:`RecipeError` if that fails, and for settings that it does not have."""
+    A callable of a trusted package is called as it is. ``transformers.AutoProcessor.from_pretrained`` is the same as
+    ``processor.from_pretrained`` with ``processor.kwargs``. Raises :class:`RecipeError` if it cannot be read, lacks a
+    setting, or does not take text with images or audio.
+    """
     from automodel_ckpt.models.processor import read_processor, unknown_settings
 
-    settings, repository = source.settings, source.repository
-    with reading("processor", source.name, source.where, repository, _PROCESSOR_HINT):
-        processor = read_processor(os.path.expanduser(source.name), repository, settings)
-    names = set(settings) & PROCESSOR_SETTINGS
-    unknown = unknown_settings(check_processor(processor, source.where), names)
+    section: Any = config.processor
+    is_target, settings, where = isinstance(section, Target), dict(section.kwargs), "processor"
+    if is_target and section._target_ != _AUTO_PROCESSOR:
+        processor = build(section)
+        check_processor(processor, where)
+        return check_vocabulary_file(processor, where)
+    if is_target:
+        where = "processor.pretrained_model_name_or_path"
+        name = str(settings.pop("pretrained_model_name_or_path", ""))
+        require_local(name, where)
+        repository = RepositoryOptions(
+            settings.pop("revision", None),
+            requests_code=settings.pop("trust_remote_code", False) is True,
+            trusts_code=trusts_remote_code(),
+        )
+    else:
+        found, where = find_preprocessor(config, "processor")
+        if found is None:
+            hint = "give processor.from_pretrained, or a builder in processor._target_"
+            raise RecipeError("there is no processor", where="processor", value=None, hint=hint)
+        name, repository = found, preprocessor_options(config, found, where)
+    with reading("processor", name, where, repository, _PROCESSOR_HINT):
+        processor = read_processor(os.path.expanduser(name), repository, settings)
+    check_processor(processor, where)
+    unknown = unknown_settings(processor, set(settings) & PROCESSOR_SETTINGS)
     if unknown:
         raise RecipeError(
             "this processor does not have these settings",
@@ -183,26 +183,19 @@ def read_from(source: ProcessorSource) -> Any:
             value=f"{', '.join(unknown)}; {type(processor).__name__}",
             hint="remove them, or use the names in its preprocessor_config.json",
         )
-    return processor
+    return check_vocabulary_file(processor, where)
 
 
-def check_processor(processor: Any, where: str) -> Any:
-    """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and media."""
+def check_processor(processor: Any, where: str) -> None:
+    """Raise :class:`RecipeError` unless *processor*, which the key *where* gives, takes text and media."""
     from automodel_ckpt.data.media.media_files import AUDIO, media_of, takes_audio_with_text
 
     media = media_of(processor)
+    what = "this processor does not take both text and images or audio"
+    hint = "name the processor of a model of images or audio; a language model is trained by recipe: llm_finetune"
     if media == {AUDIO} and not takes_audio_with_text(processor):
-        raise RecipeError(
-            "this processor does not take text and audio in one call",
-            where=where,
-            value=type(processor).__name__,
-            hint="give a function in processor._target_ that returns a subclass with __call__(text, audio, ...)",
-        )
-    if media and hasattr(processor, "tokenizer"):
-        return processor
-    raise RecipeError(
-        "this processor does not take both text and images or audio",
-        where=where,
-        value=type(processor).__name__,
-        hint="name the processor of a model of images or audio; a language model is trained by recipe: llm_finetune",
-    )
+        what = "this processor does not take text and audio in one call"
+        hint = "give a function in processor._target_ that returns a subclass with __call__(text, audio, ...)"
+    elif media and hasattr(processor, "tokenizer"):
+        return
+    raise RecipeError(what, where=where, value=type(processor).__name__, hint=hint)

@@ -34,7 +34,7 @@ from automodel_ckpt.training.stop_tokens import generation_file
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
-    from automodel_ckpt.training.watch.replica_check import ReplicaCheck
+    from automodel_ckpt.training.watch.replicas import ReplicaCheck
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -216,7 +216,7 @@ def replica_check(
     if not config.checkpoint.verify_replicas:
         return None
     strategy = choose_strategy(config.distributed.strategy, layout.sizes)
-    from automodel_ckpt.training.watch.replica_check import KEY, ReplicaCheck
+    from automodel_ckpt.training.watch.replicas import KEY, ReplicaCheck
 
     require_replicas(strategy, layout.sizes, KEY)
     return ReplicaCheck(model, layout, is_replicated=strategy == "ddp")

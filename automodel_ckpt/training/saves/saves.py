@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from automodel_ckpt.base.units import size_text
-from automodel_ckpt.checkpoint import Checkpointer, SaveReport
+from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
@@ -27,16 +27,16 @@ from automodel_ckpt.errors import (
     SaveFailed,
 )
 from automodel_ckpt.logs.progress import SavingView
+from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.run_end import again, signal_name
-from automodel_ckpt.training.values.disk_use import warn_of_little_space
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.hub_uploads import HubUploads
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
-    from automodel_ckpt.training.watch.replica_check import ReplicaCheck
+    from automodel_ckpt.training.watch.replicas import ReplicaCheck
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -74,7 +74,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def _measured(method: _Method) -> _Method:
     """Count the time in a method of :class:`Saves` as time of saves."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def measured(self: Saves, *arguments: Any, **keywords: Any) -> Any:
         with self.timeline.phase(SAVES):
             return method(self, *arguments, **keywords)
@@ -103,25 +103,10 @@ class Saves:
     """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe. None
     without it."""
 
-    def __init__(
-        self,
-        config: RecipeConfig,
-        checkpointer: Checkpointer | None,
-        scheduler: StepScheduler,
-        run_log: RunLog,
-        state: Callable[[], Mapping[str, Any]],
-        *,
-        config_yaml: str,
-        num_ranks: int,
-        sample_noun: str = "sample",
-        gather: Callable[[Any], list[Any]] = lambda value: [value],
-    ) -> None:
-        """*state* returns everything that a checkpoint stores, by attribute name. *gather* returns the objects of all
-        ranks, in their order.
-
-        *sample_noun* is what an item of the data set is, in the singular: for "pair", checkpoints count consumed pairs.
-        """
-        self.checkpointer = checkpointer
+    def __init__(self, recipe: Any) -> None:
+        """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe`. Its parts have been built."""
+        config: RecipeConfig = recipe.config
+        self.checkpointer: Checkpointer | None = recipe.checkpointer
         self.failure = None
         self.last_save = None
         self._save_before: SaveReport | None = None
@@ -131,55 +116,35 @@ class Saves:
         self.replica_check = None
         self._compared_step: int | None = None
         self.hub_uploads: HubUploads | None = None
-        if config.hub is not None and checkpointer is not None:
+        if config.hub is not None and self.checkpointer is not None:
             from automodel_ckpt.training.saves.hub_uploads import HubUploads
 
-            self.hub_uploads = HubUploads(config.hub, checkpointer)
-        self._config = config
+            self.hub_uploads = HubUploads(config.hub, self.checkpointer)
         self._section = config.checkpoint
-        self.recipe_yaml = config_yaml
-        self._scheduler = scheduler
-        self._run_log = run_log
-        self.timeline = run_log.timeline
-        self._state = state
-        self._num_ranks = num_ranks
-        self._gather = gather
-        self._sample_noun = sample_noun
-        self._is_stopping = False
+        self.recipe_yaml = recipe.config_yaml
+        self._scheduler: StepScheduler = recipe.step_scheduler
+        self._run_log: RunLog = recipe.run_log
+        self.timeline = self._run_log.timeline
+        self._recipe = recipe
         self._has_warned = False
-        self._shown_command: str | None = None
-        """The command in the log that exports the newest checkpoint."""
         self._figures: dict[int, str] = {}
         """What the line about the save of a step says of training, until the save is published."""
 
     # ---------------------------------------------------------------- before the first step
 
-    def check_space(self, state: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Check that a checkpoint fits on the disk and in memory; warn if the disk cannot hold all that the run keeps.
+    def check_space(self, state: Mapping[str, Any]) -> None:
+        """Check that a checkpoint fits on the disk and in memory.
 
-        *steps_per_epoch* is None for a stream. Raises :class:`SaveFailed` if ``on_save_failure`` is ``stop``.
+        Raises :class:`SaveFailed` if ``on_save_failure`` is ``stop``.
         """
         if self.checkpointer is None or self._scheduler.is_finished():
             return
         if self.memory is not None:
             self.memory.check_space(state)
         try:
-            forecast = self.checkpointer.check_disk_space(state)
+            self.checkpointer.check_disk_space(state)
         except SaveFailed as failure:
             self._handle(failure)
-            return
-        if forecast is None:
-            return
-        # On rank 0 only: a warning must not end this rank while the others wait for it.
-        with contextlib.suppress(OSError):
-            warn_of_little_space(
-                self._config,
-                forecast,
-                self.checkpointer.directory,
-                planned_steps=self._scheduler.planned_steps,
-                steps_per_epoch=steps_per_epoch,
-                exports_at_end=self.checkpointer.exports.only_at_end,
-            )
 
     def start_hub_uploads(self, resources: contextlib.ExitStack) -> None:
         """Start the process of the section ``hub``, which *resources* close. Collective.
@@ -191,7 +156,7 @@ class Saves:
             resources.callback(self.hub_uploads.close)
         elif self.checkpointer is not None:
             # A run without the section must not keep checkpoints for earlier uploads.
-            forget = functools.partial(clear_links, self.checkpointer.directory, TO_HUB)
+            forget = partial(clear_links, self.checkpointer.directory, TO_HUB)
             self.checkpointer.call_on_rank0("removing the links of earlier uploads", forget)
 
     @_measured
@@ -227,7 +192,7 @@ class Saves:
         if self.memory is not None:
             self.memory.finish_save()
             self.memory.find()
-        state = self._state()
+        state = discover(self._recipe)
         resumed = self.checkpointer.roll_back(state, step)
         if resumed is None:
             return None
@@ -317,7 +282,9 @@ class Saves:
         scheduler = self._scheduler
         # Now: when an asynchronous save is published, training is at a later step.
         self._figures = {scheduler.step: self._run_log.figures(losses)}
-        self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
+        self._run_log.progress.follow(
+            lambda: saving_view(checkpointer.saving(), self._recipe.layout.world_size)
+        )
         return self._write_checkpoint(
             checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
         )
@@ -342,10 +309,10 @@ class Saves:
             self.replica_check.check(scheduler.step)
             self._compared_step = scheduler.step
         # Discovered for each save: a recipe may have replaced an attribute.
-        state = self._state()
+        state = discover(self._recipe)
         for value in state.values():
             if isinstance(value, GlobalBatchLoader):
-                value.gather_state(self._gather)
+                value.gather_state(partial(gather_objects, self._recipe.layout.gloo_group))
         return checkpointer.save(
             state,
             step=scheduler.step,
@@ -353,7 +320,7 @@ class Saves:
             config_yaml=self.recipe_yaml,
             losses=losses,
             progress={
-                f"consumed_{self._sample_noun}s": scheduler.consumed_samples,
+                f"consumed_{self._recipe.sample_noun}s": scheduler.consumed_samples,
                 "consumed_tokens": scheduler.consumed_tokens,
                 "elapsed_seconds": scheduler.elapsed_seconds,
             },
@@ -369,9 +336,7 @@ class Saves:
         reasoning = self._scheduler.note_published(report.stall_seconds, report.total_seconds)
         self._run_log.progress.note_saved(report.step)
         log.info("%s", saved_line(report, self._figures.get(report.step, "")))
-        # A stop logs the command itself, with the reason.
-        if report.export_command and not report.export and not self._is_stopping:
-            self._shown_command = report.export_command
+        if report.export_command and not report.export:
             log.info("  to export it: %s", report.export_command)
         if reasoning is not None:
             log.info("%s", reasoning)
@@ -416,7 +381,6 @@ class Saves:
     @_measured
     def stop(self, losses: Mapping[str, Any]) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
-        self._is_stopping = True
         if self.checkpointer is not None:
             # An export may take longer than a scheduler's grace period. The next start makes it.
             self.checkpointer.disable_exports()
@@ -425,7 +389,6 @@ class Saves:
         self.wait()
         if self.failure is not None:
             raise self.failure
-        self._log_how_to_export()
 
     @_measured
     def upload_before_stop(self, request: StopRequest) -> None:
@@ -437,19 +400,6 @@ class Saves:
                 request.seconds_since_request,
                 is_repeated.is_set,
                 grace_seconds=request.grace_seconds,
-            )
-
-    def _log_how_to_export(self) -> None:
-        newest = self.last_save or self.resumed
-        if self.checkpointer is None or newest is None or not newest.path.is_dir():
-            # One that was loaded from a store is not on the disk.
-            return
-        command = self.checkpointer.exports.command(newest.path)
-        if command in (None, self._shown_command):
-            return
-        if not self.checkpointer.exports.is_exported(newest.path):
-            log.info(
-                "not exported, because a signal leaves little time\n  to export it: %s", command
             )
 
     @_measured

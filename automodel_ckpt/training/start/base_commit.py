@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.fetched import own_name
 from automodel_ckpt.config.callables.plugins import callable_of, signature_of
-from automodel_ckpt.config.keys.model import InitFromConfig, ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.urls import with_local_directory
@@ -83,52 +82,47 @@ class HubName:
         return f"{owner}{self.name}@{self.revision or MAIN}"
 
 
+_NAMES = {
+    "from_pretrained": "revision",
+    "from_config": "revision",
+    "path": "revision",
+    "reference": "reference_revision",
+}
+"""The keys of sections that name a repository, and the keys of its revision."""
+
+
 def hub_names(config: Any) -> Iterator[HubName]:
-    """Yield the names in a recipe that may name repositories, the model first. Paths and URLs are among them."""
-    model = config.model
-    of_model: Sequence[Any] = ()
-    if isinstance(model, ModelConfig):
-        of_model = (model.from_pretrained, model.from_config)
-        for key in ("from_pretrained", "from_config"):
-            # The config can be written in the recipe, too.
-            if isinstance(getattr(model, key), str):
-                yield HubName(getattr(model, key), f"model.{key}", model)
-    for key in ("tokenizer", "processor"):
-        section: Any = getattr(config, key, None)
-        name = getattr(section, "from_pretrained", None)
+    """Yield the names in a recipe that may name repositories, the model first. Paths are among them."""
+    names = sorted(_names_in(config, ""), key=lambda name: not name.where.startswith("model."))
+    of_model = [name.name for name in names if name.where in _MODEL_KEYS]
+    for name in names:
+        is_preprocessor = name.where.startswith(("tokenizer.", "processor."))
         # The model's own one follows model.revision.
-        if name is not None and (section.revision is not None or name not in of_model):
-            yield HubName(name, f"{key}.from_pretrained", section)
-    teacher: Any = getattr(getattr(config, "distill", None), "teacher", None)
-    if getattr(teacher, "from_pretrained", None) is not None:
-        yield HubName(teacher.from_pretrained, "distill.teacher.from_pretrained", teacher)
-    for key in ("dpo", "kto"):
-        section = getattr(config, key, None)
-        if getattr(section, "reference", None) is not None:
-            yield HubName(section.reference, f"{key}.reference", section, "reference_revision")
-    sources = config.init_from or []
-    is_single = isinstance(sources, InitFromConfig)
-    for number, source in enumerate([sources] if is_single else sources):
-        if not is_url(source.path):
-            where = "init_from.path" if is_single else f"init_from.{number}.path"
-            yield HubName(source.path, where, source, is_optional=True)
-    yield from _plug_ins(config, "")
+        if not is_preprocessor or name.revision is not None or name.name not in of_model:
+            yield name
 
 
-def _plug_ins(value: Any, where: str) -> Iterator[HubName]:
-    """Yield the names in the arguments of ``_target_`` sections, at any depth."""
+def _names_in(value: Any, where: str) -> Iterator[HubName]:
+    """Yield the names in a section and in the arguments of ``_target_`` sections, at any depth."""
+    items: Any = ()
     if isinstance(value, Target):
         yield from _of_target(value, where)
-        value = value.kwargs
-    items: Any = ()
-    if isinstance(value, dict):
+        items = value.kwargs.items()
+    elif isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     elif dataclasses.is_dataclass(value):
-        items = vars(value).items()
+        fields = vars(value)
+        items = fields.items()
+        for key, revision_key in _NAMES.items():
+            name = fields.get(key)
+            # A config can be written in the recipe, too.
+            if isinstance(name, str) and revision_key in fields and not is_url(name):
+                is_optional = where.startswith("init_from")
+                yield HubName(name, f"{where}{key}", value, revision_key, is_optional=is_optional)
     for key, item in items:
-        yield from _plug_ins(item, f"{where}{key}.")
+        yield from _names_in(item, f"{where}{key}.")
 
 
 def _of_target(target: Target, where: str) -> Iterator[HubName]:

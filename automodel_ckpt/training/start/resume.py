@@ -16,7 +16,6 @@ from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.measure.validation_metrics import steps_per_epoch
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeComparison, RecipeOptions
 from automodel_ckpt.training.values.run_log import RunLog
@@ -90,7 +89,7 @@ def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
         # After the load: an earlier resume may have kept options that no recipe shows.
         recipe_options.compare(scheduler, resumed.loaded, resumed.path)
         saves.recipe_yaml = comparison.effective_recipe(resumed, recipe_options.kept)
-    saves.check_space(state, steps_per_epoch(recipe.dataloader))
+    saves.check_space(state)
     if not scheduler.is_finished():
         checkpointer.prepare(state)
     # Only now is the step known to which the logs are truncated.

@@ -159,13 +159,18 @@ class RecipeOptions:
             self._take_options()
         elif OPTIMIZER in saved:
             self._log_kept_options(has_lost_schedule=self._schedule is None and SCHEDULE in saved)
-        if self._schedule is None:
-            if SCHEDULE in saved:
-                self._leave_out_schedule(scheduler)
-        elif SCHEDULE in saved:
+        if self._schedule is not None and SCHEDULE in saved:
             self._follow(self._schedule, scheduler, saved_rate)
-        else:
-            self._begin_schedule(self._schedule, scheduler)
+        elif self._schedule is not None or SCHEDULE in saved:
+            # The rate of a schedule that is left out may be 0.0.
+            self._restore()
+            what = "the checkpoint's schedule is left out"
+            if self._schedule is not None:
+                what = "no schedule was loaded"
+                fast_forward(self._schedule, scheduler.step)
+            now = current_rate(self._optimizer)
+            message = "%s: the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+            log.warning(message, what, scheduler.step + 1, now, saved_rate)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -248,15 +253,11 @@ class RecipeOptions:
     def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""
         for key in self._overridden:
-            section, _, _ = key.partition(".")
-            _, _, option = key.rpartition(".")
-            is_whole_section = key == OPTIMIZER
-            if not is_whole_section and (section != OPTIMIZER or option != name):
-                continue
-            changed = f"{OPTIMIZER}.{name}" if is_whole_section else key
-            change = Change(changed, _as_text(saved), _as_text(new))
-            problem = override_problem(key, [change], self._checkpoint)
-            raise RecipeError.all_of([problem])
+            is_option = key.startswith(f"{OPTIMIZER}.") and key.endswith(f".{name}")
+            if is_option or key == OPTIMIZER:
+                changed = key if is_option else f"{OPTIMIZER}.{name}"
+                change = Change(changed, _as_text(saved), _as_text(new))
+                raise RecipeError.all_of([override_problem(key, [change], self._checkpoint)])
 
     def _take_options(self) -> None:
         """Replace all options that were loaded. A schedule computes its rates again."""
@@ -274,35 +275,6 @@ class RecipeOptions:
                 self._schedule.base_lrs,
             )
             self._schedule.base_lrs = list(self._rates)
-
-    def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
-        """Use the recipe's constant rate. The checkpoint has the last rate of its schedule, which may be 0.0."""
-        saved = current_rate(self._optimizer)
-        self._restore()
-        log.warning(
-            "the checkpoint's schedule is left out: the learning rate of step %d is the recipe's, %.6g; it was %.6g",
-            scheduler.step + 1,
-            current_rate(self._optimizer),
-            saved,
-        )
-
-    def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
-        """Continue the recipe's schedule at the present step. The checkpoint has no state of a schedule."""
-        self._restore()
-        fast_forward(schedule, scheduler.step)
-        message = (
-            "no schedule was loaded: the recipe's continues at step %d with the learning rate %.6g"
-        )
-        log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
-
-    def _replay(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
-        """Set *schedule* and what it sets in the optimizer to the recipe's, at the present step.
-
-        A schedule computes a rate from the one before it: the saved rates belong to other settings.
-        """
-        self._restore(self._scheduled_options())
-        schedule.load_state_dict(copy.deepcopy(self._new_schedule))
-        fast_forward(schedule, scheduler.step)
 
     def _restore(self, names: Collection[str] = ("lr", "initial_lr")) -> None:
         """Set the options *names* that the recipe built. A schedule changes its rates in place."""
@@ -328,7 +300,10 @@ class RecipeOptions:
             # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)
         elif self._from_recipe:
-            self._replay(schedule, scheduler)
+            # A schedule computes a rate from the one before it: the saved rates belong to other settings.
+            self._restore(self._scheduled_options())
+            schedule.load_state_dict(copy.deepcopy(self._new_schedule))
+            fast_forward(schedule, scheduler.step)
         now = current_rate(self._optimizer)
         if now != saved_rate and not scheduler.is_finished():
             why = ""

@@ -162,11 +162,42 @@ def check_part(owner: object, method: str, part: object, kind: type) -> None:
         )
 
 
+_FORMER_METHODS = {
+    "already_complete": "end",
+    "build_benchmarks": "build_loop",
+    "build_completions": "build_loop",
+    "build_memory": "build_checkpointer",
+    "build_replica_check": "build_saves",
+    "build_step_scheduler": "build_training",
+    "build_validation": "build_dataloader",
+    "build_validation_sets": "build_dataloader",
+    "check_benchmarks": "check_measurements",
+    "check_metric_keys": "check_measurements",
+    "finish_step": "step",
+    "local_init_from": "fill_from_weights",
+    "make_up_validation": "validate",
+    "reference_name": "section",
+    "reference_revision": "section",
+    "set_generation": "build",
+}
+"""Methods of recipes and loops that earlier versions called, and what to override now."""
+
+
 def check_classes(recipe: Any, base: Any) -> None:
     """Raise :class:`RecipeError` if *recipe* names a class of another kind than *base*, :class:`Recipe`, does.
 
-    A pipeline would not call a loss or a step of its own: that is an error, too.
+    A pipeline would not call a loss or a step of its own, and nothing calls the methods of earlier versions: that is an
+    error, too.
     """
+    for owner in (type(recipe), recipe.loop_class):
+        for name, present in _FORMER_METHODS.items():
+            if hasattr(owner, name):
+                raise RecipeError(
+                    "a recipe overrides a method that is not called any more",
+                    where=f"{owner.__name__}.{name}",
+                    value=name,
+                    hint=f"override {present} instead (docs/guides/write-a-recipe.md)",
+                )
     own = []
     # What the recipes of this package add to an objective, the last stage applies.
     if not getattr(recipe.build_objective, "__module__", "").startswith(_PACKAGE):

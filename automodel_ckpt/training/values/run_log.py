@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.logs.step_profiler import StepProfiler
     from automodel_ckpt.logs.tracker_process import Tracking
     from automodel_ckpt.models.measure.harness import TaskMetric
-    from automodel_ckpt.training.counters.spikes import Spike
+    from automodel_ckpt.training.counters.rules import Spike
     from automodel_ckpt.training.values.step_numbers import LaunchedStep
 
 log = logging.getLogger("automodel_ckpt")

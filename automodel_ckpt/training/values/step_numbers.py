@@ -27,8 +27,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
-from automodel_ckpt.training.counters.cadence import Due
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler
 from automodel_ckpt.training.values.records import (
     BatchSize,
     ClockReading,
@@ -38,7 +37,7 @@ from automodel_ckpt.training.values.records import (
 )
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.counters.spikes import Spike
+    from automodel_ckpt.training.counters.rules import Spike
     from automodel_ckpt.training.watch.stragglers import ForwardTime, StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")

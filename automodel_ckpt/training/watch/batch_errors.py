@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
-from automodel_ckpt.config.keys.distributed import DistributedConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import DeviceMemoryError, Problem, RecipeError
@@ -81,8 +77,6 @@ class BatchErrors:
             largest = max(shape.numel() for shape in shapes)
             size = self._config.step_scheduler.local_batch_size
             yield f"longest row {longest:,} tokens, largest micro-batch {largest:,} tokens, local_batch_size {size}"
-        if self._model is not None:
-            yield f"forecast without activations {_state_text(self._model, self._optimizer)}"
         lines = str(error).splitlines()
         if lines:
             # PyTorch's message continues with statistics and advice.
@@ -121,54 +115,28 @@ class BatchErrors:
             check_token_ids(each.micro_batches, num_rows, where)
 
 
-def _state_text(model: nn.Module, optimizer: Optimizer | None) -> str:
-    """The bytes of this rank's weights, gradients and optimizer state."""
-    weights = _nbytes(model.parameters())
-    trained = _nbytes(p for p in model.parameters() if p.requires_grad)
-    text = f"weights {size_text(weights)}, gradients {size_text(trained)}"
-    if optimizer is None:
-        return text
-    state = _nbytes(value for entry in optimizer.state.values() for value in entry.values())
-    if not state and "betas" in optimizer.defaults:
-        # Adam and its relatives have two moments, which the first step creates.
-        state = 2 * trained
-    return f"{text}, optimizer {size_text(state)}"
-
-
-def _nbytes(values: Any) -> int:
-    """The bytes of this rank's shards of the tensors in *values*."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            local = value.to_local() if isinstance(value, DTensor) else value
-            total += local.numel() * local.element_size()
-    return total
-
-
 def hints_for(config: RecipeConfig, num_ranks: int) -> list[str]:
     """Three changes that need less memory, the least expensive first, as options to paste after ``ckpt-train``."""
-    return list(itertools.islice(_hints(config, config.distributed, num_ranks), _NUM_HINTS))
-
-
-def _hints(config: RecipeConfig, section: DistributedConfig, num_ranks: int) -> Iterator[str]:
+    section, hints = config.distributed, []
     size, packed = config.step_scheduler.local_batch_size, config.packed_sequence
     if size > 1:
         smaller = next(each for each in range(size // 2, 0, -1) if size % each == 0)
-        yield f"--step_scheduler.local_batch_size={smaller}  (the same global batches, in more micro-batches)"
+        hints.append(f"--step_scheduler.local_batch_size={smaller}  (more micro-batches)")
     elif packed is not None:
-        yield f"--packed_sequence.size={packed.size // 2}  (shorter rows; no sample may be longer)"
-    mode = getattr(config.model, "activation_checkpointing", "full")
-    if mode not in (True, "full"):
-        yield "--model.activation_checkpointing=true  (computes activations again: about a third more time)"
+        hints.append(f"--packed_sequence.size={packed.size // 2}  (no sample may be longer)")
+    if getattr(config.model, "activation_checkpointing", "full") not in (True, "full"):
+        hints.append("--model.activation_checkpointing=true  (about a third more time)")
     if num_ranks > 1 and section.strategy == "ddp":
-        yield "--distributed.strategy=fsdp2  (shards weights, gradients and optimizer state)"
+        hints.append("--distributed.strategy=fsdp2  (shards the state)")
     elif num_ranks == 1 and torch.cuda.device_count() > 1:
-        yield "--nproc-per-node=2 --distributed.strategy=fsdp2  (shards the model among more GPUs)"
+        hints.append("--nproc-per-node=2 --distributed.strategy=fsdp2  (shards the state)")
     if not section.cpu_offload and section.strategy != "ddp":
-        yield "--distributed.strategy=fsdp2 --distributed.cpu_offload=true  (keeps the state in host memory: slow)"
+        hints.append(
+            "--distributed.strategy=fsdp2 --distributed.cpu_offload=true  (the state in host memory: slow)"
+        )
     if config.peft is None:
-        yield "--peft.r=16  (train LoRA adapters instead of all weights: a new run)"
-    yield "--dry-run  (trains nothing: forecasts the memory of a rank)"
+        hints.append("--peft.r=16  (train LoRA adapters instead of all weights: a new run)")
+    return hints[:_NUM_HINTS]
 
 
 _NUM_SHOWN = 5

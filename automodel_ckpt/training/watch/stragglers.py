@@ -9,7 +9,6 @@ exchange.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -146,18 +146,10 @@ def _num_tokens(rows: Rows) -> int:
     return max(sizes, default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What a rank measured in a window of steps, in seconds.
-
-    *wait* is the mean wait for the others before a step, *step* the mean time of a step, *forward* the median of its
-    own time in a forward pass, and *per_token* the median of that time for each token; both 0 if not measured.
-    """
-
-    wait: float
-    step: float
-    forward: float
-    per_token: float
+Figures = np.ndarray[Any, np.dtype[np.float64]]
+"""What ranks measured in a window of steps, in seconds [ranks, 4]: the mean wait for the others before a step, the mean
+time of a step, the median of the own time in a forward pass, and of that time for each token; both 0 if not
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,46 +173,40 @@ class Straggler:
         return late / self.usual_seconds if self.usual_seconds > 0 else 0.0
 
 
-def slower_ranks(
-    figures: Sequence[Figures], stages: Sequence[int], share: float
-) -> list[Straggler]:
+def slower_ranks(figures: Figures, stages: Figures, share: float) -> list[Straggler]:
     """Return the ranks that are slower than the median of the others by more than a *share*.
 
-    *figures* and *stages* are by rank. A rank's forward passes are compared with other passes of its pipeline *stage*.
-    Rows have different lengths, so a rank must be slower by its time as well as by its time for each token.
+    A rank's forward passes are compared with other passes of its pipeline stage (*stages*, by rank). Rows have
+    different lengths, so a rank must be slower by its time as well as by its time for each token.
     """
-    waits = sorted(each.wait for each in figures)
-    forwards: dict[int, list[float]] = {}
-    per_token: dict[int, list[float]] = {}
-    for stage, each in zip(stages, figures, strict=True):
-        if each.forward > 0:
-            insort(forwards.setdefault(stage, []), each.forward)
-            insort(per_token.setdefault(stage, []), each.per_token)
-    found = []
-    for rank, (stage, mine) in enumerate(zip(stages, figures, strict=True)):
-        late = _median_of_others(waits, mine.wait) - mine.wait
-        if late > share * mine.step:
-            found.append(Straggler(rank, ARRIVAL, late, mine.step))
-        if mine.forward <= 0 or len(forwards[stage]) == 1:
-            continue
-        usual = _median_of_others(forwards[stage], mine.forward)
-        usual_per_token = _median_of_others(per_token[stage], mine.per_token)
-        if mine.forward > (1 + share) * usual and mine.per_token > (1 + share) * usual_per_token:
-            found.append(Straggler(rank, FORWARD, mine.forward, usual))
+    waits, steps, forwards, per_token = figures.T
+    late = _medians_of_others(waits) - waits
+    found = [
+        Straggler(int(rank), ARRIVAL, float(late[rank]), float(steps[rank]))
+        for rank in np.flatnonzero(late > share * steps)
+    ]
+    for stage in np.unique(stages):
+        ranks = np.flatnonzero((stages == stage) & (forwards > 0))
+        if len(ranks) > 1:
+            usual = _medians_of_others(forwards[ranks])
+            is_slow = forwards[ranks] > (1 + share) * usual
+            is_slow &= per_token[ranks] > (1 + share) * _medians_of_others(per_token[ranks])
+            for index in np.flatnonzero(is_slow):
+                seconds = float(forwards[ranks[index]])
+                found.append(Straggler(int(ranks[index]), FORWARD, seconds, float(usual[index])))
     return found
 
 
-def _median_of_others(values: Sequence[float], own: float) -> float:
-    """Return the median of sorted *values*, of which there are at least two, without one that is equal to *own*.
+def _medians_of_others(values: Figures) -> Figures:
+    """For each of at least two *values*, the median of all others. One sort serves thousands of ranks."""
+    order = np.argsort(values)
+    positions = np.argsort(order)
 
-    A sort for each of thousands of ranks would take seconds.
-    """
-    position = bisect_left(values, own)
+    def other(index: int) -> Figures:
+        # Without its own value, the later ones are one place earlier.
+        return np.asarray(values[order][index + (index >= positions)])
+
     num_others = len(values) - 1
-
-    def other(index: int) -> float:
-        return values[index if index < position else index + 1]
-
     return (other((num_others - 1) // 2) + other(num_others // 2)) / 2
 
 
@@ -243,7 +229,7 @@ class StragglerWatch:
         self._log_record = log_record
         # Pipeline stages are the outermost dimension of the mesh.
         ranks_per_stage = max(1, layout.world_size // layout.sizes.pp)
-        self._stages = [rank // ranks_per_stage for rank in range(layout.world_size)]
+        self._stages = np.arange(float(layout.world_size)) // ranks_per_stage
         self._slow_before: set[tuple[int, str]] = set()
         self._num_windows: Counter[tuple[int, str]] = Counter()
         self._interrupted = 0.0
@@ -282,16 +268,14 @@ class StragglerWatch:
         if self._num_steps < self._settings.straggler_steps:
             return []
         worked = self._timeline.seconds_in((STEPS, DATA)) - self._worked
-        mine = (
+        figures = np.zeros((self._layout.world_size, _NUM_FIGURES))
+        figures[self._layout.rank] = (
             sum(self._waits) / max(1, len(self._waits)),
             worked / self._num_steps,
-            median(self._forwards) if self._forwards else 0.0,
-            median(self._per_token) if self._per_token else 0.0,
+            median(self._forwards or [0.0]),
+            median(self._per_token or [0.0]),
         )
-        figures = [0.0] * (_NUM_FIGURES * self._layout.world_size)
-        begin = _NUM_FIGURES * self._layout.rank
-        figures[begin : begin + _NUM_FIGURES] = mine
-        return figures
+        return figures.flatten().tolist()
 
     def compare(self, step: int, sums: Sequence[float]) -> None:
         """Report ranks that were slow in two windows in a row. *sums* are the sums of :meth:`figures_here`."""
@@ -301,15 +285,14 @@ class StragglerWatch:
         self._clear()
         if not self._layout.is_rank0:
             return
-        figures = []
-        for begin in range(0, len(sums), _NUM_FIGURES):
-            figures.append(Figures(*sums[begin : begin + _NUM_FIGURES]))
+        figures = np.reshape(sums, (-1, _NUM_FIGURES))
         found = slower_ranks(figures, self._stages, self._settings.straggler_share)
         slow = {(each.rank, each.part): each for each in found}
         again = self._slow_before & slow.keys()
         self._slow_before = set(slow)
         for key in sorted(self._num_windows.keys() - again):
-            log.info("%s is no longer slower than the others", self._name(key[0]))
+            name = rank_name(key[0], self._hosts)
+            log.info("%s is no longer slower than the others", name)
             del self._num_windows[key]
         for key in sorted(again):
             self._report(step, slow[key], num_steps)
@@ -327,9 +310,6 @@ class StragglerWatch:
         self._log_record(STRAGGLER, step, record)
         if num_windows & (num_windows - 1) == 0:
             log.warning("%s", straggler_text(straggler, self._hosts, num_steps * num_windows))
-
-    def _name(self, rank: int) -> str:
-        return rank_name(rank, self._hosts)
 
 
 def straggler_text(straggler: Straggler, hosts: Sequence[str], num_steps: int) -> str:

@@ -28,17 +28,16 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.spikes import Spike
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.rules import Spike
+from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
 from automodel_ckpt.training.model import deferred_model
 from automodel_ckpt.training.saves import saves as saves_module
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.run_log import RunLog
 from automodel_ckpt.training.watch import hang_watch as hang_watch_module
-from automodel_ckpt.training.watch import replica_check
+from automodel_ckpt.training.watch import replicas as replica_check
 from automodel_ckpt.training.watch.hang_watch import HangWatch
-from automodel_ckpt.training.watch.replica_check import ReplicaCheck
+from automodel_ckpt.training.watch.replicas import ReplicaCheck
 from tests.support import ranks
 from tests.support.models import tiny
 
@@ -79,12 +78,16 @@ class Case:
         return log
 
     def saves(self, **config: Any) -> Saves:
-        section: Any = SimpleNamespace(**{"checkpoint": CheckpointConfig(), "hub": None, **config})
-        log: Any = SimpleNamespace(timeline=Timeline())
-        scheduler = StepScheduler(Cadence(max_steps=8))
-        return Saves(
-            section, self.checkpointer(), scheduler, log, dict, config_yaml="", num_ranks=2
+        sections = {"checkpoint": CheckpointConfig(), "hub": None, **config}
+        recipe = SimpleNamespace(
+            config=SimpleNamespace(**sections),
+            checkpointer=self.checkpointer(),
+            step_scheduler=StepScheduler(Cadence(max_steps=8)),
+            run_log=SimpleNamespace(timeline=Timeline()),
+            config_yaml="",
+            layout=self.layout,
         )
+        return Saves(recipe)
 
 
 STATE = {"model": nn.Linear(2, 2)}

@@ -27,7 +27,7 @@ from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.parallel.ranks.stop import stop_request
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.counters.step_scheduler import Due
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.recipe import Recipe as AnyRecipe
 from automodel_ckpt.training.values.records import Control

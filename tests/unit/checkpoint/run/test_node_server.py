@@ -30,6 +30,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
 )
 from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, save_digest
 from automodel_ckpt.checkpoint.store.transfer import Throttle
+from automodel_ckpt.errors import SaveFailed
 from tests.support.servers.serving import serve
 
 TOKEN = "secret"
@@ -198,6 +199,19 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
         assert process.pid != first and process.address.port == port
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+
+
+def test_the_answer_to_a_canceled_command_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    def cancel() -> None:
+        raise SaveFailed("canceled", where="here", value="", hint="")
+
+    commanded = {"do": "keep", "names": [NAME], "to": []}
+    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
+        first = process.pid
+        with pytest.raises(NodeFailed, match="canceled"):
+            process.do(commanded, cancel)
+        process.do(commanded, lambda: None)
+        assert process.pid != first
 
 
 def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.early_stopping import EarlyStopping, StoppingRule
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.rules import EarlyStopping, StoppingRule
+from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
 
 
 def test_it_states_why_the_run_ended() -> None:

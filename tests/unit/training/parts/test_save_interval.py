@@ -6,12 +6,11 @@ import math
 
 import pytest
 
-from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.save_interval import (
+from automodel_ckpt.training.counters.rules import (
     FIRST_STEPS,
     best_interval_seconds,
 )
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
 
 HOUR = 3600.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.counters.spikes import SpikeDetector
+from automodel_ckpt.training.counters.rules import SpikeDetector
 
 RULE = OnSpikeConfig(
     loss_factor=2.0, grad_norm_factor=10.0, window=4, rollback=1, skip=1, max_rollbacks=3

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.training.counters.cadence import (
+from automodel_ckpt.training.counters.step_scheduler import (
     Cadence,
+    StepScheduler,
 )
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 counts = st.none() | st.integers(1, 12)
 

@@ -9,21 +9,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.keys.optimizer import OptimizerConfig
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training import recipe as recipe_module
-from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
 from automodel_ckpt.training.model.sharding import check_cuda_graphs
-from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions
 
 
@@ -36,43 +31,11 @@ def recipe(**checkpoint: Any) -> Recipe:
     return Recipe(cast(RecipeConfig, config), config_yaml="")
 
 
-def saves(config: RecipeConfig, checkpointer: Any = None) -> Saves:
-    return Saves(
-        config,
-        checkpointer,
-        at_step(5),
-        cast(Any, SimpleNamespace(timeline=Timeline())),
-        dict,
-        config_yaml="",
-        num_ranks=1,
-    )
-
-
 def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
     hiding = recipe()
     vars(hiding)["build_assets"] = {"state": 1}
     with pytest.raises(RecipeError, match=r"hides a method of the recipe[\s\S]*build_assets"):
         hiding.resume()
-
-
-@pytest.mark.parametrize(("free_bytes", "warned"), [(340, True), (351, False)])
-def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_reported_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, free_bytes: int, warned: bool
-) -> None:
-    (tmp_path / "epoch_0_step_5").mkdir()
-    config = RecipeConfig(
-        step_scheduler=StepSchedulerConfig(ckpt_every_steps=5, ckpt_every_epochs=None),
-        checkpoint=CheckpointConfig(export_best=True),
-    )
-    forecast = Forecast(100, free_bytes, export_bytes=25)
-    saver = SimpleNamespace(
-        directory=tmp_path,
-        exports=SimpleNamespace(only_at_end=True),
-        check_disk_space=lambda state: forecast,
-    )
-    saves(config, saver).check_space({}, steps_per_epoch=100)
-    said = "3 more checkpoints of about 100 B and 2 exports of about 25 B take 350 B, and 340 B are free"
-    assert (said in caplog.text) == warned == bool(caplog.records)
 
 
 def falling(
