@@ -218,7 +218,7 @@ def _source(section: Section) -> None:
         section.rename("source_key", "source_field", default="question")
     else:
         section.drop("source_key")
-        written = re.sub(r"\{(\w+)\}", r"{{ \1 }}", str(template.value))
+        written = re.sub(r"\{([^\W\d]\w*)\}", r"{{ \1 }}", str(template.value))
         if re.search(r"[{}]", re.sub(r"\{\{ \w+ \}\}", "", written)):
             hint = 'write it as a Jinja template in source_field, such as "{{ question }}"'
             section.reject("source_template", template, "this template is not supported", hint)

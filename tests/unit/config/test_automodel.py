@@ -504,7 +504,19 @@ TRANSLATED: list[tuple[str, dict[str, Any]]] = [
     ("wandb:\n  enable: false\n  project: p\n", {"logging.trackers": {}}),
     ("wandb:\n  project: p\n", {"logging.trackers": {"wandb": {"project": "p"}}}),
     ("mlflow:\n  experiment_name: e\n", {"logging.trackers": {"mlflow": {"experiment": "e"}}}),
+    # It stays, and is not on the allowlist: a teacher has trained weights.
+    (
+        KD + TEACHER.replace("LM.from_pretrained", "LM.from_config"),
+        {"distill.teacher._target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config"},
+    ),
 ]
+
+
+def test_a_flag_counts_where_the_files_value_has_no_effect(tmp_path: Path) -> None:
+    text = MODEL + "  attn_implementation: sdpa\n"
+    assert load(tmp_path, text).config.model.attn_implementation is None
+    flagged = load(tmp_path, text, "--model.attn_implementation", "sdpa")
+    assert flagged.config.model.attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(("text", "expected"), TRANSLATED)
@@ -707,7 +719,7 @@ REJECTED = [
         "this model class is not supported",
     ),
     (
-        f"optimizer:\n  _target_: {TE_ADAM}\n  bias_correction: false\n",
+        f"optimizer:\n  _target_: {TE_ADAM}\n  bias_correction: no\n",
         3,
         "Adam without bias correction is not supported",
     ),
