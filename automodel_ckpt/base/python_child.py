@@ -116,7 +116,7 @@ class CommandProcess:
 
         Args:
             command: What the function of :func:`run_commands` gets.
-            check: Called repeatedly until the command ends. It may raise.
+            check: Called repeatedly until the command ends. If it raises, the process is killed.
             stalled_seconds: How long the process may report nothing.
 
         Raises:
@@ -130,7 +130,12 @@ class CommandProcess:
             self._connection.send(command)
             while True:
                 if check is not None:
-                    check()
+                    try:
+                        check()
+                    except BaseException:
+                        # It must not answer the next command with the result of this one.
+                        self.kill()
+                        raise
                     if not self._connection.poll(_POLL_SECONDS):
                         if time.monotonic() - last_sign > stalled_seconds:
                             raise TimeoutError

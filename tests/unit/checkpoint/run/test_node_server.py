@@ -29,6 +29,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
 )
 from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, save_digest
 from automodel_ckpt.checkpoint.store.transfer import Throttle
+from automodel_ckpt.errors import SaveFailed
 from tests.support.servers.serving import serve
 
 TOKEN = "secret"
@@ -197,6 +198,19 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
         assert process.pid != first and process.address.port == port
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+
+
+def test_a_cancelled_command_does_not_answer_the_next_one(tmp_path: Path) -> None:
+    def cancel() -> None:
+        raise SaveFailed("another rank has failed", where="rank 1", value="", hint="")
+
+    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
+        first = process.pid
+        commanded = {"do": "keep", "names": [NAME], "to": []}
+        with pytest.raises(SaveFailed, match="another rank has failed"):
+            process.do(commanded, cancel)
+        process.do(commanded, lambda: None)
+        assert process.pid != first
 
 
 def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
