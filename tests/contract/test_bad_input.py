@@ -82,6 +82,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("seed: many\n", [], ["seed must be a whole number", "recipe.yaml:6", "value:  many"]),
     ("seed: 1.5\n", [], ["seed must be a whole number"]),
     ("seed: null\n", [], ["seed must be a whole number"]),
+    ("seed: -1\n", [], ["seed must be from 0 to 2^63 - 1"]),
     ("seed: [1]\n", [], ["seed must be a whole number", "value:  [1]"]),
     ("deterministic: maybe\n", [], ["deterministic must be true or false"]),
     ("optimizer: 5\n", [], ["optimizer must be a section or a section with _target_"]),
@@ -101,6 +102,35 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
             ":7",
         ],
     ),
+    (
+        "recipe: distill\ndistill:\n  kd_ratio: 0.3\n",
+        [],
+        ["distill.teacher.from_pretrained is missing", "recipe.yaml:"],
+    ),
+    ("", ["--model.dtype=fp16"], ["float64, auto or null", "did you mean float16?"]),
+    (
+        "checkpoint: {model_layout: hf}\n",
+        ["--checkpoint.export_best"],
+        ["save_consolidated and export_best have no effect with model_layout hf"],
+    ),
+    ("", ["--distributed.cp_size=2", "--nproc-per-node=3"], ["a multiple of 2 ranks"]),
+    (
+        "distributed:\n  ep_size: 2\npeft:\n  target_parameters: [gate_up_proj]\n",
+        [],
+        ["peft.target_parameters and ep_size cannot be combined"],
+    ),
+    (
+        "",
+        ["--model.freeze=[*.y]"],
+        ["where:  --model.freeze\n  hint:   quote words that begin with *"],
+    ),
+    (
+        "checkpoint: {checkpoint_dir: $SCRATCH/run}\n",
+        [],
+        ["checkpoint.checkpoint_dir has a variable of the shell", "write ${oc.env:SCRATCH}", ":6"],
+    ),
+    ("checkpoint: {checkpoint_dir: '${RUNS}/a'}\n", [], ["variable is ${oc.env:RUNS}"]),
+    ("", ["--rdzv-endpoint=localhost:99999"], ["invalid rendezvous endpoint"]),
     (
         "step_scheduler:\n  on_spike: {loss_factor: 1}\n",
         [],
@@ -244,7 +274,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("recipe: SFT\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),
     ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
-    ("<<: [seed]\n", [], ["expected a mapping for merging", "recipe.yaml:6"]),
+    ("<<: [seed]\n", [], ["a merge key (<<) needs a mapping or a list", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["invalid YAML", "recipe.yaml:7"]),
     ("---\nseed: 1\n", [], ["invalid YAML", "single document"]),
     ("", ["--model.freeze", "[x, *y]"], ["undefined alias", "quote words that begin"]),
@@ -426,6 +456,16 @@ def test_elastic_runs_are_told_of_numbers_of_machines_that_do_not_fit(
     assert "warning" not in say(capsys, *start, "--nnodes=2:2")
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"- a\n", b"word\n", b"\xff\xfe\x00", b"a: \x07\n", b"{" * 3000]
+)
+def test_a_file_that_is_no_recipe_ends_with_one_message(
+    recipe: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    recipe.write_bytes(content)
+    assert "recipe.yaml" in say(capsys, str(recipe))
+
+
 def test_a_mistake_in_a_plug_in_ends_with_the_same_message_before_anything_is_built(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -529,6 +569,14 @@ def test_print_config_shows_every_value_with_its_origin(
         "recipe.yaml:5",
         "default",
     )
+
+
+def test_a_dry_run_says_what_is_missing_before_anything_is_built(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe), "--dry-run", "--nproc-per-node=2"]) == EXIT_USAGE
+    assert "text data requires a tokenizer" in capsys.readouterr().err
+    assert not Path("checkpoints").exists()
 
 
 @pytest.mark.parametrize("command", ["train --help", "ckpt completion bash"])
