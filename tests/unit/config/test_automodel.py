@@ -452,11 +452,6 @@ TRANSLATED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (
-        COLUMNS + "  use_hf_chat_template: true\n"
-        "  column_mapping:\n    context: c\n    question: q\n    answer: a\n",
-        {"dataset.system_field": "c"},
-    ),
-    (
         COLUMNS + "  answer_only_loss_mask: false\n"
         "  column_mapping:\n    question: q\n    answer: a\n",
         {"dataset.learn": "all"},
@@ -727,7 +722,7 @@ REJECTED = [
     (
         f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n  source_template: '{{a.b}}'\n",
         3,
-        "this template is not supported",
+        "a template of Python is not supported",
     ),
     (
         f"dataset:\n  _target_: {DATA}.audio.datasets.make_music_dataset\n  split: train\n",
@@ -1283,7 +1278,7 @@ def test_sources_and_targets(tmp_path: Path, auto_class: str) -> None:
     assert target.write(row, str) == "she"
     assert target.write({"answers": {"text": []}}, str) == ""
     assert target.write({"answers": " plain "}, str) == "plain"
-    text += "  seq_length: 8\n  source_template: null\n  source_key: body\n  target_key: title\n"
+    text += "  seq_length: 8\n  source_field: body\n  target_key: title\n"
     text += "  decoder_start_token_id: 2\n"
     recipe = load(tmp_path, text).config
     assert recipe.dataset.kwargs["source_field"] == "body"
