@@ -30,7 +30,7 @@ from automodel_ckpt.cli.common.terminal import (
     require_utf8,
 )
 from automodel_ckpt.cli.launch.process import raise_file_limit
-from automodel_ckpt.config.callables.builders import Plugin, plugins
+from automodel_ckpt.config.bind import INVALID, Binder
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.schema_keys import join
@@ -147,8 +147,6 @@ def _run_recipe(line: CommandLine) -> int:
     # The data of a launcher's run may be on the cluster only.
     check = None if only_prints or launcher is not None else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
-    if only_prints and loaded.problems:
-        raise RecipeError.all_of(loaded.problems)
     if "convert_recipe" in line.modes:
         print(loaded.converted(), end="")
         return EXIT_DONE
@@ -271,40 +269,40 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
 
     Names on the Hub and directories are not checked: the builders do that.
     """
-    for plugin in plugins(root):
-        # Megatron's files are named by a prefix, and divided into parts: their builder checks them.
-        names = plugin.parameters.keys()
-        has_rows = {"path", "split"} <= names and "part" not in names
-        if has_rows and plugin.node.at("path") is not None:
-            yield from _file_problems(plugin)
-
-
-def _file_problems(plugin: Plugin) -> Iterator[Problem]:
     from automodel_ckpt.data.rows.source import Source
 
-    path = plugin.argument("path")
-    if path is None:
-        return
-    try:
-        source = Source.of(path, plugin.argument("name"), plugin.argument("split", "train"))
-        if source.is_file:
-            _ = source.files  # resolves patterns, and raises if a file does not exist
-    except RecipeError as error:
-        for problem in error.problems:
-            yield _located(problem, plugin)
+    binder = Binder(object, [])
+    for key, node in root.walk():
+        target, path = (node.at(name) for name in ("_target_", "path"))
+        # Files of tokens are named by a prefix or a pattern: their builders check them.
+        if path is None or not re.match(r"automodel_ckpt\.data\.(?!token_files)", str(target)):
+            continue
+        others = {each: node.at(each) for each in ("name", "split")}
+        given = {
+            each: binder.value(str, other, "")
+            for each, other in others.items()
+            if other is not None and not other.is_null
+        }
+        given["path"] = binder.value(str | list[str], path, "")
+        if INVALID in given.values():
+            continue
+        try:
+            source = Source.of(**given)
+            if source.is_file:
+                _ = source.files  # resolves patterns, and raises if a file does not exist
+        except RecipeError as error:
+            for problem in error.problems:
+                yield _located(problem, key, node)
 
 
-def _located(problem: Problem, plugin: Plugin) -> Problem:
+def _located(problem: Problem, key: str, section: Node) -> Problem:
     """Replace ``dataset.NAME`` in a problem by the key of the section, and its location by the line in the recipe."""
+    name, value = "path", f"{problem.where}: {problem.value}".removesuffix(": ")
     if problem.where.startswith("dataset."):
-        name = problem.where.rpartition(".")[2]
-        value = problem.value
-    else:
-        name = "path"
-        value = f"{problem.where}: {problem.value}" if problem.value else problem.where
-    node = plugin.node.at(name) or plugin.node
-    hint = problem.hint.replace("dataset.path", join(plugin.key, "path"))
-    return Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, value, hint)
+        name, value = problem.where.rpartition(".")[2], problem.value
+    node = section.at(name) or section
+    hint = problem.hint.replace("dataset.path", join(key, "path"))
+    return Problem(f"{join(key, name)}: {problem.what}", node.origin, value, hint)
 
 
 def _observed(

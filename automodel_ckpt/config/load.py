@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.former_names import current_name
 from automodel_ckpt.config.bind import Binder
-from automodel_ckpt.config.callables.builders import builder_problems, needs_import
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
@@ -62,9 +61,6 @@ class LoadedRecipe:
     tree: Node
     parsed: Node
     overrides: tuple[Override, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    """Problems found in the arguments of plug-ins. :func:`targets.check_targets` reports them with those that it finds
-    after importing the other plug-ins."""
     notices: tuple[Notice, ...] = ()
     """What was translated, and how, if the file is a recipe of NeMo AutoModel."""
     translated: Node | None = None
@@ -92,9 +88,7 @@ class LoadedRecipe:
 
         Raises :class:`RecipeError` with all problems.
         """
-        bound = bind_recipe(self.path, self.parsed, self.overrides, schema=schema)
-        problems = distinct([*self.problems, *bound.problems])
-        return replace(bound, problems=tuple(problems))
+        return bind_recipe(self.path, self.parsed, self.overrides, schema=schema)
 
     def with_overrides(self, more: Sequence[Override]) -> LoadedRecipe:
         """Validate the parsed file with further overrides, which take precedence.
@@ -206,19 +200,17 @@ def bind_recipe(
     # It also hides the secrets in URLs from the messages of all problems.
     found += url_problems(root)
     found += shell_variables(root)
-    in_plugins = [*builder_problems(root), *sample_problems(root)]
+    found += sample_problems(root)
     if check is not None:
-        in_plugins += check(root)
-    # If other plug-ins have to be imported, these problems wait, so that there is one report.
-    if found or (in_plugins and not needs_import(root)):
-        raise RecipeError.all_of(distinct(_shown([*found, *in_plugins], path)))
+        found += check(root)
+    if found:
+        raise RecipeError.all_of(distinct(_shown(found, path)))
     return LoadedRecipe(
         config,
         path,
         root,
         parsed,
         tuple(overrides),
-        tuple(in_plugins),
         translation.notices if translation is not None else (),
         translated,
     )

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.checks.compare_runs import Step, compare, is_good
 from automodel_ckpt.cli.launch.node_resources import visible_gpus
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.config.load import LoadedRecipe
@@ -49,6 +49,12 @@ _ALWAYS = (
     "--profile=null",
 )
 
+_NUMBERS = ("lr", "loss", "grad_norm")
+_DIFFERENT = "different"
+
+Step = Mapping[str, Any]
+Run = Sequence[Sequence[Step]]
+"""The steps of each rank: run[rank][step]."""
 Observe = Callable[[LoadedRecipe, Path, int | None], tuple[LoadedRecipe, type]]
 """(recipe, directory for notes, step to stop after) -> the checked recipe, and its class that records each step."""
 
@@ -71,15 +77,12 @@ def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
     default = DEFAULT_STEPS
     if "selftest_steps" not in line.modes and max_steps is not None and max_steps < default:
         default = max_steps
-        if default < 2:
-            hint = "test the recipe with more steps (--selftest-steps 6)"
-            _fail_with_one_step("step_scheduler.max_steps", default, hint)
     (steps,) = line.modes.get("selftest_steps", [str(default)])
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
-        _fail(
-            "the selftest needs at least 2 steps", "--selftest-steps", steps, "set it to 2 or more"
-        )
+        is_given = "selftest_steps" in line.modes
+        where = "--selftest-steps" if is_given else "step_scheduler.max_steps"
+        _fail_with_one_step(where, steps, "test with more steps (--selftest-steps 6)")
     if not is_number(ranks) or int(ranks) < 1:
         _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
     if line.flags.nnodes != "1" or started_world_size(os.environ, line.flags):
@@ -94,12 +97,8 @@ def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
 
 
 def _fail_with_one_step(where: str, value: object, hint: str) -> NoReturn:
-    _fail(
-        "the selftest needs at least 2 steps: a run of a single step has nothing to resume",
-        where,
-        value,
-        hint,
-    )
+    what = "the selftest needs at least 2 steps: a run of a single step has nothing to resume"
+    _fail(what, where, value, hint)
 
 
 def _fail(what: str, where: str, value: object, hint: str) -> NoReturn:
@@ -127,7 +126,7 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
         print(json.dumps(found, indent=2))
     else:
         print(report(found))
-    return EXIT_DONE if is_good(found) else EXIT_INTERNAL
+    return EXIT_INTERNAL if found["verdict"] == _DIFFERENT else EXIT_DONE
 
 
 class RunFailed(Exception):
@@ -223,6 +222,98 @@ def _lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+# ---------------------------------------------------------------- comparison
+
+
+def compare(
+    straight: Run, resumed: Run, stopped_after: int, tolerance: float = 0.0
+) -> dict[str, Any]:
+    """Return the document of ``--selftest-resume --json``, from the records of ``training/selftest_probe.py``.
+
+    On the same number of ranks, all values must be bit-identical. On another number, samples and learning rates must be
+    equal, and losses and gradient norms within the relative *tolerance*, unless the model has dropout: ranks draw their
+    own random numbers.
+    """
+    is_exact = len(straight) == len(resumed)
+    first = next(_differences(straight, resumed, is_exact=is_exact), None)
+    largest: dict[str, float] = {}
+    if not is_exact:
+        largest = {
+            name: _largest_difference(name, straight[0], resumed[0])
+            for name in ("loss", "grad_norm")
+        }
+    judged = is_exact or not any(step["has_dropout"] for step in straight[0])
+    verdict = "bit-identical" if is_exact else "equal within tolerance"
+    if first is not None or (judged and max(largest.values(), default=0.0) > tolerance):
+        verdict = _DIFFERENT
+    elif not judged:
+        verdict = "same samples"
+    return {
+        "num_steps": len(straight[0]),
+        "stopped_after": stopped_after,
+        "num_ranks": [len(straight), len(resumed)],
+        "first_difference": first,
+        "steps": [
+            {
+                "step": step["step"],
+                "num_samples": len(step["samples"]),
+                **{name: _number(step[name]) for name in _NUMBERS},
+            }
+            for step in straight[0]
+        ],
+        "largest": largest,
+        "tolerance": tolerance,
+        "judged": judged,
+        "verdict": verdict,
+    }
+
+
+def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[dict[str, Any]]:
+    """Yield the differences by step and rank: quantities, then whole attributes, then their tensors."""
+    for number, _ in enumerate(zip(straight[0], resumed[0], strict=False)):
+        for rank in range(len(straight) if is_exact else 1):
+            one, other = straight[rank][number], resumed[rank][number]
+            place = (one["step"], rank)
+            for name in ("samples", *_NUMBERS) if is_exact else ("samples", "lr"):
+                if one[name] != other[name]:
+                    yield _described(*place, name, one[name], other[name])
+            state, other_state = one["state"], other["state"]
+            names = {*state, *other_state} if is_exact else ()
+            for name in sorted(names, key=lambda name: ("/" not in name, name)):
+                digests = [each.get(name, "missing") for each in (state, other_state)]
+                if digests[0] != digests[1]:
+                    yield _described(*place, name, *digests)
+    lengths = len(straight[0]), len(resumed[0])
+    if lengths[0] != lengths[1]:
+        yield _described(min(lengths) + 1, 0, "number of steps", *lengths)
+
+
+def _described(step: int, rank: int, name: str, one: Any, other: Any) -> dict[str, Any]:
+    texts = [repr(_number(each)) if name in _NUMBERS else str(each) for each in (one, other)]
+    values = {"straight": texts[0], "resumed": texts[1]}
+    return {"step": step, "rank": rank, "quantity": name, **values}
+
+
+def _largest_difference(name: str, straight: Sequence[Step], resumed: Sequence[Step]) -> float:
+    """Return the largest relative difference; infinity if only one of two numbers is finite."""
+    largest = 0.0
+    for one, other in zip(straight, resumed, strict=False):
+        a, b = _number(one[name]), _number(other[name])
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            continue
+        difference = abs(a - b) / max(abs(a), abs(b))
+        largest = max(largest, difference if math.isfinite(difference) else math.inf)
+    return largest
+
+
+def _number(text: str) -> float:
+    """Parse a number that was written with ``float.hex``, or in decimal."""
+    try:
+        return float.fromhex(text)
+    except ValueError:
+        return float(text)
+
+
 def report(found: Mapping[str, Any]) -> str:
     """Format the comparison as text."""
     before, after = found["num_ranks"]
@@ -230,7 +321,11 @@ def report(found: Mapping[str, Any]) -> str:
     if after != before:
         ranks += f", resumed on {after}"
     stop = f"{found['num_steps']} steps, stopped after step {found['stopped_after']}"
-    lines = [_step_line(step) for step in found["steps"]]
+    lines = [
+        f"step {step['step']}  samples {step['num_samples']}  loss {step['loss']:.6g}  "
+        f"grad norm {step['grad_norm']:.6g}  lr {step['lr']:.6g}"
+        for step in found["steps"]
+    ]
     lines.append(f"{found['verdict']}: {stop}, {ranks}")
     first = found["first_difference"]
     if first is not None:
@@ -247,10 +342,3 @@ def report(found: Mapping[str, Any]) -> str:
     for name, value in found["largest"].items():
         lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
     return "\n".join(lines)
-
-
-def _step_line(step: Mapping[str, Any]) -> str:
-    numbers = f"loss {step['loss']:.6g}  grad norm {step['grad_norm']:.6g}  lr {step['lr']:.6g}"
-    digests = "  ".join(f"{name} {digest}" for name, digest in step["digests"].items())
-    same = "same" if step["same"] else "different"
-    return f"step {step['step']}  samples {step['num_samples']}  {numbers}  {digests}  {same}"

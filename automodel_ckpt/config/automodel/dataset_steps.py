@@ -24,25 +24,17 @@ _TRUNCATIONS = ("error", "right", "skip", "history")
 """Our values of the key truncation, which is also AutoModel's: an override may have them."""
 _UNTRUNCATED = (*FALSE_WORDS, "do_not_truncate")
 """Values of AutoModel's key truncation, in lower case, with which it ignores seq_length."""
-_SOURCE = "question: {question}  context: {context}"
+_SOURCE = "question: {{ question }}  context: {{ context }}"
 """AutoModel's default source of encoder-decoder models, for SQuAD."""
 
 
 def _columns(section: Section) -> None:
     """Translate the columns of a prompt and its completion. AutoModel writes a space after each part of the prompt."""
     mapping = section.inner("column_mapping", to=section.to)
-    as_chat = section.take("use_hf_chat_template")
-    space = " "
-    if as_chat is not None:
-        word = str(as_chat.value)
-        if is_true(as_chat):
-            word, space = "auto", ""
-            mapping.rename("context", "system_field")
-        section.put("as_chat", replace(as_chat, value=word), was="use_hf_chat_template")
     columns = {name: mapping.take(name) for name in ("context", "question")}
     given = {name: node for name, node in columns.items() if node is not None}
     if given:
-        template = "".join(f"{{{{ {column.value} }}}}{space}" for column in given.values())
+        template = "".join(f"{{{{ {column.value} }}}} " for column in given.values())
         origin = next(iter(given.values())).origin
         section.put("prompt_field", Node(template, origin, quoted=True))
         for name, column in given.items():
@@ -57,10 +49,9 @@ def _labels(section: Section) -> None:
         section.no_effect("answer_only_loss_mask", answers_only)
     elif answers_only is not None:
         section.put("learn", replace(answers_only, value="all"), was="answer_only_loss_mask")
-    for name in ("mask_history", "train_on_last_turn_only"):
-        last_only = section.flag(name)
-        if last_only is not None:
-            section.put("learn", replace(last_only, value="last"), was=name)
+    last_only = section.flag("mask_history")
+    if last_only is not None:
+        section.put("learn", replace(last_only, value="last"), was="mask_history")
 
 
 def _split(section: Section) -> None:
@@ -211,20 +202,12 @@ def _mock_length(section: Section) -> None:
 
 
 def _source(section: Section) -> None:
-    """Translate the source: a template of Python's ``str.format``, or a field. The first of SQuAD's answers is used."""
-    is_null = section.get("source_template") is not None and not section.peek("source_template")
-    template = section.take("source_template") or Node(_SOURCE, AUTOMODEL_DEFAULT, quoted=True)
-    if is_null:
-        section.rename("source_key", "source_field", default="question")
-    else:
-        section.drop("source_key")
-        written = re.sub(r"\{(\w+)\}", r"{{ \1 }}", str(template.value))
-        if re.search(r"[{}]", re.sub(r"\{\{ \w+ \}\}", "", written)):
-            hint = 'write it as a Jinja template in source_field, such as "{{ question }}"'
-            section.reject("source_template", template, "this template is not supported", hint)
-            return
-        node = Node(written, template.origin, quoted=True)
-        section.put("source_field", node, was="source_template")
+    """Translate the source, for which AutoModel has a template with SQuAD's fields. Its first answer is used."""
+    section.apply("""
+        ! source_template: a template of Python | write it as a Jinja template in source_field, such as "{{ question }}"
+        ! source_key: a field without a template | set source_field
+    """)
+    section.put("source_field", Node(_SOURCE, AUTOMODEL_DEFAULT, quoted=True))
     given = section.take("target_key") or Node("answers", AUTOMODEL_DEFAULT)
     name = given.value
     text = (

@@ -196,7 +196,8 @@ def teacher(section: Section) -> None:
         section.work.section("").apply(_NOT_DISTILLED)
         return
     section = section.work.section(section.path, "distill.teacher")
-    if AUTO_CLASS.fullmatch(section.text("_target_")):
+    found = AUTO_CLASS.fullmatch(section.text("_target_"))
+    if found is not None and found["method"] == "from_pretrained":
         section.implied("_target_", "recipe")
     section.apply("""
         _target_

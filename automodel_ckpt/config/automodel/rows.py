@@ -211,8 +211,9 @@ class Section:
             target.put(to, node, was=name)
         elif word.startswith("~"):
             self.degraded(name, node, word[1:])
-        elif word:
-            target.put(to, replace(node, value=word, quoted=False), was=name)
+        elif word or node.is_flag:
+            # A flag of the command line states the value for this program, too.
+            target.put(to, replace(node, value=word or node.value, quoted=False), was=name)
         else:
             self.no_effect(name, node)
 
@@ -276,7 +277,8 @@ class Section:
             return
         applies = is_enabled(node)
         if only:
-            applies = (str(node.value) in words.split()) == (only == "in")
+            given = "false" if str(node.value).lower() in FALSE_WORDS else str(node.value)
+            applies = (given in words.split()) == (only == "in")
         if not applies:
             self.no_effect(name, node)
         elif mark == "~":

@@ -48,9 +48,7 @@ def optimizer(section: Section) -> None:
     is_penalty = target == "torch.optim.Adam"
     if target in TE_ADAM:
         is_penalty = section.peek(adam_w) is not None and not section.is_on(adam_w)
-        section.apply(
-            "! bias_correction in false False: Adam without bias correction | remove the key"
-        )
+        section.apply("! bias_correction in false: Adam without bias correction | remove the key")
     if is_penalty and value_of(decay):
         _adam(section, node)
         return
@@ -214,7 +212,7 @@ def steps(section: Section) -> None:
         {"" if is_repeated else "num_epochs = 10"}
         ckpt_every_steps = 100
         - gc_every_steps loss_average_window_steps start_step start_epoch
-        ~ validate_on_checkpoint in false False: each checkpoint is validated if there is validation data
+        ~ validate_on_checkpoint in false: each checkpoint is validated if there is validation data
     """)
     # Without either, AutoModel trains for 10 epochs, also if both keys are null in the file.
     if not any(section.ours(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):

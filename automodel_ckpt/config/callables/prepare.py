@@ -7,15 +7,14 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.base.user_code import register_user_code
-from automodel_ckpt.config.bind import INVALID, REMOTE_CODE, Binder
+from automodel_ckpt.config.bind import CORRECT, INVALID, REMOTE_CODE, Binder
 from automodel_ckpt.config.callables import allowlist
 from automodel_ckpt.config.callables.allowlist import CUSTOM, Entry
-from automodel_ckpt.config.callables.builders import missing_argument, unknown_argument
 from automodel_ckpt.config.callables.plugins import (
     CALLED_WITH,
     Signature,
@@ -37,16 +36,19 @@ from automodel_ckpt.config.callables.trust import (
 )
 from automodel_ckpt.config.keys.optimizer import OptionsGroup
 from automodel_ckpt.config.load import LoadedRecipe, distinct
+from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
 from automodel_ckpt.config.tree.convert import FALSE_WORDS
 from automodel_ckpt.config.tree.references import ReferenceFailed, is_reference
 from automodel_ckpt.config.tree.references import resolve as resolve_reference
-from automodel_ckpt.config.tree.rules import MISSING, Target
+from automodel_ckpt.config.tree.rules import AT_LEAST_1, AT_LEAST_2, MISSING, Target
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
 
+_RULES = {"seq_length": AT_LEAST_2, "max_samples": AT_LEAST_1, "shuffle_block": AT_LEAST_1}
+"""Parameter -> its limit, in every builder of this package."""
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 """Settings of transformers for which ``owner/repository`` means code that is loaded from the Hub."""
 SECTIONS = frozenset(field.name for field in dataclasses.fields(RecipeConfig))
@@ -59,7 +61,7 @@ def check_names(loaded: LoadedRecipe, trust: Trust) -> None:
         problems += _remote_code(loaded.tree)
     problems += _task_files(loaded, trust)
     if problems:
-        raise RecipeError.all_of(distinct([*loaded.problems, *problems]))
+        raise RecipeError.all_of(distinct(problems))
 
 
 def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
@@ -150,7 +152,7 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
     tree = loaded.tree.copy()
     checker = _Checker(tree, type(loaded.config), trust)
     config = checker.convert(loaded.config, "")
-    if problems := distinct([*loaded.problems, *checker.problems]):
+    if problems := distinct(checker.problems):
         raise RecipeError.all_of(problems)
     return dataclasses.replace(loaded, config=config, tree=tree)
 
@@ -237,7 +239,7 @@ class _Checker:
                     converted[number] = dataclasses.replace(group, kwargs=arguments)
         changes["kwargs"] = self._arguments(target, key, target.kwargs, signature, entry)
         for name in () if is_direct else signature.missing(given):
-            problem = missing_argument(key, target._target_, name, self.tree.at(key))
+            problem = _missing_argument(key, target._target_, name, self.tree.at(key))
             if key in CALLED_WITH:
                 hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
                 problem = dataclasses.replace(problem, hint=hint)
@@ -260,7 +262,7 @@ class _Checker:
             node = self.tree.at(full)
             assert node is not None
             if not signature.accepts(name):
-                problem = unknown_argument(key, target._target_, name, node, signature.required)
+                problem = _unknown_argument(key, target._target_, name, node, signature.required)
                 self.problems.append(problem)
                 continue
             if entry is not None:
@@ -273,8 +275,33 @@ class _Checker:
             if not isinstance(value, Target):
                 value = self.binder.value(signature.types.get(name, Any), node, full)
                 value = None if value is INVALID else value  # with a problem in the list
+                rule = _RULES.get(name) if target._target_.startswith("automodel_ckpt.") else None
+                if rule is not None and type(value) is int and not rule.accepts(value):
+                    self.binder.note(f"{full} must be {rule.expected}", node, node, CORRECT)
             kwargs[name] = self.convert(value, full, nested)
         return kwargs
+
+
+def _unknown_argument(
+    key: str, target: str, name: str, node: Node, parameters: Iterable[str]
+) -> Problem:
+    """Describe an argument that a plug-in does not accept."""
+    accepted = list(parameters)
+    # What other programs call an argument.
+    counterpart = OTHER_NAMES.get(name)
+    ours = [each.rpartition(".")[2] for each in counterpart.keys] if counterpart else []
+    meant = next((each for each in ours if each in accepted), None) or closest(name, accepted)
+    hint = f"{target} accepts {', '.join(accepted) or 'no keyword arguments'}"
+    if meant:
+        hint = f"did you mean {join(key, meant)}?"
+    return Problem(f"unknown key {join(key, name)}", node.origin, str(node), hint)
+
+
+def _missing_argument(key: str, target: str, name: str, section: Node | None) -> Problem:
+    """Describe a required argument of a plug-in that is missing."""
+    what = f"{join(key, name)} is missing: {target} requires it"
+    where = section.origin if section else ""
+    return Problem(what, where, "", f"add {join(key, name)}")
 
 
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.config.callables.allowlist import PURPOSES
-from automodel_ckpt.config.callables.builders import SUPPLIED, signature
+from automodel_ckpt.config.help.builders import SUPPLIED, signature
 from automodel_ckpt.config.help.listing import field_docs, section_doc
 from automodel_ckpt.config.help.plugin_help import (
     BuilderHelp,

@@ -13,7 +13,7 @@ from typing import Any
 
 from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.builders import (
+from automodel_ckpt.config.help.builders import (
     PACKAGE,
     SUPPLIED,
     Parameter,

@@ -326,22 +326,38 @@ class _Reader(yaml.SafeLoader):
         return Node(tree.value, origin, quoted=tree.style is not None)
 
     def _mapping(self, tree: yaml.MappingNode, depth: int) -> dict[str, Node]:
+        mapping: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
         first: dict[str, str] = {}
-        for key, _ in tree.value:
+        for key, value in tree.value:
             where = self.place(key.start_mark)
             if not isinstance(key, yaml.ScalarNode):
                 self._note("keys must be single words", where, "", UNREADABLE)
-                return {}
-            if key.value in first:
+            elif key.value in first:
                 self._note_duplicate(key.value, first[key.value], where)
-            first.setdefault(key.value, where)
-        # The keys of the mapping itself follow the keys that merge keys (<<) add, and take
-        # precedence.
-        self.flatten_mapping(tree)
-        mapping: dict[str, Node] = {}
-        for key, value in tree.value:
-            mapping[key.value] = self.node(value, self.place(key.start_mark), depth + 1)
-        return mapping
+            elif key.tag == "tag:yaml.org,2002:merge":
+                first[key.value] = where
+                merged = self._merged(value, where, depth)
+            else:
+                first[key.value] = where
+                mapping[key.value] = self.node(value, where, depth + 1)
+        # The keys of the mapping itself take precedence, wherever the merge key is.
+        return merged | mapping
+
+    def _merged(self, value: yaml.Node, where: str, depth: int) -> dict[str, Node]:
+        """Return the keys that a merge key (``<<``) adds. In a list of mappings, an earlier one takes precedence.
+
+        PyYAML's flatten_mapping builds lists of all keys before they are counted, without end for merges of merges.
+        """
+        node = self.node(value, where, depth + 1)
+        keys: dict[str, Node] = {}
+        for each in node.value if isinstance(node.value, list) else [node]:
+            if isinstance(each.value, dict):
+                keys = each.value | keys
+            else:
+                what = "a merge key (<<) needs a mapping or a list of mappings"
+                self._note(what, where, str(each), "write <<: *anchor")
+        return keys
 
     def _note_duplicate(self, key: str, first: str, second: str) -> None:
         lines = ""

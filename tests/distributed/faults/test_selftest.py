@@ -59,10 +59,7 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
     assert not traces.exists()
     *steps, verdict = out.splitlines()
     assert verdict == "bit-identical: 4 steps, stopped after step 2, 1 rank"
-    pattern = (
-        r"step \d  samples 8  loss \S+  grad norm \S+  lr \S+  "
-        r"dataloader \w{12}  .*model \w{12}  .*rng \w{12} .* same"
-    )
+    pattern = r"step \d  samples 8  loss \S+  grad norm \S+  lr \S+"
     assert all(re.fullmatch(pattern, line) for line in steps), out
     assert len(set(steps)) == len(steps) == 4
 

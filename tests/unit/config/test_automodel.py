@@ -452,11 +452,6 @@ TRANSLATED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (
-        COLUMNS + "  use_hf_chat_template: true\n"
-        "  column_mapping:\n    context: c\n    question: q\n    answer: a\n",
-        {"dataset.system_field": "c"},
-    ),
-    (
         COLUMNS + "  answer_only_loss_mask: false\n"
         "  column_mapping:\n    question: q\n    answer: a\n",
         {"dataset.learn": "all"},
@@ -504,7 +499,19 @@ TRANSLATED: list[tuple[str, dict[str, Any]]] = [
     ("wandb:\n  enable: false\n  project: p\n", {"logging.trackers": {}}),
     ("wandb:\n  project: p\n", {"logging.trackers": {"wandb": {"project": "p"}}}),
     ("mlflow:\n  experiment_name: e\n", {"logging.trackers": {"mlflow": {"experiment": "e"}}}),
+    # It stays, and is not on the allowlist: a teacher has trained weights.
+    (
+        KD + TEACHER.replace("LM.from_pretrained", "LM.from_config"),
+        {"distill.teacher._target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config"},
+    ),
 ]
+
+
+def test_a_flag_counts_where_the_files_value_has_no_effect(tmp_path: Path) -> None:
+    text = MODEL + "  attn_implementation: sdpa\n"
+    assert load(tmp_path, text).config.model.attn_implementation is None
+    flagged = load(tmp_path, text, "--model.attn_implementation", "sdpa")
+    assert flagged.config.model.attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(("text", "expected"), TRANSLATED)
@@ -707,7 +714,7 @@ REJECTED = [
         "this model class is not supported",
     ),
     (
-        f"optimizer:\n  _target_: {TE_ADAM}\n  bias_correction: false\n",
+        f"optimizer:\n  _target_: {TE_ADAM}\n  bias_correction: no\n",
         3,
         "Adam without bias correction is not supported",
     ),
@@ -715,7 +722,7 @@ REJECTED = [
     (
         f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n  source_template: '{{a.b}}'\n",
         3,
-        "this template is not supported",
+        "a template of Python is not supported",
     ),
     (
         f"dataset:\n  _target_: {DATA}.audio.datasets.make_music_dataset\n  split: train\n",
@@ -1271,7 +1278,7 @@ def test_sources_and_targets(tmp_path: Path, auto_class: str) -> None:
     assert target.write(row, str) == "she"
     assert target.write({"answers": {"text": []}}, str) == ""
     assert target.write({"answers": " plain "}, str) == "plain"
-    text += "  seq_length: 8\n  source_template: null\n  source_key: body\n  target_key: title\n"
+    text += "  seq_length: 8\n  source_field: body\n  target_key: title\n"
     text += "  decoder_start_token_id: 2\n"
     recipe = load(tmp_path, text).config
     assert recipe.dataset.kwargs["source_field"] == "body"

@@ -311,6 +311,36 @@ def test_merge_keys_mean_what_yaml_defines(tmp_path: Path) -> None:
     assert sets["c"]._target_ == sets["a"]._target_
 
 
+def test_a_merged_mapping_can_be_used_again(tmp_path: Path) -> None:
+    text = (
+        "validation_datasets:\n"
+        "  a: &a {_target_: automodel_ckpt.data.text.text, path: a.txt, seq_length: 8}\n"
+        "  b: &b {<<: *a, path: b.txt}\n"
+        "  c: *b\n"
+    )
+    sets = referring(tmp_path, text).config.validation_datasets
+    assert sets["c"].kwargs == {"path": "b.txt", "seq_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a {? [x, y] : 1}\nb: {<<: *a}\n", "keys must be single words"),
+        # Nine merges of nine merges of ...: 9^12 keys, if merges were expanded before they are counted.
+        (
+            "".join(f"<<: [&a{depth} {{" for depth in range(12))
+            + "k: v"
+            + "".join(f"}}{f', *a{depth}' * 8}]" for depth in reversed(range(12))),
+            "more than 20000 values",
+        ),
+    ],
+    ids=["key", "bomb"],
+)
+def test_merged_keys_are_limited_like_others(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load(write(tmp_path / "r.yaml", BASE + text))
+
+
 def test_the_name_of_a_run_is_a_directory_in_that_of_the_recipe(tmp_path: Path) -> None:
     assert (
         load(

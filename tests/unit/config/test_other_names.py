@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.builders import signature
+from automodel_ckpt.config.callables.prepare import prepare
+from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.help.builders import signature
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.overrides import parse
@@ -22,7 +24,7 @@ def problem(tmp_path: Path, text: str, *words: str) -> str:
     recipe.write_text(SMALLEST + text)
     line = parse(words)
     with pytest.raises(RecipeError) as failure:
-        load_recipe(recipe, line.overrides, problems=line.problems)
+        prepare(load_recipe(recipe, line.overrides, problems=line.problems), Trust())
     return str(failure.value)
 
 

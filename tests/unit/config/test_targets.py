@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import automodel_ckpt
 from automodel_ckpt.config.callables.allowlist import defaults
 from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.callables.prepare import check_names, check_targets, prepare
@@ -663,3 +664,27 @@ def test_a_class_that_is_no_recipe_is_refused(recipe: Path) -> None:
 def test_the_built_in_recipe_needs_no_trust(recipe: Path) -> None:
     loaded = load(recipe, "--dataset={_target_: datasets.load_dataset, path: x}")
     assert prepare(loaded, Trust()).recipe_class.__name__ == "LLMFinetune"
+
+
+def test_a_partial_is_what_it_calls(recipe: Path) -> None:
+    loaded = checked(recipe, "--loss_fn={_target_: trusted_pkg.things.paint_twice, colour: red}")
+    assert build(loaded.config.loss_fn) == "REDRED"
+    with pytest.raises(RecipeError, match="command is defined in posix"):
+        checked(recipe, "--loss_fn._target_=trusted_pkg.things.command")
+
+
+def test_trust_in_a_library_opens_all_of_it(recipe: Path) -> None:
+    words = ["--dataset={_target_: datasets.load_dataset, path: json, cache_dir: x}"]
+    checked(recipe, *words, trust=("datasets",))
+    assert callable(resolve("transformers.modeling_utils.load_state_dict", Trust(["transformers"])))
+    with pytest.raises(Rejected):
+        resolve("transformers.utils.import_utils.importlib.import_module", Trust(["transformers"]))
+
+
+def test_what_a_program_gives_is_not_from_the_recipe(recipe: Path) -> None:
+    key = "logging.trackers.mlflow.tracking_uri"
+    given = automodel_ckpt.load_recipe(recipe, {key: "http://localhost:5000"})
+    assert prepare(given, Trust(["trusted_pkg"])).recipe_class.__name__ == "LLMFinetune"
+    recipe.write_text(RECIPE + "logging: {trackers: {mlflow: {tracking_uri: 'http://localhost'}}}")
+    with pytest.raises(RecipeError, match="--trust host:localhost"):
+        prepare(automodel_ckpt.load_recipe(recipe), Trust(["trusted_pkg"]))
