@@ -272,7 +272,7 @@ def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
 
 
 def test_a_guide_lists_each_extra_with_its_packages_and_lowest_versions() -> None:
-    guide = (ROOT / "docs" / "guides" / "install.md").read_text()
+    guide = (ROOT / "docs" / "install.md").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     (sentence,) = re.findall(r"^The extras (.*) are for work on this program\.$", guide, re.M)

@@ -55,12 +55,17 @@ def make_model(directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
 
 
 def write_samples(file: Path) -> None:
     """Eighty questions with their answers."""
+    samples = [{"prompt": f"What is {n} + 1? ", "completion": f"It is {n + 1}."} for n in range(80)]
+    file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+def write_chats(file: Path) -> None:
+    """The same as conversations."""
     lines = []
     for n in range(80):
         question = {"role": "user", "content": f"What is {n} + 1?"}
@@ -74,7 +79,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, commands: CommandServer) -
     """A directory where the README's recipe has run, on a small model and 80 samples."""
     directory = tmp_path_factory.mktemp("readme")
     make_model(directory / "my-model")
-    write_samples(directory / "chats.jsonl")
+    (directory / "my-model" / "chat_template.jinja").write_text(TEMPLATE)
+    write_chats(directory / "chats.jsonl")
     assert "Qwen/Qwen3-0.6B" in RECIPE
     (directory / "recipe.yaml").write_text(RECIPE.replace("Qwen/Qwen3-0.6B", "my-model"))
     done = commands.run("ckpt-train", "recipe.yaml", cwd=directory)
