@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +152,6 @@ class Checkpointer:
         """The exports of this run's checkpoints as Hugging Face files."""
         self.transfers = Transfers(self._settings, options, group)
         """What is transferred from and to the store of ``remote``."""
-        self._items_are_logged = is_quiet
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
         self._async: AsyncSaves | None = None
@@ -361,10 +360,6 @@ class Checkpointer:
         proposals = agree.gather_objects(self._group, proposal)
         shares = self._planner.assign(save, proposals, self._group)
         save.staging.path = Path(proposals[0].staging)
-        if self.is_rank0 and not self._items_are_logged:
-            self._items_are_logged = True
-            digests = [proposal.digests or {} for proposal in proposals]
-            _log_items(save, digests, save_optimizer=self._settings.save_optimizer)
         return saves.save(save, proposals, shares)
 
     # ---------------------------------------------------------------- saves in progress
@@ -519,21 +514,6 @@ class Checkpointer:
         self, doing: str, kind: type[AutomodelError] = SaveFailed
     ) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self.directory, kind)
-
-
-def _log_items(save: Save, digests: Sequence[Mapping[str, str]], *, save_optimizer: bool) -> None:
-    """Log what is saved and where. *digests* has the digests of small state by name, for each rank."""
-    for item in save.items:
-        aliases = f" (also {', '.join(item.aliases)})" if item.aliases else ""
-        is_optional = item.kind in ("optimizer", "lr_scheduler")
-        differs = len({of_rank.get(item.name) for of_rank in digests}) > 1
-        if is_optional and not save_optimizer:
-            target = "not saved"
-        elif differs:
-            target = f"{item.name}/"
-        else:
-            target = item.path
-        log.debug("  state: %s%s, %s -> %s", item.name, aliases, item.kind, target)
 
 
 def _ranks_in(group: ProcessGroup | None) -> layout.DataParallelRanks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,33 +95,17 @@ class RankLayout:
 
 
 def init_distributed(
-    *,
-    backend: str | None = None,
-    timeout_minutes: float = 30.0,
-    dp_size: int | None = None,
-    dp_replicate_size: int = 1,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    cp_size: int = 1,
-    ep_size: int = 1,
+    *, backend: str | None = None, timeout_minutes: float = 30.0, **sizes_given: Any
 ) -> RankLayout:
     """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or create a group of one rank.
 
-    The device is CUDA device LOCAL_RANK if there are GPUs and *backend* is not ``gloo``. Raises :class:`RecipeError` if
-    the node has fewer GPUs than ranks, torch does not have the backend, or the product of the sizes is not the number
-    of ranks.
+    *sizes_given* are arguments of :func:`share_out`. The device is CUDA device LOCAL_RANK if there are GPUs and
+    *backend* is not ``gloo``. Raises :class:`RecipeError` if the node has fewer GPUs than ranks, torch does not have
+    the backend, or the product of the sizes is not the number of ranks.
     """
     rank = _environment_int("RANK", 0)
     world_size = _environment_int("WORLD_SIZE", 1)
-    sizes = share_out(
-        world_size,
-        dp_size=dp_size,
-        dp_replicate_size=dp_replicate_size,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        cp_size=cp_size,
-        ep_size=ep_size,
-    )
+    sizes = share_out(world_size, **sizes_given)
     local_rank = _environment_int("LOCAL_RANK", rank)
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)

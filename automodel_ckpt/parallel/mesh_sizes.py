@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.errors import Problem, RecipeError
 
 Strategy = Literal["fsdp2", "ddp", "single"]
@@ -83,16 +84,13 @@ def share_out(
     ranks_per_part = tp_size * pp_size * cp_size
     dp = dp_size or world_size // ranks_per_part
     if dp * ranks_per_part != world_size:
-        given = [f"tp_size {tp_size}", f"pp_size {pp_size}"]
+        given = [f"tp_size {tp_size}", f"pp_size {pp_size}", f"cp_size {cp_size}"]
         if dp_size is not None:
             given.insert(0, f"dp_size {dp_size}")
-        if cp_size > 1:
-            given.append(f"cp_size {cp_size}")
-        num_ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         raise RecipeError(
             "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
-            value=f"{' x '.join(given)}, {num_ranks}",
+            value=f"{' x '.join(given)}, {counted(world_size, 'rank')}",
             hint=f"start {'a multiple of ' if dp_size is None else ''}{(dp_size or 1) * ranks_per_part} ranks"
             + (", or remove dp_size to derive it" if dp_size is not None else ""),
         )

@@ -124,25 +124,25 @@ def parallelize(
         # fsdp2 moves only parameters between the devices.
         _move_buffers(model, layout.device)
     # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
-    if strategy == "ddp" and _is_trained(model):
-        device_ids = [layout.device] if layout.device.type == "cuda" else None
-        varies = may_vary(model)
-        if varies:
-            log.info(
-                "batches may use different parameters of this model: ddp looks for unused ones in each step"
-            )
-        # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
-        # DDP).
-        from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
+    return _replicate(model, layout) if strategy == "ddp" and _is_trained(model) else model
 
-        return FixedBucketsDDP(
-            model,
-            device_ids=device_ids,
-            gradient_as_bucket_view=True,
-            # DDP then looks for unused parameters in each step. Otherwise, it would wait for their gradients.
-            find_unused_parameters=varies,
+
+def _replicate(model: nn.Module, layout: RankLayout) -> nn.Module:
+    varies = may_vary(model)
+    if varies:
+        log.info(
+            "batches may use different parameters of this model: ddp looks for unused ones in each step"
         )
-    return model
+    from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
+
+    return FixedBucketsDDP(
+        model,
+        device_ids=[layout.device] if layout.device.type == "cuda" else None,
+        # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of DDP).
+        gradient_as_bucket_view=True,
+        # DDP then looks for unused parameters in each step. Otherwise, it would wait for their gradients.
+        find_unused_parameters=varies,
+    )
 
 
 def _cast_buffers(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:

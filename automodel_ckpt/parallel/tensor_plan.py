@@ -7,7 +7,7 @@ A plan maps module names, in which ``*`` matches one component (a layer's number
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 Plan = Mapping[str, "str | ParallelStyle"]
 _WHERE = "distributed.tp_size"
@@ -35,6 +35,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: Replicated(partial=True),
     "replicate": lambda: Replicated(),
 }
+_MAX_NAMED = 5
 _SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
 
 
@@ -213,13 +214,16 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             value=f"{tp_size}, with {type(model).__name__}",
             hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
         )
-    of_parameters = dict(_matches(plan, (name for name, _ in model.named_parameters())))
-    problems = [
-        *_unmatched(given or {}, model),
-        *_unsupported(model, found, of_parameters, tp_size),
-    ]
-    if problems:
-        raise RecipeError.all_of(problems)
+    faults = [*_unmatched(given or {}, model), *_faults(model, plan, found, tp_size)]
+    if faults:
+        more = f" and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
+        raise RecipeError(
+            "the tensor parallel plan does not fit this model",
+            where=_WHERE,
+            value=f"{tp_size}; {', '.join(faults[:_MAX_NAMED])}{more}",
+            hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan with names of "
+            f"model.named_modules() and the styles {', '.join(_STYLES)}",
+        )
     styles = {}
     for name, style in found.items():
         styles[name] = _STYLES[style]() if isinstance(style, str) else style
@@ -247,13 +251,6 @@ def _is_colwise(style: str | ParallelStyle) -> bool:
     return style == "colwise" or isinstance(style, ColwiseParallel)
 
 
-def _first_of(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
-    if len(names) == 1:
-        return names[0]
-    return f"{names[0]} and {len(names) - 1} more"
-
-
 def _matches(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, str | ParallelStyle]]:
     """The pairs (name, style) of the names that a pattern of the plan matches."""
     patterns = {_compiled(pattern): style for pattern, style in plan.items()}
@@ -267,62 +264,27 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
-def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
+def _unmatched(given: Plan, model: nn.Module) -> Iterator[str]:
     names = [name for name, _ in model.named_modules()]
     for pattern in given:
-        expression = _compiled(pattern)
-        if not any(expression.fullmatch(name) for name in names):
-            hint = "use the names of model.named_modules(), with * for a layer's number"
-            yield Problem(
-                "the plan matches no module of the model", "distributed.tp_plan", pattern, hint
-            )
+        if not any(map(_compiled(pattern).fullmatch, names)):
+            yield f"{pattern} (matches no module)"
 
 
-def _unsupported(
-    model: nn.Module, found: Plan, of_parameters: Plan, tp_size: int
-) -> Iterator[Problem]:
+def _faults(model: nn.Module, plan: Plan, found: Plan, tp_size: int) -> Iterator[str]:
     """Report styles of parameters instead of modules, unknown styles, experts, and layers that cannot be sharded."""
-    hint = "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan"
+    parameters = dict(model.named_parameters())
+    for name, _ in _matches(plan, parameters):
+        yield f"{name} (a parameter)"
     # Several matrices in one parameter [experts, out, in].
-    stacked = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
-    with_experts = {name.rpartition(".")[0] for name in stacked}
-    experts = [*with_experts.intersection(found), *stacked.intersection(of_parameters)]
-    if experts:
-        what = "tensor parallelism cannot shard the experts of this model, although its plan requires it"
-        yield Problem(
-            what, _WHERE, f"{tp_size}; {_first_of(sorted(experts))}", f"{hint} without them"
-        )
-        return
-    if of_parameters:
-        what = "the tensor parallel plan names a parameter instead of a module"
-        yield Problem(what, _WHERE, _first_of([*of_parameters]), hint)
-    unknown: dict[str, list[str]] = {}
+    stacked = {name.rpartition(".")[0] for name, each in parameters.items() if each.dim() == 3}
     for name, style in found.items():
-        if isinstance(style, str) and style not in _STYLES:
-            unknown.setdefault(style, []).append(name)
-    for style, names in sorted(unknown.items()):
-        what = f"the tensor parallel plan uses an unsupported style, {style!r}"
-        yield Problem(
-            what, _WHERE, _first_of(names), f"{hint} with the styles {', '.join(_STYLES)}"
-        )
-    yield from _uneven(model, found, tp_size)
-
-
-def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:
-    """Report the first layer with a size that is not a multiple of *tp_size*.
-
-    The next layer treats a rank's part of the output as complete, so all parts must have one size.
-    """
-    for name, style in found.items():
-        attribute = _SPLIT.get(style) if isinstance(style, str) else None
-        if attribute is None:
-            continue
-        size = getattr(model.get_submodule(name), attribute, 0)
-        if size % tp_size:
-            yield Problem(
-                "a layer cannot be sharded evenly",
-                _WHERE,
-                f"{tp_size}; {name} has {attribute} {size}",
-                f"set it to a divisor of {size}",
-            )
-            return
+        if name in stacked:
+            yield f"{name} (experts)"
+        elif isinstance(style, str) and style not in _STYLES:
+            yield f"{name} (unknown style {style!r})"
+        elif isinstance(style, str) and style in _SPLIT:
+            # The next layer treats a rank's part of the output as complete, so all parts must have one size.
+            size = getattr(model.get_submodule(name), _SPLIT[style], 0)
+            if size % tp_size:
+                yield f"{name} ({_SPLIT[style]} {size} is not a multiple)"

@@ -37,7 +37,7 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.threads import collector_paused
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.formats.description import LocalBoxes
+from automodel_ckpt.checkpoint.formats.description import local_box
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, _add_entry
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
@@ -222,11 +222,10 @@ def load(checkpoint: Path, num_ranks: int) -> None:
     started = time.process_time()
     manifest = Manifest.read(checkpoint)
     found = 0
-    boxes = LocalBoxes()
     for name, tree in trees.items():
         for fqn, value in tree.flat().items():
             if isinstance(value, torch.Tensor):
-                box = boxes(value)
+                box = local_box(value)
                 assert box is not None
                 stored = list(manifest.trees[name].tensors[fqn].overlapping(box))
                 found += len(stored)

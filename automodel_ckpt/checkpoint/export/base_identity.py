@@ -7,11 +7,9 @@ and times are unchanged. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ from typing import Any
 
 import xxhash
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.errors import RecipeError, os_problem
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -44,7 +42,8 @@ class BaseIdentity:
     @property
     def digest(self) -> str:
         """One digest of all files. It does not depend on the base's name."""
-        return combined_digest({name: record.digest for name, record in self.files.items()})
+        lines = [f"{name} {record.digest}\n" for name, record in sorted(self.files.items())]
+        return digest_of("".join(lines).encode())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the identity as values for JSON."""
@@ -60,12 +59,6 @@ class BaseIdentity:
         }
 
 
-def combined_digest(digests: Mapping[str, str]) -> str:
-    """Return one digest of {file name: digest}."""
-    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
-    return digest_of(lines.encode())
-
-
 def identify_base(
     name: str, directory: Path, *, run: Path, cache: Path | None = None
 ) -> BaseIdentity:
@@ -75,28 +68,40 @@ def identify_base(
     """
     started = time.monotonic()
     relative = None
+    real = os.path.realpath(directory)
     if Path(name).expanduser().is_dir():
-        name = os.path.realpath(directory)
-        relative = os.path.relpath(name, os.path.realpath(run))
-    cache_file = _cache_file(cache, directory)
+        name = real
+        relative = os.path.relpath(real, os.path.realpath(run))
+    note = f"{xxhash.xxh3_128(os.fsencode(real)).hexdigest()}.json"
+    notes = None if cache is None else cache / "base-digests"
+    known = {} if notes is None else read_note(notes, note)
+    entries: dict[str, Any] = {}
+    num_bytes_read = 0
     try:
         names = _weight_files(directory)
         # Before the files are read: one that changes meanwhile has another stamp at the next start.
         stamps = {file: _stamp(directory / file) for file in names}
-        records = _cached_records(cache_file, stamps)
-        new = [file for file in names if file not in records]
+        for file in names:
+            entry = known.get(file)
+            if isinstance(entry, dict) and entry.get("stamp") == stamps[file] and "digest" in entry:
+                entries[file] = entry
+        new = [file for file in names if file not in entries]
         # Resolved: in the Hub's cache these files are links, which file_record does not follow.
         paths = [Path(os.path.realpath(directory / file)) for file in new]
         with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
-            records |= dict(zip(new, executor.map(file_record, paths), strict=True))
-        if new:
-            _store(cache_file, stamps, records)
+            for file, record in zip(new, executor.map(file_record, paths), strict=True):
+                entries[file] = {"stamp": stamps[file], "digest": record.digest}
+                num_bytes_read += record.size
     except OSError as error:
         hint = "download the base model again"
         problem = os_problem(error, "a file of the base model cannot be read", hint=hint)
         raise RecipeError.all_of([problem]) from error
-    files = {file: records[file] for file in names}
-    num_bytes_read = sum(files[file].size for file in new)
+    if new and notes is not None:
+        # Without the note, the next start reads the base again.
+        with suppress(OSError):
+            notes.mkdir(parents=True, exist_ok=True)
+            write_note(notes / note, entries)
+    files = {file: FileRecord(stamps[file][0], str(entries[file]["digest"])) for file in names}
     return BaseIdentity(name, relative, files, time.monotonic() - started, num_bytes_read)
 
 
@@ -128,41 +133,3 @@ def _stamp(path: Path) -> list[int]:
     status = path.stat()
     # A program can set mtime back, but not ctime.
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _cache_file(cache: Path | None, directory: Path) -> Path | None:
-    if cache is None:
-        return None
-    name = xxhash.xxh3_128(os.fsencode(os.path.realpath(directory))).hexdigest()
-    return cache / "base-digests" / f"{name}.json"
-
-
-def _cached_records(
-    file: Path | None, stamps: Mapping[str, Sequence[int]]
-) -> dict[str, FileRecord]:
-    """Return the stored digests of the files that have not changed since; none if they cannot be read."""
-    if file is None:
-        return {}
-    found: dict[str, FileRecord] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        for name, entry in parse_json(file.read_bytes()).items():
-            if name in stamps and entry["stamp"] == stamps[name]:
-                found[name] = FileRecord(stamps[name][0], str(entry["digest"]))
-        return found
-    return {}
-
-
-def _store(
-    file: Path | None, stamps: Mapping[str, Sequence[int]], records: Mapping[str, FileRecord]
-) -> None:
-    """Store the digests. If that fails, the next start reads the base again."""
-    if file is None:
-        return
-    entries = {name: {"stamp": stamps[name], "digest": records[name].digest} for name in stamps}
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when it is complete: several ranks and runs write and read the same file.
-        partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-        # No fsync: after a power failure a torn file is not JSON, and the base is read again.
-        partial.write_text(json.dumps(entries))
-        partial.rename(file)

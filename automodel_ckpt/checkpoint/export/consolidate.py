@@ -82,9 +82,7 @@ def consolidate(
 ) -> ConsolidationReport:
     """Export the model in *source*, a checkpoint or its ``model/``, as Hugging Face files.
 
-    *opener* describes the model in *source*. With ``open_source`` of ``convert/open.py``, *source* can also be a
-    directory of another program.
-
+    With the *opener* ``open_source`` of ``convert/open.py``, *source* can also be a directory of another program.
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. Without it, tensors have the dtypes of
     the base, or with *keep_dtypes* of the checkpoint. There are *num_threads* times *num_procs* threads. *log*

@@ -52,21 +52,17 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
             "there is no .hf_metadata: the export has no config.json and no tokenizer"
         ]
     try:
-        names = _side_names(source, directory)
+        # The export writes the weights, their index and the manifest itself.
+        names = [
+            name
+            for name in _side_names(source, directory)
+            if name not in (layout.HF_INDEX, layout.EXPORT_MANIFEST)
+            and not name.endswith(".safetensors")
+        ]
         files = {name: read_model_file(directory, name, limit=MAX_SIDE_BYTES) for name in names}
     except OSError as error:
         raise CheckpointUnusable.all_of([unreadable(error)]) from None
     warnings: list[str] = []
-    clashing: list[str] = []
-    for name in sorted(files):
-        if name == layout.HF_INDEX or name.endswith(".safetensors"):
-            clashing.append(name)
-            del files[name]
-    if clashing:
-        names = ", ".join(map(repr, clashing))
-        warnings.append(f"left out, since the export writes such files itself: {names}")
-    # The manifest of another export does not describe these files.
-    files.pop(layout.EXPORT_MANIFEST, None)
     if "config.json" in files:
         config_path = directory / "config.json"
         config, config_warnings = agreeing_config(files["config.json"], plan, maps, config_path)

@@ -184,25 +184,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class LocalBoxes:
-    """The boxes of tensors that this rank has (:func:`local_box`), computed once for each mesh, placements and shape.
-
-    The meshes of the tensors must live as long as this object.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Box | None] = {}
-
-    def __call__(self, value: torch.Tensor) -> Box | None:
-        """Return the box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
-        if not isinstance(value, DTensor):
-            return local_box(value)
-        key = (id(value.device_mesh), value.placements, value.shape)
-        if key not in self._known:
-            self._known[key] = local_box(value)
-        return self._known[key]
-
-
 def local_box(value: torch.Tensor) -> Box | None:
     """The box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
     if not isinstance(value, DTensor):

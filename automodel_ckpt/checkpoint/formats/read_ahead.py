@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from automodel_ckpt.checkpoint.files.threads import Pool, cores_of_rank, started_pool
+from automodel_ckpt.checkpoint.files.threads import CallingThread, cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import page_locked
 from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
@@ -62,77 +62,52 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
     *threads* read; with 1, or if the process cannot start threads, the calling thread does. At most ``2 * threads *
     BLOCK_BYTES`` of memory are used, which are page-locked *to_gpu*. Raises the error of the first block that has one.
     """
-    slots = [_Slot() for _ in range(2 * threads)]
-    staging = _Staging(len(slots), to_gpu=to_gpu)
-    # Two fewer than there are slots: the GPU copies from the memory of one or two blocks while others are read.
-    most_ahead = len(slots) - 2
-    pool = started_pool(threads, "read") if threads > 1 else None
-    waiting: deque[_Reading] = deque()
-    try:
-        for number, block in enumerate(blocks):
-            if len(waiting) > most_ahead:
-                waiting.popleft().finish()
-            slot = slots[number % len(slots)]
-            slot.wait()
-            memory = staging.part(number % len(slots), block.staged_bytes)
-            reading = _Reading(block, memory, slot)
-            waiting.append(reading)
-            reading.begin(pool)
-        while waiting:
-            waiting.popleft().finish()
-    finally:
-        if pool is not None:
-            # Before the caller closes the files.
-            pool.end()
-        for slot in slots:
-            slot.wait()
+    num_slots = 2 * threads
+    staging = _Staging(num_slots, to_gpu=to_gpu)
+    # Copies to GPUs, by the slot of memory that they may still read.
+    events: list[list[torch.cuda.Event]] = [[] for _ in range(num_slots)]
+    calling_thread = CallingThread()
+    pool = (started_pool(threads, "read") if threads > 1 else None) or calling_thread
+    waiting: deque[tuple[Block, torch.Tensor, int, Future[None]]] = deque()
 
-
-class _Slot:
-    """Memory for a block, from which GPUs may still copy the block before."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-
-    def record(self, devices: Iterable[torch.device]) -> None:
-        for device in devices:
+    def finish_first() -> None:
+        block, memory, slot, reading = waiting.popleft()
+        reading.result()
+        for device in block.put(memory):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
+            events[slot].append(event)
 
-    def wait(self) -> None:
-        for event in self._events:
+    def await_copies(slot: int) -> None:
+        for event in events[slot]:
             event.synchronize()
-        self._events.clear()
+        events[slot].clear()
+
+    try:
+        for number, block in enumerate(blocks):
+            # Two fewer than there are slots: the GPU copies from the memory of one or two blocks while others are read.
+            if len(waiting) > num_slots - 2:
+                finish_first()
+            slot = number % num_slots
+            await_copies(slot)
+            memory = staging.part(slot, block.staged_bytes)
+            # The error of the calling thread is raised after those of earlier blocks, too.
+            executor = pool if block.reads_elsewhere else calling_thread
+            reading = executor.submit(_read, block, memory, torch.is_inference_mode_enabled())
+            waiting.append((block, memory, slot, reading))
+        while waiting:
+            finish_first()
+    finally:
+        # Before the caller closes the files.
+        pool.end()
+        for slot in range(num_slots):
+            await_copies(slot)
 
 
-class _Reading:
-    """A block that is read, in another thread if there is a pool."""
-
-    def __init__(self, block: Block, memory: torch.Tensor, slot: _Slot) -> None:
-        self._block, self._memory, self._slot = block, memory, slot
-        self._future: Future[None] = Future()
-
-    def begin(self, pool: Pool | None) -> None:
-        if pool is not None and self._block.reads_elsewhere:
-            self._future = pool.submit(self._read, torch.is_inference_mode_enabled())
-            return
-        try:
-            self._block.read(self._memory)
-        except Exception as error:
-            # Raised after the errors of earlier blocks.
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
-
-    def _read(self, is_inference: bool) -> None:
-        # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
-        with torch.inference_mode(is_inference):
-            self._block.read(self._memory)
-
-    def finish(self) -> None:
-        self._future.result()
-        self._slot.record(self._block.put(self._memory))
+def _read(block: Block, memory: torch.Tensor, is_inference: bool) -> None:
+    # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
+    with torch.inference_mode(is_inference):
+        block.read(memory)
 
 
 class _Staging:

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
     DTYPES,
-    LocalBoxes,
+    local_box,
     local_tensor,
     unstorable_placement,
 )
@@ -156,7 +157,8 @@ def read_tree(
     """
     blobs: list[tuple[str, Blob]] = []
     reads: list[_Read] = []
-    local_boxes = LocalBoxes()
+    # Computed once for each mesh, placements and shape.
+    boxes_of_shards: dict[tuple[Any, ...], Box | None] = {}
     for fqn, value in state_dict.items():
         if fqn in tree.objects:
             blobs.append((fqn, tree.objects[fqn]))
@@ -164,7 +166,12 @@ def read_tree(
             stored = tree.tensors[fqn]
             if tuple(value.shape) != stored.shape:
                 raise ValueError(f"{fqn} has the shape {stored.shape}, not {value.shape}")
-            box = local_boxes(value)
+            key: tuple[Any, ...] = (value.shape,)
+            if isinstance(value, DTensor):
+                key = (id(value.device_mesh), value.placements, value.shape)
+            if key not in boxes_of_shards:
+                boxes_of_shards[key] = local_box(value)
+            box = boxes_of_shards[key]
             if box is not None:
                 reads += _reads(stored, local_tensor(value).detach(), box)
     # In the order of the disk.

@@ -11,7 +11,6 @@ describes a chunk thus consists of fixed instructions and numbers of a fixed len
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 from collections.abc import Iterable, Sequence
@@ -20,10 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
-from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
-    pickled_integer,
-    pickled_text,
-)
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import pickled
 
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value in a nested state dict; joined by dots, they are its flat name."""
@@ -151,7 +147,7 @@ class DcpMetadata:
     def _key(self, key: object) -> bytes:
         if type(key) is str:
             return _get(self._memo.text(key))
-        return pickled_integer(key) if type(key) is int else _pickled(key)
+        return pickled(key)
 
     def _form(self, dtype: str, shape: tuple[int, ...], columns: Columns) -> tuple[bytes, Any]:
         """Return the description of a tensor, and the numbers of the offsets of its chunks."""
@@ -176,7 +172,7 @@ class DcpMetadata:
     def _properties_of(self, dtype: str) -> bytes:
         memo = self._memo
         layout = memo.call("torch.serialization", "_get_layout", _get(memo.text("torch.strided")))
-        memory_format = memo.call(_META, "_MEM_FORMAT_ENCODING", pickled_integer(_CONTIGUOUS))
+        memory_format = memo.call(_META, "_MEM_FORMAT_ENCODING", pickled(_CONTIGUOUS))
         state = [
             _get(memo.named("torch", TORCH_NAMES[dtype])),
             layout,
@@ -246,7 +242,7 @@ class _Memo:
         """Return the number of a text."""
         number = self._texts.get(value)
         if number is None:
-            number = self._texts[value] = self._keep(pickled_text(value))
+            number = self._texts[value] = self._keep(pickled(value))
         return number
 
     def named(self, module: str, name: str) -> int:
@@ -260,7 +256,7 @@ class _Memo:
         """Return the number of a ``torch.Size``."""
         number = self._extents.get(value)
         if number is None:
-            items = b"".join(map(pickled_integer, value))
+            items = b"".join(map(pickled, value))
             size = self.call("torch", "Size", pickle.MARK + items + pickle.TUPLE)
             number = self._extents[value] = self._keep(size)
         return number
@@ -295,15 +291,6 @@ def _get(number: int) -> bytes:
     if number < 256:
         return pickle.BINGET + bytes([number])
     return pickle.LONG_BINGET + struct.pack("<I", number)
-
-
-def _pickled(value: object) -> bytes:
-    """Return the instructions that build any other value, which do not use the memo."""
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=2)
-    pickler.fast = True
-    pickler.dump(value)
-    return buffer.getvalue()[2:-1]
 
 
 def _dictionary(items: Iterable[bytes]) -> bytes:

@@ -122,28 +122,6 @@ class TensorArchive(NamedTuple):
     crc_at: tuple[int, ...]
 
 
-def archive_around(program: bytes, nbytes: int) -> TensorArchive:
-    """Return the archive of a tensor of *nbytes* without these; *program* is the pickle that describes the tensor."""
-    zip_file = ZipRecords()
-    zip_file.add("data.pkl", program)
-    for name, content in MARKS_BEFORE.items():
-        zip_file.add(name, content)
-    zip_file.begin(_DATA)
-    head = bytes(zip_file.written)
-    zip_file.written.clear()
-    zip_file.skipped = len(head) + nbytes
-    # The CRC is not known yet: the writer puts it at *crc_at*.
-    zip_file.end(_DATA, nbytes, 0)
-    crc_at = [4]  # in the descriptor, behind its signature
-    for name, content in MARKS_AFTER.items():
-        zip_file.add(name, content)
-    directory = len(zip_file.written)
-    zip_file.finish()
-    # In the directory's entry of a record the CRC is 16 bytes after its signature.
-    crc_at.append(directory + zip_file.entry_at(_DATA) + 16)
-    return TensorArchive(head, bytes(zip_file.written), tuple(crc_at))
-
-
 Blocks = Callable[[], Iterable[bytes | memoryview]]
 
 _TYPED_STORAGES = {
@@ -214,7 +192,24 @@ def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
     tensor = ArchiveTensor(dtype, shape, tuple)
     program = _Program()
     program.save(tensor)
-    return archive_around(program.finished(), tensor.nbytes)
+    records = ZipRecords()
+    records.add("data.pkl", program.finished())
+    for name, content in MARKS_BEFORE.items():
+        records.add(name, content)
+    records.begin(_DATA)
+    head = bytes(records.written)
+    records.written.clear()
+    records.skipped = len(head) + tensor.nbytes
+    # The CRC is not known yet: the writer puts it at *crc_at*.
+    records.end(_DATA, tensor.nbytes, 0)
+    crc_at = [4]  # in the descriptor, behind its signature
+    for name, content in MARKS_AFTER.items():
+        records.add(name, content)
+    directory = len(records.written)
+    records.finish()
+    # In the directory's entry of a record the CRC is 16 bytes after its signature.
+    crc_at.append(directory + records.entry_at(_DATA) + 16)
+    return TensorArchive(head, bytes(records.written), tuple(crc_at))
 
 
 def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: ArchiveTensor) -> None:
@@ -264,8 +259,11 @@ class _Program:
             self._save_mapping(value)
         elif isinstance(value, list | tuple):
             self._save_sequence(value)
+        # Exact types: a subclass, such as a NumPy number or an enumeration, would lose its type.
+        elif value is None or type(value) in (bool, int, float, str):
+            self.written += pickled(value)
         else:
-            self.written += _scalar(value)
+            raise TypeError(f"a file of torch.save is written with plain values, not {type(value)}")
 
     def _save_mapping(self, value: Mapping[Any, Any]) -> None:
         self.written += pickle.EMPTY_DICT
@@ -327,35 +325,13 @@ class _Program:
         self.written += pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
 
-def _scalar(value: Any) -> bytes:
-    if value is None:
-        return pickle.NONE
-    if value is True:
-        return pickle.NEWTRUE
-    if value is False:
-        return pickle.NEWFALSE
-    # Exact types: a subclass, such as a NumPy number or an enumeration, would lose its type.
-    if type(value) is int:
-        return pickled_integer(value)
-    if type(value) is float:
-        return pickle.BINFLOAT + struct.pack(">d", value)
-    if type(value) is str:
-        return pickled_text(value)
-    raise TypeError(f"a file of torch.save is written with plain values, not {type(value)}")
-
-
-def pickled_text(value: str) -> bytes:
-    """Return the instruction of a pickle for a text."""
-    encoded = value.encode("utf-8", "surrogatepass")
-    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
-
-
-def pickled_integer(value: int) -> bytes:
-    """Return the instruction of a pickle for an integer."""
-    if -(2**31) <= value < 2**31:
-        return pickle.BININT + struct.pack("<i", value)
-    encoded = pickle.encode_long(value)
-    return pickle.LONG1 + struct.pack("<B", len(encoded)) + encoded
+def pickled(value: object) -> bytes:
+    """Return the instructions of a pickle for a plain value, which do not use the memo."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

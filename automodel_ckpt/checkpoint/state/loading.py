@@ -230,14 +230,13 @@ class Loader:
         set_module_state(item.value, state, tied, strict=True)
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
-        found, state = self._saved_state(record)
+        file = self._file_of(record)
+        state = None if file is None else read_value(self._path, file)
         fits: Callable[[Any], bool] = getattr(item.value, "fits", lambda state: True)
-        if found and fits(state):
-            self._load_state_dict(item, state)
-        elif item.name not in self._allow_missing:
-            self._recompute(item)
-
-    def _load_state_dict(self, item: Item, state: Any) -> None:
+        if file is None or not fits(state):
+            if item.name not in self._allow_missing:
+                self._recompute(item)
+            return
         try:
             item.value.load_state_dict(state)
         except AutomodelError:
@@ -274,33 +273,20 @@ class Loader:
             log.warning("%s: %s is recomputed from the seed and the step", what, item.name)
         derive(self._manifest.step)
 
-    def _saved_state(self, record: StateRecord) -> tuple[bool, Any]:
-        """Whether the checkpoint has an object's state for this rank, and that state."""
-        file = self._name_of(
-            record, {file: self._manifest.files[file].digest for file in record.files}
-        )
-        return file is not None, None if file is None else read_value(self._path, file)
-
-    def _name_of(self, record: StateRecord, digests: Mapping[str, str]) -> str | None:
-        """The name of this rank's state among the names in *digests*. Any name where all digests are equal. None where
-        the number of ranks must be the saved one."""
+    def _file_of(self, record: StateRecord) -> str | None:
+        """The file with this rank's state; any file where all are equal. None where the number of ranks must be the
+        saved one."""
         scope: Any = record.scope
         saved, ranks = self._manifest, self._ranks
         same_ranks = saved.world_size == ranks.world_size and saved.dp_size == ranks.dp_size
         if same_ranks and scope != "replicated":
             only_dp = ranks.dp_size == ranks.world_size
-            name = layout.rank_file(
-                _saved_name(record), scope, ranks.rank, ranks.dp_rank, only_dp=only_dp
-            )
-            return name if name in digests else None
+            directory = os.path.dirname(record.files[0])
+            file = layout.rank_file(directory, scope, ranks.rank, ranks.dp_rank, only_dp=only_dp)
+            return file if file in record.files else None
+        digests = {saved.files[file].digest for file in record.files}
         # Random states that are equal now must not stay equal: they are recomputed.
-        if len(set(digests.values())) != 1 or scope == "rank_rng":
-            return None
-        return next(iter(digests))
-
-
-def _saved_name(record: StateRecord) -> str:
-    return os.path.dirname(record.files[0])
+        return record.files[0] if len(digests) == 1 and scope != "rank_rng" else None
 
 
 def names_with_prefix(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:

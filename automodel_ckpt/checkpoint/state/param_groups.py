@@ -7,12 +7,14 @@ the resumed run continues exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.state.optimizer_state import saved_entries
+
+T = TypeVar("T")
 
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
@@ -41,22 +43,25 @@ class GroupMatch:
         The lists of parameters are omitted: the optimizer's own lists are right.
         """
         prefix = f"{self.name}.param_groups."
-        tensors = {key: value for key, value in tree.tensors.items() if not key.startswith(prefix)}
-        objects = {key: value for key, value in tree.objects.items() if not key.startswith(prefix)}
-        for number, source in enumerate(self.sources):
-            if source is None:
-                continue
+
+        def renumbered(entries: Mapping[str, T], rename: Callable[[T, str], T]) -> dict[str, T]:
+            found = {key: value for key, value in entries.items() if not key.startswith(prefix)}
             # One saved group may be the source of several groups.
-            here, saved = _prefix(self.name, number), _prefix(self.name, source)
-            for name, tensor in tree.tensors.items():
-                if name.startswith(saved):
-                    new_name = here + name.removeprefix(saved)
-                    tensors[new_name] = tensor.renamed(new_name)
-            for name, blob in tree.objects.items():
-                if name.startswith(saved) and name != f"{saved}params":
-                    new_name = here + name.removeprefix(saved)
-                    objects[new_name] = blob
-        return replace(tree, tensors=tensors, objects=objects)
+            for number, source in enumerate(self.sources):
+                if source is None:
+                    continue
+                saved = _prefix(self.name, source)
+                for name, value in entries.items():
+                    if name.startswith(saved) and name != f"{saved}params":
+                        new_name = _prefix(self.name, number) + name.removeprefix(saved)
+                        found[new_name] = rename(value, new_name)
+            return found
+
+        return replace(
+            tree,
+            tensors=renumbered(tree.tensors, lambda tensor, name: tensor.renamed(name)),
+            objects=renumbered(tree.objects, lambda blob, name: blob),
+        )
 
     def schedule_state(self, saved: Mapping[str, Any], scheduler: object) -> dict[str, Any]:
         """The *saved* state of an LR scheduler with its values per parameter group in the order of the groups here.

@@ -89,8 +89,8 @@ KINDS = {
 }
 
 
-FIRST = {"pretrain"}
-"""The others share its code."""
+FIRST = {"vlm_finetune"}
+"""Rows with images. The others share their code, and test_strategies.py has rows of text."""
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,15 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
         (
             config_of(),
             {"model.layers.*.mlp.up_prj": "colwise", "lm_head": "colwise_rep"},
-            "model.layers.*.mlp.up_prj",
+            "model.layers.*.mlp.up_prj (matches no module)",
         ),
         (config_of(), {"lm_head": "sideways"}, "'sideways'"),
         (
             config_of(),
             {"model.layers.*.mlp.up_proj.weight": "colwise", "lm_head": "colwise"},
-            "a parameter instead",
+            "mlp.up_proj.weight (a parameter)",
         ),
-        (config_of(intermediate_size=45), None, "has out_features 45"),
+        (config_of(intermediate_size=45), None, "(out_features 45 is not a multiple)"),
         (
             MixtralConfig(
                 hidden_size=8,
@@ -74,7 +74,7 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
                 num_local_experts=2,
             ),
             None,
-            "cannot shard the experts of this model",
+            "mlp.experts (experts)",
         ),
     ],
 )
