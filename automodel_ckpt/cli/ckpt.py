@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,7 +88,7 @@ diff        commands.diff        urls         | compare two checkpoints
 verify      commands.verify      urls         | verify the digests of all files
 generate    models.generate      torch        | complete prompts with a model
 eval        models.eval_         torch        | run benchmarks on a model
-chat        models.chat          torch text   | talk to a model
+chat        models.generate      torch text   | talk to a model
 export      models.export        writes       | export a checkpoint's model for other programs
 consolidate models.export        writes       | alias of `ckpt export --to hf`
 import      models.import_       writes       | import a checkpoint of another program
@@ -230,10 +229,6 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         return arguments
     option = unknown[0].partition("=")[0]
     hint = _suggestion(option, known[arguments.command])
-    if option in known[arguments.command]:
-        hint = f"write it after the command: ckpt {arguments.command} {option}"
-    elif option.startswith("-") and os.path.lexists(unknown[0]):
-        hint = f"a path that begins with a dash is written ./{unknown[0]}"
     hint = REMOVED.get(f"{arguments.command} {option}", hint)
     raise RecipeError(
         "unknown arguments",

@@ -132,9 +132,6 @@ class _Parser:
             self._mode(flag, name, value, words)
         elif name in _LAUNCH:
             self._launch(flag, name, value, words)
-        elif value is None and words[:1] == ["="]:
-            self._note(flag, f"{flag} needs a value", f"write {flag}=VALUE without spaces")
-            del words[:2]
         elif name in _CONFIG:
             self._recipe(flag, value, words)
         elif "." not in name and (meant := self._meant_flag(name)):
