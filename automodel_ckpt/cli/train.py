@@ -265,8 +265,6 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
 
     Names on the Hub and directories are not checked: the builders do that.
     """
-    from automodel_ckpt.data.rows.source import Source
-
     binder = Binder(object, [])
     for key, node in root.walk():
         target, path = (node.at(name) for name in ("_target_", "path"))
@@ -282,6 +280,8 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
         given["path"] = binder.value(str | list[str], path, "")
         if INVALID in given.values():
             continue
+        from automodel_ckpt.data.rows.source import Source
+
         try:
             source = Source.of(**given)
             if source.is_file:
