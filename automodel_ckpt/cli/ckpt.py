@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from automodel_ckpt.base.version import __version__
@@ -35,7 +35,6 @@ from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
     CheckpointUnusable,
-    OutputFailed,
     RecipeError,
     SaveFailed,
     describe,
@@ -254,11 +253,6 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
 def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
     is_writing = arguments.command in {verb.name for verb in VERBS if verb.writes}
-    if isinstance(error, OutputFailed) and is_writing and not getattr(arguments, "dry_run", False):
-        # These commands print their results at the end.
-        (problem,) = error.problems
-        done = f"what ckpt {arguments.command} wrote or removed is complete, only its output is missing"
-        error = OutputFailed.all_of([replace(problem, hint=f"{problem.hint}; {done}")])
     if isinstance(error, OSError):
         problem = os_problem(
             error,

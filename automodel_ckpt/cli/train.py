@@ -13,7 +13,6 @@ import automodel_ckpt
 from automodel_ckpt.base.python_child import short_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.rank_counts import (
-    check_node_counts,
     check_ranks,
     known_ranks,
     mesh_sizes,
@@ -168,7 +167,6 @@ def _run_recipe(line: CommandLine) -> int:
         return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_ranks(loaded, ranks)
-    check_node_counts(loaded, line.flags)
     if "dry_run" in line.modes:
         return _dry_run(loaded, line, ranks)
     from automodel_ckpt.cli.launch.launcher import launch
