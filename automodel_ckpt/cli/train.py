@@ -293,7 +293,7 @@ def _located(problem: Problem, key: str, section: Node) -> Problem:
     """Replace ``dataset.NAME`` in a problem by the key of the section, and its location by the line in the recipe."""
     name, value = "path", f"{problem.where}: {problem.value}".removesuffix(": ")
     if problem.where.startswith("dataset."):
-        name, value = problem.where.rpartition(".")[2], problem.value
+        name, value = problem.where.rpartition(".")[2], str(problem.value)
     node = section.at(name) or section
     hint = problem.hint.replace("dataset.path", join(key, "path"))
     return Problem(f"{join(key, name)}: {problem.what}", node.origin, value, hint)

@@ -96,22 +96,21 @@ def _cells(table: str) -> Iterator[list[str]]:
 def _pairs() -> Iterator[Relation]:
     """The relations in the tables above."""
     for first, second, hint, why, *_ in _cells(_NOT_BOTH):
+
+        def is_single(recipe: Any, first: str = first, second: str = second) -> bool:
+            return not (_asks(recipe, first) and _asks(recipe, second))
+
         names = f"{first} and {second.removeprefix('distributed.')}"
-        yield Relation(
-            (first, second),
-            lambda recipe, keys=(first, second): not all(_asks(recipe, key) for key in keys),
-            f"{names} cannot be combined{f': {why}' if why else ''}",
-            hint,
-        )
+        problem = f"{names} cannot be combined{f': {why}' if why else ''}"
+        yield Relation((first, second), is_single, problem, hint)
     for section, why, hint, *_ in _cells(_NEED_MODELS):
-        yield Relation(
-            (section, "model"),
-            lambda recipe, section=section: (
-                not _asks(recipe, section) or isinstance(recipe.model, ModelConfig)
-            ),
-            f"{section} cannot be used with model._target_: {why}",
-            f"{hint}, or remove the section {section}",
-        )
+
+        def has_model(recipe: Any, section: str = section) -> bool:
+            return not _asks(recipe, section) or isinstance(recipe.model, ModelConfig)
+
+        problem = f"{section} cannot be used with model._target_: {why}"
+        hint = f"{hint}, or remove the section {section}"
+        yield Relation((section, "model"), has_model, problem, hint)
 
 
 def has_separate_directory(recipe: Any) -> bool:
