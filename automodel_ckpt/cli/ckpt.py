@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from automodel_ckpt.base.version import __version__
@@ -36,7 +35,6 @@ from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
     CheckpointUnusable,
-    OutputFailed,
     RecipeError,
     SaveFailed,
     describe,
@@ -89,7 +87,7 @@ diff        commands.diff        urls         | compare two checkpoints
 verify      commands.verify      urls         | verify the digests of all files
 generate    models.generate      torch        | complete prompts with a model
 eval        models.eval_         torch        | run benchmarks on a model
-chat        models.chat          torch text   | talk to a model
+chat        models.generate      torch text   | talk to a model
 export      models.export        writes       | export a checkpoint's model for other programs
 consolidate models.export        writes       | alias of `ckpt export --to hf`
 import      models.import_       writes       | import a checkpoint of another program
@@ -230,10 +228,6 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         return arguments
     option = unknown[0].partition("=")[0]
     hint = _suggestion(option, known[arguments.command])
-    if option in known[arguments.command]:
-        hint = f"write it after the command: ckpt {arguments.command} {option}"
-    elif option.startswith("-") and os.path.lexists(unknown[0]):
-        hint = f"a path that begins with a dash is written ./{unknown[0]}"
     hint = REMOVED.get(f"{arguments.command} {option}", hint)
     raise RecipeError(
         "unknown arguments",
@@ -259,11 +253,6 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
 def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
     is_writing = arguments.command in {verb.name for verb in VERBS if verb.writes}
-    if isinstance(error, OutputFailed) and is_writing and not getattr(arguments, "dry_run", False):
-        # These commands print their results at the end.
-        (problem,) = error.problems
-        done = f"what ckpt {arguments.command} wrote or removed is complete, only its output is missing"
-        error = OutputFailed.all_of([replace(problem, hint=f"{problem.hint}; {done}")])
     if isinstance(error, OSError):
         problem = os_problem(
             error,

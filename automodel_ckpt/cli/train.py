@@ -14,7 +14,6 @@ import automodel_ckpt
 from automodel_ckpt.base.python_child import short_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.rank_counts import (
-    check_node_counts,
     check_ranks,
     known_ranks,
     mesh_sizes,
@@ -169,7 +168,6 @@ def _run_recipe(line: CommandLine) -> int:
         return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_ranks(loaded, ranks)
-    check_node_counts(loaded, line.flags)
     if "dry_run" in line.modes:
         return _dry_run(loaded, line, ranks)
     # Nothing else is shown on a terminal for the seconds in which these packages are imported.
@@ -269,8 +267,6 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
 
     Names on the Hub and directories are not checked: the builders do that.
     """
-    from automodel_ckpt.data.rows.source import Source
-
     binder = Binder(object, [])
     for key, node in root.walk():
         target, path = (node.at(name) for name in ("_target_", "path"))
@@ -286,6 +282,8 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
         given["path"] = binder.value(str | list[str], path, "")
         if INVALID in given.values():
             continue
+        from automodel_ckpt.data.rows.source import Source
+
         try:
             source = Source.of(**given)
             if source.is_file:
@@ -299,7 +297,7 @@ def _located(problem: Problem, key: str, section: Node) -> Problem:
     """Replace ``dataset.NAME`` in a problem by the key of the section, and its location by the line in the recipe."""
     name, value = "path", f"{problem.where}: {problem.value}".removesuffix(": ")
     if problem.where.startswith("dataset."):
-        name, value = problem.where.rpartition(".")[2], problem.value
+        name, value = problem.where.rpartition(".")[2], str(problem.value)
     node = section.at(name) or section
     hint = problem.hint.replace("dataset.path", join(key, "path"))
     return Problem(f"{join(key, name)}: {problem.what}", node.origin, value, hint)

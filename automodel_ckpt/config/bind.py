@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import types
@@ -75,7 +74,6 @@ _ABBREVIATIONS = {
 """Values of other programs, and what they are here."""
 _MAX_MEANT = 3
 _DOTTED = re.compile(r"\w+(\.\w+)+")
-_COLON = re.compile(r"\w+:\S")  # a key and its value without the space between them
 
 
 class Binder:
@@ -260,11 +258,10 @@ class Binder:
             return self.section(section, node, key)
         if not (mapping or accepts_any or section):
             hint = ""
-            if target is not None and node.value:
-                wanted = join(key, "_target_")
-                hint = f"add {wanted}, the name of what is built with these arguments"
-                if misspelt := closest("_target_", node.value):
-                    hint = f"did you mean {wanted} with {join(key, misspelt)}?"
+            if target is not None:
+                hint = (
+                    f"add {join(key, '_target_')}, the name of what is built with these arguments"
+                )
             return self._note_invalid(key, node, describe(alternatives), hint=hint)
         _, item_type = typing.get_args(mapping) or (Any, Any)
         values = {
@@ -402,29 +399,15 @@ def _is_broken(rule: Relation | Condition, keys: Iterable[str], values: Mapping[
 def _scalar_hint(alternatives: tuple[Any, ...], node: Node, key: str) -> str:
     """The hint for a scalar that no type accepts; empty if there is nothing special to say."""
     assert isinstance(node.value, str)
+    section = section_type(alternatives)
     if target_type(alternatives) is not None and _DOTTED.fullmatch(node.value):
         return f"name a class or function in {join(key, '_target_')}"
-    section = section_type(alternatives)
     if section and has_hints(section) and (fields := dataclasses.fields(section)):
-        if _COLON.match(node.value):
-            return "write a space after the colon"
         return (
             f"give the keys of the section, such as {join(key, fields[0].name)}, or remove the key"
         )
-    if node.is_null and str in alternatives:
-        return f"quote it to use the text {node.value or '(empty)'}, or remove the key"
-    return _written(node.value, alternatives)
-
-
-def _written(text: str, alternatives: tuple[Any, ...]) -> str:
-    """The hint for text that is a list without brackets, or a whole number that is written as another; or nothing."""
     if find(alternatives, *_LISTS):
-        items = [item for item in re.split(r"[,\s]+", text.strip("() ")) if item]
-        return f"write [{', '.join(items)}]"
-    if int in alternatives:
-        with contextlib.suppress(ValueError, OverflowError):
-            if float(text) == int(float(text)):
-                return f"write {int(float(text))}"
+        return "write a list as [A, B]"
     return ""
 
 

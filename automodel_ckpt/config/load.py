@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -262,16 +261,9 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
 
 
 def _missing_file(path: Path) -> Problem:
-    """Describe a recipe path that is not a file, and suggest the recipes next to it."""
-    is_directory = os.path.isdir(path)
-    folder = path if is_directory else path.parent
-    similar = [str(file) for file in sorted(folder.glob("*.y*ml"))]
-    if not is_directory:
-        similar = difflib.get_close_matches(str(path), similar, cutoff=0.5)
-    what = "the recipe path is a directory" if is_directory else "recipe file not found"
-    hint = "ckpt-train --list lists the example recipes"
-    if similar:
-        hint = f"did you mean {', '.join(similar[:5])}?"
+    """Describe a recipe path that is not a file."""
+    what = "the recipe path is a directory" if os.path.isdir(path) else "recipe file not found"
+    hint = "correct the path; ckpt-train --list lists the example recipes"
     return Problem(what, str(path.absolute()), "", hint)
 
 

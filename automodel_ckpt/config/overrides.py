@@ -51,8 +51,6 @@ VERBOSE = ("-v", "--verbose")
 _SUFFIXES = (".yaml", ".yml")
 _CONFIG = ("config", "config_file")
 """Options of other programs with the recipe as their value."""
-_NEVER_FILES = {"N", "SIZE", "KIND", "TIME"}
-"""Arguments of options that cannot be the path of a file: a recipe in their place means that they were left out."""
 _RUN_DIRECTORY = "checkpoint.checkpoint_dir"
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
@@ -132,9 +130,6 @@ class _Parser:
             self._mode(flag, name, value, words)
         elif name in _LAUNCH:
             self._launch(flag, name, value, words)
-        elif value is None and words[:1] == ["="]:
-            self._note(flag, f"{flag} needs a value", f"write {flag}=VALUE without spaces")
-            del words[:2]
         elif name in _CONFIG:
             self._recipe(flag, value, words)
         elif "." not in name and (meant := self._meant_flag(name)):
@@ -151,8 +146,6 @@ class _Parser:
         given = words[: len(names)]
         if value is not None:
             given = [value] if len(names) == 1 else []
-        if given and names[0] in _NEVER_FILES and given[0].endswith(_SUFFIXES):
-            given = []
         if value is None:
             del words[: len(given)]
         if len(given) < len(names) or (value is not None and not names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from automodel_ckpt.config.keys.model import ModelConfig
@@ -59,26 +60,57 @@ def _asks(recipe: Any, key: str) -> bool:
     return bool(value) and not (key.endswith("_size") and value == 1)
 
 
-def _not_both(first: str, second: str, hint: str, why: str = "") -> Relation:
-    """Two keys that cannot be combined, and *why*."""
-    names = f"{first} and {second.removeprefix('distributed.')}"
-    problem = f"{names} cannot be combined{f': {why}' if why else ''}"
-    return Relation(
-        (first, second),
-        lambda recipe: not (_asks(recipe, first) and _asks(recipe, second)),
-        problem,
-        hint,
-    )
+_NOT_BOTH = """
+packed_sequence | dataloader.collate_fn | remove one of them: packing requires the built-in collator
+pretrain.z_loss | model.mtp | remove one of them
+peft | model.freeze | remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias;
+  peft.exclude_modules keeps adapters out of parts of the model, such as '*vision_tower*'
+peft | model.freeze_if_present | remove it: peft freezes the base except for peft.modules_to_save and peft.bias
+qat | peft | remove one of the sections | an adapter is merged before the weights are rounded
+fp8 | qat | remove one of the sections | both replace the products of linear layers
+fp8 | distributed.tp_size | remove one of them, or shard the model with distributed.strategy fsdp2 alone
+qat | distributed.tp_size | remove tp_size, and use fsdp2 | scales need complete rows of the weights
+peft.target_parameters | distributed.ep_size | remove ep_size: fsdp2 shards experts with adapters
+model.mtp | distributed.pp_size | remove pp_size (fsdp2 shards the model), or model.mtp | no stage has both the
+  embeddings and the last hidden states
+model.mtp | distributed.tp_size | remove tp_size (fsdp2 shards the model), or model.mtp | there is no plan for the
+  layers of further tokens
+peft.use_dora | distributed.tp_size | remove peft.use_dora, or remove tp_size and use fsdp2 | DoRA needs the norms of
+  unsharded weights
+peft.quantize_base | distributed.tp_size | remove peft.quantize_base, or remove tp_size
+"""
+"""Two keys that cannot be combined, what to do, and why. Lines that begin with two spaces continue the one before."""
+_NEED_MODELS = """
+fp8 | only models of transformers are converted | set model.from_pretrained or model.from_config
+qat | only models of transformers are quantized | set model.from_pretrained or model.from_config
+peft | adapters must reference a base model by name | set model.from_pretrained
+"""
+"""Sections that change models that this program builds, why, and what to do."""
 
 
-def _needs_model(section: str, why: str, hint: str) -> Relation:
-    """A section that changes models that this program builds."""
-    return Relation(
-        (section, "model"),
-        lambda recipe: not _asks(recipe, section) or isinstance(recipe.model, ModelConfig),
-        f"{section} cannot be used with model._target_: {why}",
-        f"{hint}, or remove the section {section}",
-    )
+def _cells(table: str) -> Iterator[list[str]]:
+    for line in table.replace("\n  ", " ").strip().splitlines():
+        yield [*line.split(" | "), ""]
+
+
+def _pairs() -> Iterator[Relation]:
+    """The relations in the tables above."""
+    for first, second, hint, why, *_ in _cells(_NOT_BOTH):
+
+        def is_single(recipe: Any, first: str = first, second: str = second) -> bool:
+            return not (_asks(recipe, first) and _asks(recipe, second))
+
+        names = f"{first} and {second.removeprefix('distributed.')}"
+        problem = f"{names} cannot be combined{f': {why}' if why else ''}"
+        yield Relation((first, second), is_single, problem, hint)
+    for section, why, hint, *_ in _cells(_NEED_MODELS):
+
+        def has_model(recipe: Any, section: str = section) -> bool:
+            return not _asks(recipe, section) or isinstance(recipe.model, ModelConfig)
+
+        problem = f"{section} cannot be used with model._target_: {why}"
+        hint = f"{hint}, or remove the section {section}"
+        yield Relation((section, "model"), has_model, problem, hint)
 
 
 def has_separate_directory(recipe: Any) -> bool:
@@ -111,6 +143,7 @@ def _kind_relations() -> tuple[Relation, ...]:
 
 RELATIONS: tuple[Relation, ...] = (
     *_kind_relations(),
+    *_pairs(),
     Relation(
         ("checkpoint.checkpoint_dir", "model.from_pretrained"),
         has_separate_directory,
@@ -180,11 +213,6 @@ RELATIONS: tuple[Relation, ...] = (
         "increase checkpoint.keep_last until (keep_last - 1) x ckpt_every_steps is at least rollback - 1, or decrease "
         "rollback",
     ),
-    _not_both(
-        "packed_sequence",
-        "dataloader.collate_fn",
-        "remove one of them: packing requires the built-in collator",
-    ),
     Relation(
         ("embedding.symmetric", "embedding.negatives"),
         lambda recipe: (
@@ -195,7 +223,6 @@ RELATIONS: tuple[Relation, ...] = (
         "embedding.symmetric and negatives: own cannot be combined: the documents of a pair have one query",
         "remove one of them",
     ),
-    _not_both("pretrain.z_loss", "model.mtp", "remove one of them"),
     Relation(
         ("pretrain.base_width", "model", "peft"),
         lambda recipe: (
@@ -217,64 +244,6 @@ RELATIONS: tuple[Relation, ...] = (
         "rows that divide documents need at least two tokens",
         "increase packed_sequence.size",
     ),
-    _not_both(
-        "peft",
-        "model.freeze",
-        "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias; "
-        "peft.exclude_modules keeps adapters out of parts of the model, such as '*vision_tower*'",
-    ),
-    _not_both(
-        "peft",
-        "model.freeze_if_present",
-        "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
-    ),
-    _not_both(
-        "qat",
-        "peft",
-        "remove one of the sections",
-        "an adapter is merged before the weights are rounded",
-    ),
-    _not_both(
-        "fp8", "qat", "remove one of the sections", "both replace the products of linear layers"
-    ),
-    _not_both(
-        "fp8",
-        "distributed.tp_size",
-        "remove one of them, or shard the model with distributed.strategy fsdp2 alone",
-    ),
-    _needs_model(
-        "fp8",
-        "only models of transformers are converted",
-        "set model.from_pretrained or model.from_config",
-    ),
-    _not_both(
-        "qat",
-        "distributed.tp_size",
-        "remove tp_size, and use fsdp2",
-        "scales need complete rows of the weights",
-    ),
-    _needs_model(
-        "qat",
-        "only models of transformers are quantized",
-        "set model.from_pretrained or model.from_config",
-    ),
-    _not_both(
-        "peft.target_parameters",
-        "distributed.ep_size",
-        "remove ep_size: fsdp2 shards experts with adapters",
-    ),
-    _not_both(
-        "model.mtp",
-        "distributed.pp_size",
-        "remove pp_size (fsdp2 shards the model), or model.mtp",
-        "no stage has both the embeddings and the last hidden states",
-    ),
-    _not_both(
-        "model.mtp",
-        "distributed.tp_size",
-        "remove tp_size (fsdp2 shards the model), or model.mtp",
-        "there is no plan for the layers of further tokens",
-    ),
     Relation(
         ("model.mtp.weights", "peft"),
         lambda recipe: (
@@ -284,18 +253,6 @@ RELATIONS: tuple[Relation, ...] = (
         ),
         "with peft, the layers of model.mtp are frozen, and random ones would never be trained",
         "train adapters on a base that has these layers, or remove model.mtp",
-    ),
-    _not_both(
-        "peft.use_dora",
-        "distributed.tp_size",
-        "remove peft.use_dora, or remove tp_size and use fsdp2",
-        "DoRA needs the norms of unsharded weights",
-    ),
-    _not_both(
-        "peft.quantize_base", "distributed.tp_size", "remove peft.quantize_base, or remove tp_size"
-    ),
-    _needs_model(
-        "peft", "adapters must reference a base model by name", "set model.from_pretrained"
     ),
     Relation(
         ("checkpoint.model_layout", "peft"),

@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.run.timeline import (
-    ARRIVAL,
     DATA,
     DONE,
     END,
     FAILED,
-    FORWARD,
     KILLED,
     OTHER,
     PHASES,
@@ -32,7 +29,6 @@ from automodel_ckpt.checkpoint.run.timeline import (
     STARTUP,
     STEPS,
     STOPPED,
-    STRAGGLER,
     VALIDATION,
     read_state,
     read_timeline,
@@ -79,30 +75,13 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowRank:
-    """A rank that was slower than the others in *num_steps* steps of the run.
-
-    *part* ``forward``: in its forward passes, by *share* of the median of the others. *part* ``arrival``: it began
-    steps later, by *share* of a step; *seconds* are then those for which the others waited, 0 otherwise.
-    """
-
-    rank: int
-    node: str
-    part: str
-    num_steps: int
-    share: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Goodput:
-    """The time of a run by category, in seconds; its starts; how many steps were made more than once; slow ranks."""
+    """The time of a run by category, in seconds; its starts; how many steps were made more than once."""
 
     seconds: dict[str, float]
     starts: tuple[Start, ...]
     num_steps: int
     num_lost_steps: int
-    slow_ranks: tuple[SlowRank, ...] = ()
 
     @property
     def total(self) -> float:
@@ -117,8 +96,7 @@ class Goodput:
 
 def read_goodput(directory: Path) -> Goodput:
     """Return how the run in *directory* spent its time. Raises :class:`CheckpointUnusable` if that was not recorded."""
-    records = list(read_records(directory / layout.TRAINING_LOG))
-    steps = [record for record in records if _is_step(record)]
+    steps = list(filter(_is_step, read_records(directory / layout.TRAINING_LOG)))
     starts = _starts(directory, steps)
     if not starts:
         raise CheckpointUnusable(
@@ -144,41 +122,7 @@ def read_goodput(directory: Path) -> Goodput:
     seconds[STEPS] = kept
     num_made = sum(start.num_steps for start in starts)
     num_lost = max(0, num_made - len(steps))
-    return Goodput(seconds, tuple(starts), len(steps), num_lost, tuple(_slow_ranks(records)))
-
-
-def _slow_ranks(records: list[dict[str, Any]]) -> list[SlowRank]:
-    """Return each slow rank once for all windows of steps in which it was slow, those with the most steps first."""
-    by_rank: dict[tuple[int, str, str], list[tuple[int, float, float]]] = {}
-    for record in records:
-        if record.get("event") != STRAGGLER:
-            continue
-        rank, node, part = record.get("rank"), record.get("node"), record.get("part")
-        num_steps = record.get("steps")
-        share, seconds = number_of(record.get("share")), number_of(record.get("seconds"))
-        # type(), because a bool is an int for isinstance(). Damaged records are left out.
-        if type(rank) is not int or type(num_steps) is not int or num_steps <= 0:
-            continue
-        if isinstance(node, str) and part in (FORWARD, ARRIVAL) and None not in (share, seconds):
-            window = num_steps, share or 0.0, seconds or 0.0
-            by_rank.setdefault((rank, node, part), []).append(window)
-    found = []
-    for (rank, node, part), windows in by_rank.items():
-        total = sum(count for count, _, _ in windows)
-        share = sum(count * each for count, each, _ in windows) / total
-        waited = sum(count * each for count, _, each in windows) if part == ARRIVAL else 0.0
-        found.append(SlowRank(rank, node, part, total, share, waited))
-    return sorted(found, key=lambda slow: (-slow.num_steps, slow.rank, slow.part))
-
-
-def slow_rank_text(slow: SlowRank) -> str:
-    """Describe a rank that was slower than the others."""
-    name = f"rank {slow.rank} (node {slow.node})"
-    steps = counted(slow.num_steps, "step")
-    if slow.part == FORWARD:
-        return f"{name}: forward passes {slow.share:.0%} slower than the median, in {steps}"
-    waited = f"{slow.seconds:,.1f} s in total"
-    return f"{name}: began steps late by {slow.share:.0%} of a step, in {steps}: {waited}"
+    return Goodput(seconds, tuple(starts), len(steps), num_lost)
 
 
 def _is_step(record: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from statistics import median
 from automodel_ckpt.base.units import counted, exact_time, size_text
 from automodel_ckpt.logs import charts
 from automodel_ckpt.logs.charts import NUM_COLORS, Chart
-from automodel_ckpt.logs.goodput import CATEGORIES, Goodput, slow_rank_text
+from automodel_ckpt.logs.goodput import CATEGORIES, Goodput
 from automodel_ckpt.logs.history import Checkpoint, History, Series
 
 _CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
@@ -49,7 +49,6 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
         checkpoint_titles=_CHECKPOINT_TITLES,
         times=lambda goodput: list(_times(goodput)),
         counted=counted,
-        slow_rank_text=slow_rank_text,
     )
 
 

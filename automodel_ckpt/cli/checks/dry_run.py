@@ -222,7 +222,7 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
 
 
 def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> str:
-    """Describe the memory that ``checkpoint.memory`` takes, and whether its file system has enough space."""
+    """Describe the memory that ``checkpoint.memory`` takes on a node, and whether its file system has enough space."""
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
 
     nbytes = plan.checkpoint_bytes or 0
@@ -230,15 +230,8 @@ def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> st
     copies = 1 + min(section.replicas, num_nodes - 1)
     # The newest checkpoint is removed only when the next one is complete.
     needed = 2 * nbytes * copies // num_nodes
-    content = "two checkpoints"
-    ranks = "all ranks"
-    if num_nodes > 1:
-        content = f"each node's part of two checkpoints, {copies} times,"
-        ranks = "the ranks of a node"
-    text = f"{size_text(needed)} for {content} in {section.directory}; {size_text(free)} free"
-    if needed > free:
-        text += ", NOT ENOUGH"
-    return f"{text}; and {size_text(nbytes // num_nodes)} for the copies of {ranks}"
+    text = f"{size_text(needed)} for two checkpoints in {section.directory}; {size_text(free)} free"
+    return f"{text}, NOT ENOUGH" if needed > free else text
 
 
 def _resume_rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.tree.flags import LaunchFlags
@@ -50,33 +49,6 @@ def check_ranks(loaded: LoadedRecipe, ranks: int | None) -> None:
         value=f"global_batch_size: {global_batch}, local_batch_size: {local_batch}, ranks: {dp_size}",
         hint="change the global batch, the local batch or the number of ranks",
     )
-
-
-def check_node_counts(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
-    """Check each number of nodes that an elastic run may have.
-
-    Warns about the numbers that do not fit the batch sizes: the run ends when it has that many nodes. Raises
-    :class:`RecipeError` if no number fits.
-    """
-    least, _, most = flags.nnodes.partition(":")
-    if not most or not flags.nproc_per_node.isdecimal():
-        return
-    node_counts = range(int(least), int(most) + 1)
-    errors: dict[int, RecipeError] = {}
-    for num_nodes in node_counts:
-        try:
-            check_ranks(loaded, num_nodes * int(flags.nproc_per_node))
-        except RecipeError as error:
-            errors[num_nodes] = error
-    if not errors:
-        return
-    first = next(iter(errors.values()))
-    if len(errors) == len(node_counts):
-        raise first
-    numbers = ", ".join(str(num_nodes) for num_nodes in list(errors)[:10])
-    if len(errors) > 10:
-        numbers += ", ..."
-    print_error(f"warning: with {numbers} nodes, the run will end with exit code 2\n{first}")
 
 
 def mesh_sizes(loaded: LoadedRecipe, ranks: int) -> Sizes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.logs.goodput import Goodput, Start
 
 _MAX_LINES = 10
-"""Starts and slow ranks that are listed; ``--json`` has all."""
+"""Starts that are listed; ``--json`` has all."""
 USAGE = f"""
 Show how the time of a run was spent, from its first start to its last end: steps, start-up, validation, saves, steps
 that were lost, restarts. The goodput is the share of the steps that the run has.
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(directory: Path, found: Goodput) -> Iterator[str]:
-    from automodel_ckpt.logs.goodput import CATEGORIES, slow_rank_text
+    from automodel_ckpt.logs.goodput import CATEGORIES
 
     starts = counted(len(found.starts), "start")
     yield printable(
@@ -55,10 +54,6 @@ def _lines(directory: Path, found: Goodput) -> Iterator[str]:
     if len(found.starts) > 1:
         yield "starts"
         yield from _starts(found.starts)
-    if found.slow_ranks:
-        yield "slow ranks"
-        for slow in found.slow_ranks[:_MAX_LINES]:
-            yield printable(f"  {slow_rank_text(slow)}")
 
 
 def _starts(starts: Sequence[Start]) -> Iterator[str]:
@@ -84,6 +79,5 @@ def _document(found: Goodput) -> dict[str, Any]:
         "seconds": found.seconds,
         "steps": found.num_steps,
         "lost_steps": found.num_lost_steps,
-        "slow_ranks": [asdict(slow) for slow in found.slow_ranks],
         "starts": starts,
     }

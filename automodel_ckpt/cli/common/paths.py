@@ -18,7 +18,7 @@ _MAX_ENTRIES = 10_000
 """Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
 _MAX_NAMED = 3
 """Runs or checkpoints that a message names, at most."""
-_SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer"
+_SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer; `ckpt ls` lists them"
 
 
 def check_working_directory() -> None:
@@ -147,7 +147,6 @@ def find_checkpoint(path: Path) -> Path:
 def _found_checkpoint(path: Path) -> Path:
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.parts import commit
-    from automodel_ckpt.checkpoint.run import resume
 
     is_pointer_link = path.name in layout.POINTERS and path.is_symlink()
     if path.is_dir() and not is_pointer_link:
@@ -165,13 +164,7 @@ def _found_checkpoint(path: Path) -> Path:
         checkpoint = path.parent / target
         if checkpoint.is_dir() and not _is_second_name(checkpoint):
             return _resolved(checkpoint)
-    hint = _SPECIFY_ONE
-    present = resume.checkpoint_names(path.parent) if path.parent.is_dir() else []
-    if present and not path.exists():
-        shown = ", ".join(map(str, present[:_MAX_NAMED]))
-        more = ", ..." if len(present) > _MAX_NAMED else ""
-        hint = f"{path.parent} contains {shown}{more}"
-    raise _not_found("checkpoint not found", path, _what_exists(path, target), hint)
+    raise _not_found("checkpoint not found", path, _what_exists(path, target), _SPECIFY_ONE)
 
 
 def whole_checkpoint(path: Path) -> Path:

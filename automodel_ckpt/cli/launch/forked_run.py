@@ -3,31 +3,41 @@
 This process imports torch, transformers and the recipe's class, and then forks, so that the ranks start immediately.
 Before the fork it computes nothing and does not initialize CUDA, because neither survives a fork. Torch's elastic agent
 watches and restarts the ranks (:mod:`automodel_ckpt.cli.launch.agent.elastic_agent`).
+
+How a rank ends is in the failure directory. If only one rank fails, the others may wait for it in a collective. The
+failed rank writes its failure record, and *then* leaves its process groups. With gloo, this breaks the connections of
+the others, which then fail, too. The agent kills those that have not noticed it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import importlib
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
+    FailureDirectory,
     FailureRecord,
+    hang_record,
     lost_connection_record,
     name_silent_ranks,
     printed_failure,
     root_cause,
+    second_signal_record,
 )
-from automodel_ckpt.cli.launch.forked_rank import launched_rank
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import cores, count_ranks, set_threads, visible_gpus
-from automodel_ckpt.cli.launch.process import print_message, report_stop
+from automodel_ckpt.cli.launch.process import exit_now, flush, print_message, report_stop, this_rank
 from automodel_ckpt.cli.launch.recipe_import import (
     Prepare,
     configure_torch,
@@ -37,7 +47,7 @@ from automodel_ckpt.cli.launch.recipe_import import (
 )
 from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.worker import Loaded, keep_memory
+from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, keep_memory, run_rank
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -46,8 +56,58 @@ from automodel_ckpt.errors import (
     RecipeError,
     os_problem,
 )
+from automodel_ckpt.logs.start_time import note_process_start
+from automodel_ckpt.parallel.ranks import hang_action
 from automodel_ckpt.parallel.ranks.network import is_known
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
+
+PR_SET_PDEATHSIG = 1
+
+
+def launched_rank(
+    loaded: Loaded, recipe_class: RecipeClass, failure_dir: FailureDirectory, launcher: int
+) -> NoReturn:
+    """Run a rank that our launcher (process id *launcher*) forked, and exit with its code."""
+    _die_with(launcher)
+    # Crashes of libraries print a stack.
+    faulthandler.enable()
+    rank = this_rank()
+    # Importing the packages, which the launcher does once, is a part of the first start.
+    note_process_start(os.getpid() if failure_dir.attempt else launcher)
+    stop = stop_request()
+    stop.on_immediate_end = lambda number: failure_dir.write(second_signal_record(rank, number))
+    stop.install()
+    # The launcher has blocked them. One that it forwarded meanwhile arrives now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.signals)
+    hang_action.restart = partial(_end_after_hang, failure_dir, rank)
+    failures: list[FailureRecord] = []
+
+    def on_failure(record: FailureRecord) -> None:
+        outside = stop.interrupted and not record.primary and not record.timed_out
+        failures.append(record)
+        failure_dir.write(replace(record, outside_collective=outside))
+
+    code = run_rank(loaded, recipe_class, on_failure)
+    if code == EXIT_DONE or failures[0].stopped_in_training:
+        failure_dir.mark_done(rank)
+    flush()
+    sys.exit(code)
+
+
+def _end_after_hang(failure_dir: FailureDirectory, rank: int, message: str) -> None:
+    """End this rank because a step hangs, so that the launcher restarts all ranks. Called by a thread."""
+    failure_dir.write(hang_record(message, rank))
+    exit_now(EXIT_INTERNAL)
+
+
+def _die_with(launcher: int) -> None:
+    """Make the kernel kill this process when the launcher dies, even by SIGKILL. Saves are atomic, so this is safe."""
+    # The kernel sends it when the thread that forked this process ends (prctl(2)):
+    # it has to live as long as the launcher, as its main thread does.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(EXIT_INTERNAL)
+
 
 MONITOR_SECONDS = 0.1
 """How often the agent looks at its ranks."""
@@ -120,12 +180,11 @@ def _run_agent(
         StoppedWaiting: A signal arrived while no rank was running.
         AutomodelError: The ranks could not be started.
     """
-    # They import torch, which reads variables that are set before.
+    # It imports torch, which reads variables that are set before.
     agents = importlib.import_module("automodel_ckpt.cli.launch.agent.elastic_agent")
-    rendezvouses = importlib.import_module("automodel_ckpt.cli.launch.agent.node_rendezvous")
     server = importlib.import_module("torch.distributed.elastic.agent.server")
     try:
-        handler = signals.wait_for(lambda: rendezvouses.rendezvous_handler(rendezvous))
+        handler = signals.wait_for(lambda: agents.rendezvous_handler(rendezvous))
         spec = server.WorkerSpec(
             role="default",
             local_world_size=num_ranks,
@@ -134,7 +193,7 @@ def _run_agent(
             args=arguments,
             max_restarts=max_restarts,
             monitor_interval=MONITOR_SECONDS,
-            local_addr=rendezvouses.local_address(rendezvous),
+            local_addr=agents.local_address(rendezvous),
         )
         failure_dir = arguments[2]
         agent = agents.RankAgent(spec, failure_dir, signals, _waiting_text(rendezvous))

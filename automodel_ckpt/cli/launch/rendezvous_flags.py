@@ -108,26 +108,18 @@ def _validate_no_static_flags(flags: LaunchFlags) -> None:
 
 def _validate_static_nodes(flags: LaunchFlags, min_nodes: int, max_nodes: int) -> None:
     """Raise :class:`RecipeError` for flags that need --rdzv-endpoint."""
-    if min_nodes != max_nodes:
+    problems = {
+        "--nnodes, an elastic number of nodes": min_nodes != max_nodes,
+        "--nnodes without --master-addr": max_nodes > 1 and flags.master_addr is None,
+        "--max-restarts on several nodes": max_nodes > 1 and bool(flags.max_restarts),
+    }
+    for where in [name for name, needs_endpoint in problems.items() if needs_endpoint]:
         raise RecipeError(
-            "an elastic number of nodes requires a rendezvous endpoint",
-            where="--nnodes",
-            value=flags.nnodes,
-            hint="add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all nodes",
-        )
-    if max_nodes > 1 and flags.master_addr is None:
-        raise RecipeError(
-            "several nodes require a rendezvous endpoint",
-            where="--nnodes",
-            value=flags.nnodes,
-            hint="add --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N",
-        )
-    if max_nodes > 1 and flags.max_restarts:
-        raise RecipeError(
-            "restarts on several nodes require a rendezvous endpoint",
-            where="--max-restarts",
-            value=flags.max_restarts,
-            hint="use --rdzv-endpoint HOST:PORT instead of --master-addr and --node-rank",
+            "a rendezvous endpoint is required",
+            where=where,
+            value=flags.max_restarts if "restarts" in where else flags.nnodes,
+            hint="add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all nodes (a fixed number of nodes "
+            "without restarts can have --master-addr HOST and --node-rank N instead)",
         )
 
 

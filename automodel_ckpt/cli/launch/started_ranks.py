@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 
 from automodel_ckpt.cli.launch.node_resources import visible_gpus
+from automodel_ckpt.config.schema_keys import is_number
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
@@ -154,24 +155,14 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_number(environment: Mapping[str, str], *names: str, default: int) -> int:
-    """Return the number in the first of these variables that is set, or *default*.
-
-    Slurm writes a number per node as a list with repetitions: ``2(x3),1`` is 2 on each of three nodes and 1 on another,
-    7 together. Raises :class:`RecipeError` for other text.
-    """
+    """Return the number in the first of these variables that is set, or *default*. Raises :class:`RecipeError`."""
     name = next((name for name in names if environment.get(name)), None)
-    if name is None:
-        return default
-    text = environment[name].strip()
-    total = 0
-    for entry in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
-        if match is None:
-            raise RecipeError(
-                "this variable of Slurm is not a number",
-                where=name,
-                value=text,
-                hint="correct it, or unset SLURM_PROCID to run without srun's ranks",
-            )
-        total += int(match[1]) * int(match[2] or 1)
-    return total
+    text = str(default) if name is None else environment[name].strip()
+    if not is_number(text):
+        raise RecipeError(
+            "this variable of Slurm is not a number",
+            where=name or "",
+            value=text,
+            hint="correct it, or unset SLURM_PROCID to run without srun's ranks",
+        )
+    return int(text)

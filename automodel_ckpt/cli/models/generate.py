@@ -1,4 +1,4 @@
-"""``ckpt generate``: complete prompts with the model of a checkpoint, an export or an adapter."""
+"""``ckpt generate`` and ``ckpt chat``: use the model of a checkpoint, an export or an adapter."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.terminal import json_text, print_error, printable_lines
+from automodel_ckpt.cli.common.terminal import coloured, json_text, print_error, printable_lines
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.cli.models.loading import LoadedModel
     from automodel_ckpt.models.measure.generation import Completion, Sampling
+if TYPE_CHECKING:
+    from automodel_ckpt.cli.models.loading import LoadedModel
+    from automodel_ckpt.models.measure.generation import Sampling
+
 
 _PATH = "a run directory, a checkpoint, an export, an adapter, or a model of the Hub"
 
@@ -238,3 +242,78 @@ def summary(completion: Completion) -> str:
     tokens = counted(completion.num_tokens, "token")
     reason = "end token" if completion.finish == "stop" else "limit of tokens reached"
     return f"[{tokens}, {rate:.1f} tokens/s, {reason}]"
+
+
+HELP = "/reset begins a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+USAGE_CHAT = f"""
+Talk to a model, one line per message. {HELP}. Its tokenizer must have a chat template.
+
+{MODEL_OPTIONS}
+"""
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt chat`` until the end of the input. Answers are printed on standard output."""
+    loaded = load_model(arguments)
+    from automodel_ckpt.models.measure.generation import has_chat_template
+
+    if not has_chat_template(loaded.preprocessor):
+        raise RecipeError(
+            "the tokenizer of this model has no chat template",
+            where=arguments.path,
+            value="",
+            hint='use `ckpt generate PATH -p "TEXT"`, which continues a text',
+        )
+    print_error(HELP)
+    begin = system_messages(arguments.system)
+    messages = list(begin)
+    sampling = sampling_of(arguments)
+    while (line := _next_line()) is not None:
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = list(begin)
+            print_error("new conversation")
+        elif line.startswith("/"):
+            print_error(f"unknown command {line}; {HELP}")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = _answer(loaded, messages, sampling)
+            messages.append({"role": "assistant", "content": answer})
+    return EXIT_DONE
+
+
+def _next_line() -> str | None:
+    """The next line of the user without spaces around it; None at the end of the input, and after Ctrl-C."""
+    if sys.stdin.isatty():
+        # It adds a history and editing to input().
+        import readline  # noqa: F401
+    sys.stdout.flush()
+    prompt = coloured("> ", "bold", sys.stdout) if sys.stdin.isatty() else ""
+    try:
+        return input(prompt).strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+
+
+def _answer(loaded: LoadedModel, messages: list[dict[str, Any]], sampling: Sampling) -> str:
+    """Print the answer to *messages* and return it: the part before Ctrl-C if the user stops it."""
+    from automodel_ckpt.models.measure.generation import generate, inputs_of
+
+    parts: list[str] = []
+
+    def on_text(text: str) -> None:
+        parts.append(text)
+        write_text(text)
+
+    inputs = inputs_of(loaded.preprocessor, messages, loaded.model.device)
+    try:
+        completion = generate(loaded.model, loaded.preprocessor, inputs, sampling, on_text)
+    except KeyboardInterrupt:
+        print()
+        print_error("[stopped]")
+        return "".join(parts)
+    print()
+    print_error(summary(completion))
+    return completion.text

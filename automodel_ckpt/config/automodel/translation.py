@@ -12,8 +12,8 @@ their defaults), ``components/*/config.py`` and ``components/config/loader.py`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from automodel_ckpt.config.automodel import (
     adapters,
@@ -308,44 +308,25 @@ def converted_text(path: str, translated: Node, bound: Node, notices: Sequence[N
     degraded. The text loads to the same configuration as the recipe at *path*.
     """
     rows = [f"# Converted from the NeMo AutoModel recipe {path} by ckpt-train --convert-recipe"]
-    for line in report_lines(notices):
-        rows.append(f"# {line}")
-    comments = _comments(notices)
-    rows += _converted_lines(translated, bound, comments, "")
+    rows += [f"# {line}" for line in report_lines(notices)]
+    kinds = {"renamed": "was {}", "default": AUTOMODEL_DEFAULT}
+    comments = {
+        each.to: kinds[each.kind].format(each.key) for each in notices if each.kind in kinds
+    }
+    for text, comment in lines(_commented(translated, bound, comments, "")):
+        rows.append(f"{text:{_COMMENT_COLUMN}}  # {comment}" if comment else text)
     return "".join(f"{row}\n" for row in rows)
 
 
-def _comments(notices: Sequence[Notice]) -> dict[str, str]:
-    """Map our dotted keys to the comment beside them."""
-    comments = {}
-    for notice in notices:
-        if notice.kind == "renamed":
-            comments[notice.to] = f"was {notice.key}"
-        elif notice.kind == "default":
-            comments[notice.to] = AUTOMODEL_DEFAULT
-    return comments
-
-
-def _converted_lines(
-    node: Node, bound: Node, comments: dict[str, str], key: str, indent: int = 0
-) -> Iterator[str]:
-    """Yield the lines of a mapping: sections as blocks, lists and plain values on one line."""
-    for name, child in node.children():
-        full = join(key, name)
-        value = bound.at(full) or child
-        comment = comments.get(full, "")
-        if isinstance(child.value, dict) and child.value:
-            yield _commented(f"{' ' * indent}{name}:", comment)
-            yield from _converted_lines(child, bound, comments, full, indent + 2)
-            continue
-        # An empty section is a section with all defaults in the validated tree.
-        if isinstance(value.value, dict):
-            value = child
-        ((row, _),) = lines(Node({name: value}, ""), indent)
-        yield _commented(row, comment)
-
-
-def _commented(row: str, comment: str) -> str:
-    if not comment:
-        return row
-    return f"{row:{_COMMENT_COLUMN}}  # {comment}"
+def _commented(node: Node, bound: Node, comments: Mapping[str, str], key: str) -> Node:
+    """Return *node* with the values that *bound* has at its keys, and with comments as origins."""
+    if isinstance(node.value, dict) and node.value:
+        children = {
+            name: _commented(child, bound, comments, join(key, name))
+            for name, child in node.value.items()
+        }
+        return Node(children, "")
+    value = bound.at(key) or node
+    # An empty section is a section with all defaults in the validated tree.
+    value = node if isinstance(value.value, dict) else value
+    return replace(value, origin=comments.get(key, ""))

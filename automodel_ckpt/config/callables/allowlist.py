@@ -437,6 +437,5 @@ def is_listed(purpose: str, found: Any) -> bool:
 def suggestion(purpose: str, name: str) -> str:
     """List what *purpose* allows, with the names closest to *name* first; empty if it allows nothing."""
     listed = list(dict.fromkeys(entry.shown for entry in entries_for(purpose)))
-    if "." in name:
-        listed.sort(key=lambda each: -difflib.SequenceMatcher(None, name, each).ratio())
-    return ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+    near = difflib.get_close_matches(name, listed, 4, 0.0) if "." in name else listed[:4]
+    return ", ".join(near) + (", ..." if len(listed) > 4 else "")

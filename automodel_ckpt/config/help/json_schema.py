@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.config.callables.allowlist import PURPOSES
-from automodel_ckpt.config.help.builders import SUPPLIED, signature
 from automodel_ckpt.config.help.listing import field_docs, section_doc
 from automodel_ckpt.config.help.plugin_help import (
+    SUPPLIED,
     BuilderHelp,
     builders_of,
     other_names_of,
     plain,
+    signature,
 )
 from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import RecipeConfig

@@ -31,7 +31,7 @@ def read_with_bases(path: Path, problems: list[Problem]) -> Node | None:
     line that it comes from. Adds what is wrong to *problems*; returns None when *path* or a file that it extends cannot
     be read.
     """
-    return _Reader(problems).read(path, ())
+    return _Reader(problems).read(path)
 
 
 class _Reader:
@@ -42,17 +42,17 @@ class _Reader:
         self._num_files = 0
         self._num_nodes = 0
 
-    def read(self, path: Path, chain: tuple[Path, ...]) -> Node | None:
-        """Read *path*, which the last file of *chain* extends."""
+    def read(self, path: Path, *, is_base: bool = False) -> Node | None:
+        """Read *path*. *is_base*: another file extends it."""
         problems: list[Problem] = []
         root = read_file(path, problems)
-        if chain:
+        if is_base:
             problems = [without_content(problem) for problem in problems]
             if root is not None and not _is_recipe(root):
                 what = f"a file in {KEY} has no section of a recipe"
                 problems.append(Problem(what, str(path), "", "name a recipe file"))
         self._problems += problems
-        if root is None or (chain and not _is_recipe(root)):
+        if root is None or (is_base and not _is_recipe(root)):
             return None
         assert isinstance(root.value, dict)
         self._num_files += 1
@@ -62,7 +62,7 @@ class _Reader:
             return root
         bases = Node({}, root.origin)
         for node in self._paths(named):
-            base = self._base(node, directory_of(path), (*chain, path))
+            base = self._base(node, directory_of(path))
             if base is None:
                 # Without its values, other keys would be reported as missing.
                 return None
@@ -80,7 +80,7 @@ class _Reader:
                 self._note(f"{KEY} must be a path or a list of paths", node, "extends: base.yaml")
         return paths
 
-    def _base(self, node: Node, directory: Path, chain: tuple[Path, ...]) -> Node | None:
+    def _base(self, node: Node, directory: Path) -> Node | None:
         """Read the file that *node* names. Returns None, and adds a problem, if that is impossible."""
         assert isinstance(node.value, str)
         try:
@@ -95,14 +95,11 @@ class _Reader:
             hint = shell_variable(KEY, written) or hint
             self._note(f"the recipe in {KEY} does not exist", node, hint)
             return None
-        if any(os.path.samefile(path, each) for each in chain if os.path.isfile(each)):
-            self._note(f"{KEY}: the recipe extends itself", node, "remove the path")
-            return None
         if self._num_files >= MAX_FILES or self._num_nodes > MAX_NODES:
             what = f"{KEY}: more than {MAX_FILES} files or {MAX_NODES} values"
-            self._note(what, node, "merge some of the files")
+            self._note(what, node, "merge some of the files; no file may extend itself")
             return None
-        base = self.read(path, chain)
+        base = self.read(path, is_base=True)
         if base is not None:
             _keep_recipe_file(base, Path(written).parent)
         return base

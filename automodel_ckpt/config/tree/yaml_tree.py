@@ -34,8 +34,6 @@ _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 UNREADABLE = "use plain YAML: keys, text, numbers, lists and mappings"
-TABS = "indent with spaces, not with tabs"
-INDENTED = "indent the keys of a section by the same number of spaces, and write a value on the line of its key"
 QUOTED = "quote words that begin with *, &, %, @ or a backquote, such as ['*.embed_tokens.*']"
 _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 
@@ -237,11 +235,7 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
         said = [getattr(error, "context", None), getattr(error, "problem", None)]
         what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
         hint = UNREADABLE
-        if "'\\t'" in what:
-            hint = TABS
-        elif "<block end>" in what or what == "mapping values are not allowed here":
-            hint = INDENTED
-        elif mark and mark.buffer and _MARKED_WORD.match(mark.buffer[mark.index - 1 :]):
+        if mark and mark.buffer and _MARKED_WORD.match(mark.buffer[mark.index - 1 :]):
             hint = QUOTED
         problems.append(Problem(f"invalid YAML: {what}", where, "", hint))
     return Node("", origin)

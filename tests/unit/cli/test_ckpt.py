@@ -211,8 +211,6 @@ def test_an_empty_path_is_not_the_current_directory(
         (["compare", "a", "b"], "ckpt", "here: ckpt diff"),
         (["merge", "a"], "ckpt", "here: ckpt export --merge"),
         (["rm", "a"], "ckpt", "here: ckpt prune, which removes all checkpoints that its options"),
-        (["--json", "ls"], "ckpt ls", "write it after the command: ckpt ls --json"),
-        (["ls", "-dash"], "ckpt ls", "written ./-dash"),
         (["verify", ".", "extra"], "ckpt verify", "`ckpt verify --help` lists the arguments"),
         (["verify", "--num-threads=two"], "ckpt verify", "`ckpt verify --help`"),
     ],

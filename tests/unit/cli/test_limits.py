@@ -115,7 +115,8 @@ def test_commands_name_the_limits_that_stop_them(tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "model: {from_config: {model_type: llama}}\ndataset: {_target_: automodel_ckpt.data.text.plain_text}\n"
+        "model: {from_config: {model_type: llama}}\n"
+        "dataset: {_target_: automodel_ckpt.examples.data.python_docs.language_modeling}\n"
         "step_scheduler: {global_batch_size: 1, local_batch_size: 1}\n"
     )
     done = run("ulimit -n 32", str(binaries / "ckpt-train"), str(recipe))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.cluster import stop_time
+from automodel_ckpt.cli.cluster.job import UNKNOWN_SECONDS
 from automodel_ckpt.cli.common.example_recipes import EXAMPLES
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
@@ -110,7 +110,7 @@ def test_a_script_for_slurm_gives_the_signal_the_time_of_a_save(
         "#SBATCH --ntasks-per-node=2",
         "#SBATCH --gpus-per-node=2",
         "#SBATCH --time=1-02:00:00",
-        f"#SBATCH --signal=USR1@{stop_time.UNKNOWN_SECONDS}",
+        f"#SBATCH --signal=USR1@{UNKNOWN_SECONDS}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
     } < lines
@@ -196,7 +196,7 @@ def test_pods_have_the_time_of_a_save_and_are_replaced_after_it(
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
     pod = job["template"]["spec"]
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 2}
-    assert pod["terminationGracePeriodSeconds"] == stop_time.UNKNOWN_SECONDS
+    assert pod["terminationGracePeriodSeconds"] == UNKNOWN_SECONDS
     assert pod["restartPolicy"] == "Never", "a failure policy requires it"
     fail, ignore, evicted = job["podFailurePolicy"]["rules"]
     assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2, 3, 4])

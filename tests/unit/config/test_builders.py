@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from automodel_ckpt.config.callables.plugins import signature_of
-from automodel_ckpt.config.help.builders import signature
+from automodel_ckpt.config.help.plugin_help import signature
 
 NAMES = [
     "automodel_ckpt.data.text.text",

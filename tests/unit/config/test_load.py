@@ -138,9 +138,8 @@ def test_the_word_null_in_quotes_is_text(tmp_path: Path) -> None:
 def test_null_where_there_must_be_a_value_is_rejected_and_text_is_written_in_quotes(
     tmp_path: Path, key: str, word: str
 ) -> None:
-    with pytest.raises(RecipeError, match=rf"{key} must be") as caught:
+    with pytest.raises(RecipeError, match=rf"{key} must be"):
         load(tmp_path, "checkpoint: {keep_steps: [1]}\n", f"--{key}={word}")
-    assert ("quote it to use the text" in str(caught.value)) == (key == "checkpoint.checkpoint_dir")
     quoted = load(tmp_path, "", f"--checkpoint.checkpoint_dir='{word}'")
     assert quoted.config.checkpoint.checkpoint_dir == word
 

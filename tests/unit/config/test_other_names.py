@@ -9,7 +9,7 @@ import pytest
 from automodel_ckpt.config.callables import allowlist
 from automodel_ckpt.config.callables.prepare import prepare
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.help.builders import signature
+from automodel_ckpt.config.help.plugin_help import signature
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.overrides import parse
@@ -101,18 +101,11 @@ def test_a_name_of_another_trainer_is_answered_with_ours(
         ("", ["--wandb.project", "x"], "here: logging.trackers"),
         ("strategy: ddp\n", [], "did you mean distributed.strategy"),
         ("optimizer: {max_steps: 3}\n", [], "did you mean step_scheduler.max_steps?"),
-        ("optimizer:\n  lr:1e-3\n", [], "write a space after the colon"),
         ("loss_fn: mine.focal\n", [], "name a class or function in loss_fn._target_"),
         ("optimizer: torch.optim.SGD\n", [], "name a class or function in optimizer._target_"),
-        ("optimizer:\n\tlr: 1e-3\n", [], "indent with spaces, not with tabs"),
-        ("optimizer:\n  lr: 1e-3\n eps: 1e-9\n", [], "the same number of spaces"),
-        ("optimizer:\n  lr: 1e-3\n    eps: 1e-9\n", [], "the same number of spaces"),
-        ("", ["--optimizer.betas", "0.9, 0.95"], "write [0.9, 0.95]"),
-        ("", ["--optimizer.betas", "(0.9 0.95)"], "write [0.9, 0.95]"),
-        ("", ["--step_scheduler.max_steps", "1e3"], "write 1000"),
+        ("", ["--optimizer.betas", "0.9, 0.95"], "write a list as [A, B]"),
         ("", ["--step_scheduler.max_steps", "1.5"], "correct the value"),
         ("", ["--step_scheduler.max_steps", "inf"], "correct the value"),
-        ("validation_dataset: {target: x}\n", [], "did you mean validation_dataset._target_"),
         ("", ["--model.from_pretrained", ""], "model.from_pretrained must be non-empty"),
         ("", ["--checkpoint.checkpoint_dir", "./some/x/../model"], "to another directory"),
     ],

@@ -211,26 +211,16 @@ def test_all_launch_flags_are_read() -> None:
         (["--max-restarts=1.5"], "max_restarts must be a whole number"),
         (["--nproc-per-node"], "--nproc-per-node needs a value"),
         (["--optimizer.lr", "--seed=1"], "--optimizer.lr needs a value"),
-        (["--optimizer.lr", "=", "1e-4"], "write --optimizer.lr=VALUE without spaces"),
         (["--nproc-per-nod=2"], "did you mean --nproc-per-node?"),
         (["--dry-rnu"], "did you mean --dry-run?"),
         (["-x"], "unknown argument -x"),
         (["--"], "unknown argument --"),
         (["--copy", "name"], "--copy takes NAME DIR"),
         (["--list=x"], "--list takes no value"),
-        (["--show-samples", "recipe.yaml"], "--show-samples takes N"),
-        (["--dry-run", "--device-memory", "recipe.yaml"], "--device-memory takes SIZE"),
     ],
 )
 def test_wrong_flags_are_named_with_a_hint(words: list[str], message: str) -> None:
     assert message in "\n".join(map(str, parse(words).problems))
-
-
-def test_a_recipe_is_not_the_number_of_an_option() -> None:
-    line = parse(["--show-samples", "recipe.yaml"])
-    assert (line.words, line.modes) == (["recipe.yaml"], {})
-    line = parse(["recipe.yaml", "--write-launcher", "k8s", "--output", "job.yaml"])
-    assert (line.words, line.modes["output"]) == (["recipe.yaml"], ["job.yaml"])
 
 
 @pytest.mark.parametrize("flag", ["-v", "--verbose"])

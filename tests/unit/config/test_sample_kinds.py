@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.config.callables.allowlist import ALLOWED
-from automodel_ckpt.config.help.builders import signature
+from automodel_ckpt.config.help.plugin_help import signature
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.registry import own_classes, own_name
 from automodel_ckpt.config.sample_kinds import MIXTURE, SAMPLE_KINDS, sample_problems

@@ -138,12 +138,6 @@ def test_what_the_user_set_stays_under_srun() -> None:
     )
 
 
-def test_slurms_numbers_per_node_are_added_up() -> None:
-    for text, number in (("4", 4), ("2(x2)", 4), ("2(x3),1", 7), ("1,2(x2)", 5)):
-        assert started_world_size(STEP | {"SLURM_NTASKS": text}, LaunchFlags()) == number
-    assert slurm_environment(STEP | {"SLURM_NTASKS": "2(x2)"}, LaunchFlags())["WORLD_SIZE"] == "4"
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
