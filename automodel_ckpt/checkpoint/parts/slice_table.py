@@ -243,7 +243,7 @@ class SliceTable:
         digests: list[bytes] = []
         starts = np.zeros(len(numbers), np.int64)
         is_wanted = (self.segments["rank"] == rank) & (self.segments["part"] == part)
-        for index in np.flatnonzero(is_wanted):
+        for index in map(int, np.flatnonzero(is_wanted)):
             segment = self.segments[index]
             begin, end = len(files), len(files) + int(segment["rows"])
             rows = self._segment_rows(index)

@@ -331,17 +331,14 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
                     Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)
                 )
     problems = [*of_tables, *problems]
-    unlisted: Sequence[str] = ()
     try:
-        unlisted = unlisted_files(checkpoint, manifest)
+        for path in unlisted_files(checkpoint, manifest):
+            what = "a file that the manifest does not name"
+            hint = "remove it if it is not yours; nothing reads it"
+            problems.append(Problem(what, str(checkpoint / path), "", hint))
     except OSError as error:
         hint = "check the permissions and the disk"
         problems.append(os_problem(error, "a directory cannot be read", hint=hint))
-    for path in unlisted:
-        hint = "remove it if it is not yours; nothing reads it"
-        problems.append(
-            Problem("a file that the manifest does not name", str(checkpoint / path), "", hint)
-        )
     return problems
 
 

@@ -200,20 +200,17 @@ def _write_finished(
 
     config.json gets the dtype of the weights. An adapter has neither index nor config.json.
     """
-    directory = file_layout.directory
-    # The maps are for exports from shards; here the weights are stored as the base stores them.
-    side_files: dict[str, bytes] = {}
+    directory, files = file_layout.directory, {}
     if assets is not None:
-        side_files = {name: data for name, data in assets.files.items() if name not in MAPS}
-    if assets is not None and assets.maps.is_adapter:
-        _write(staging, written, directory, side_files)
-        return
-    plan = Plan(file_layout.files, {}, ())
-    files = {layout.HF_INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
-    if assets is not None:
-        files |= side_files
-        where = Path(directory, "config.json")
-        files["config.json"], _ = agreeing_config(files["config.json"], plan, assets.maps, where)
+        # The maps are for exports from shards; here the weights are stored as the base stores them.
+        files = {name: data for name, data in assets.files.items() if name not in MAPS}
+    if assets is None or not assets.maps.is_adapter:
+        plan = Plan(file_layout.files, {}, ())
+        files[layout.HF_INDEX] = plan.index()
+        files[layout.CONSOLIDATE_SCRIPT] = no_need_script().encode()
+        if assets is not None:
+            config, where = files["config.json"], Path(directory, "config.json")
+            files["config.json"], _ = agreeing_config(config, plan, assets.maps, where)
     _write(staging, written, directory, files)
 
 
