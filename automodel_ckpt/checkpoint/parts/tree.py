@@ -100,7 +100,9 @@ def tree_to_json(tree: Tree) -> dict[str, Any]:
     copies = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.copies.items()}
     raw: dict[str, Any] = {"format": tree.format, "tied": dict(tree.tied)}
     if shardings is not None and tree.table is not None:
-        raw["table"] = {**tree.table.location._asdict(), "files": tree.table.files}
+        file, head_bytes, digest = tree.table.location
+        place = {"file": file, "head_bytes": head_bytes, "digest": digest}
+        raw["table"] = place | {"files": tree.table.files}
         raw["shardings"] = [
             {
                 "mesh": sharding.mesh,
