@@ -202,16 +202,14 @@ def verify(
 def _table_problems(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     """Return the problem of the first table with a file of another size. Raises :class:`CheckpointUnusable` for the
     first table with a head that does not match the tensors."""
-    for tree in manifest.trees.values():
-        if tree.table is None:
-            continue
-        file = tree.table.location.file
-        record = manifest.files.get(file)
+    for table in filter(None, (tree.table for tree in manifest.trees.values())):
         # Before the counts, which take memory in proportion to this size. A caller may select some of the files.
-        problem = None if record is None else size_problem(checkpoint, file, record)
-        if problem is not None:
+        file, *_ = table.location
+        if file in manifest.files and (
+            problem := size_problem(checkpoint, file, manifest.files[file])
+        ):
             return [problem]
-        tree.table.check_counts()
+        table.check_counts()
     return []
 
 

@@ -37,6 +37,7 @@ class Exports:
         wait_for_save: Callable[[], object],
     ) -> None:
         self._settings, self._group = settings, group
+        self._is_rank0 = settings.ranks.rank == 0
         self._wait_for_save = wait_for_save
 
     @property
@@ -104,10 +105,6 @@ class Exports:
             )
         else:
             self._export_once(checkpoint.name, [layout.AVERAGE])
-
-    @property
-    def _is_rank0(self) -> bool:
-        return self._settings.ranks.rank == 0
 
     def _of_rank0(self, doing: str, find: Callable[[], T]) -> T | None:
         """Return the result of *find* on rank 0 on all ranks. Collective. Raises on all ranks what it raises there.

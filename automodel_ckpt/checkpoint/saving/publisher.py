@@ -233,6 +233,7 @@ class SyncSaves:
     def __init__(self, planner: Planner, group: ProcessGroup | None, exports: Exports) -> None:
         self._planner, self._group, self._exports = planner, group, exports
         self._settings = planner.settings
+        self._is_rank0 = planner.settings.ranks.rank == 0
         self._publisher = Publisher(planner.settings)
         self.in_progress: Save | None = None
 
@@ -279,10 +280,6 @@ class SyncSaves:
                 if self._is_rank0:
                     self._publisher.notify(save, report)
         return report
-
-    @property
-    def _is_rank0(self) -> bool:
-        return self._settings.ranks.rank == 0
 
     def _raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self._settings.run.path)
