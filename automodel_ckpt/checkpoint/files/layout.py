@@ -131,9 +131,7 @@ class DataParallelRanks:
 def parse_checkpoint_name(name: str) -> CheckpointName | None:
     """Parse ``epoch_E_step_S``; None for any other name."""
     match = _CHECKPOINT.fullmatch(name)
-    if match is None:
-        return None
-    return CheckpointName(step=int(match[2]), epoch=int(match[1]))
+    return CheckpointName(step=int(match[2]), epoch=int(match[1])) if match else None
 
 
 def superseded_name(name: str, number: int) -> str:
@@ -226,11 +224,7 @@ def is_pin(name: str) -> bool:
 def sibling(directory: Path) -> Path:
     """Return the run directory for another model: ``runs/a``, ``runs/a.sibling-1``, ``runs/a.sibling-2``, ..."""
     match = _SIBLING.fullmatch(directory.name)
-    name = directory.name
-    number = 0
-    if match is not None:
-        name = match[1]
-        number = int(match[2])
+    name, number = (match[1], int(match[2])) if match else (directory.name, 0)
     return directory.with_name(f"{name}.sibling-{number + 1}")
 
 

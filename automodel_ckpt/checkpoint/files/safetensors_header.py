@@ -134,14 +134,6 @@ def _header_length(prefix: bytes, file_bytes: int) -> int:
 
 
 def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
-    document = _json_object(text)
-    metadata = document.pop(METADATA_KEY, None)
-    tensors = {fqn: _entry(fqn, entry, data_start) for fqn, entry in document.items()}
-    _check_data_section(tensors, data_start, file_bytes)
-    return Header(tensors, _metadata(metadata), data_start)
-
-
-def _json_object(text: bytes) -> dict[str, object]:
     try:
         document = parse_json(
             text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
@@ -150,65 +142,13 @@ def _json_object(text: bytes) -> dict[str, object]:
         raise _Fault(f"its header is not JSON ({error})") from None
     if not isinstance(document, dict):
         raise _Fault("its header is not a JSON object")
-    return document
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # json keeps the last of two equal names without an error.
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _Fault(f"its header names {key!r} twice")
-            seen.add(key)
-    return result
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise _Fault(f"its header holds {name}, which is not JSON")
-
-
-def _metadata(value: object) -> dict[str, str]:
-    # MLX writes null.
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+    metadata = document.pop(METADATA_KEY, None)
+    if metadata is None:  # MLX writes null
+        metadata = {}
+    is_text = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not is_text:
         raise _Fault(f"{METADATA_KEY} is not a mapping of text to text")
-    return value
-
-
-def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
-    if any("\ud800" <= character <= "\udfff" for character in fqn):
-        raise _Fault(f"the tensor name {fqn!r} is not valid Unicode")
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _Fault(f"the entry of {fqn!r} does not hold exactly dtype, shape and data_offsets")
-    dtype = entry["dtype"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _Fault(f"{fqn!r} has the unknown dtype {dtype!r}")
-    shape = _numbers(entry["shape"], f"the shape of {fqn!r}")
-    offsets = _numbers(entry["data_offsets"], f"data_offsets of {fqn!r}")
-    if len(shape) > MAX_DIMENSIONS:
-        raise _Fault(f"{fqn!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-    if fault := shape_fault(shape):
-        raise _Fault(f"{fqn!r}: {fault}")
-    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):
-        raise _Fault(
-            f"{fqn!r} of dtype {dtype} and shape {list(shape)} does not take the bytes {list(offsets)}"
-        )
-    return TensorEntry(dtype, shape, data_start + offsets[0], data_start + offsets[1])
-
-
-def _numbers(value: object, name: str) -> tuple[int, ...]:
-    found = counts(value)
-    if found is None:
-        raise _Fault(f"{name} is not a list of non-negative integers")
-    return found
-
-
-def _check_data_section(
-    tensors: Mapping[str, TensorEntry], data_start: int, file_bytes: int
-) -> None:
+    tensors = {fqn: _entry(fqn, entry, data_start) for fqn, entry in document.items()}
     at, before = data_start, "the header"
     # An empty tensor begins where the next one does, and has to come first.
     for fqn, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
@@ -220,3 +160,40 @@ def _check_data_section(
         raise _Fault(f"it is truncated: its tensors end at byte {at}, the file at {file_bytes}")
     if at < file_bytes:
         raise _Fault(f"{file_bytes - at} bytes after its last tensor belong to no tensor")
+    return Header(tensors, metadata, data_start)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # json keeps the last of two equal names without an error.
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _Fault(f"its header names {key!r} twice")
+        result[key] = value
+    return result
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has {name}")
+
+
+def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
+    if any("\ud800" <= character <= "\udfff" for character in fqn):
+        raise _Fault(f"the tensor name {fqn!r} is not valid Unicode")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _Fault(f"the entry of {fqn!r} does not hold exactly dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _Fault(f"{fqn!r} has the unknown dtype {dtype!r}")
+    shape, offsets = counts(entry["shape"]), counts(entry["data_offsets"])
+    if shape is None or offsets is None:
+        raise _Fault(f"the shape or data_offsets of {fqn!r} are not lists of non-negative integers")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _Fault(f"{fqn!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if fault := shape_fault(shape):
+        raise _Fault(f"{fqn!r}: {fault}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):
+        raise _Fault(
+            f"{fqn!r} of dtype {dtype} and shape {list(shape)} does not take the bytes {list(offsets)}"
+        )
+    return TensorEntry(dtype, shape, data_start + offsets[0], data_start + offsets[1])

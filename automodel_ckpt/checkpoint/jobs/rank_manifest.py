@@ -291,6 +291,6 @@ def _write_tables(staging: Path, trees: Mapping[str, Tree]) -> dict[str, FileRec
         if tree.table is None or tree.table.num_rows < MIN_TABLE_ROWS:
             continue
         file = layout.slice_table_file(layout.state_directory(name))
-        written[file] = commit.write_file(staging / file, tree.table.content())
-        tree.table.store_in(file)
+        written[file] = commit.write_file(staging / file, tree.table.content)
+        tree.table.location = tree.table.location._replace(file=file)
     return written

@@ -130,7 +130,7 @@ def point(root: Path, pointer: str, name: str) -> None:
 
 def _swap_link(root: Path, pointer: str, name: str) -> bool:
     """Create the link under a temporary name and rename it. Returns False if links are not supported."""
-    for attempts_left in reversed(range(_LINK_ATTEMPTS)):
+    for attempt in range(_LINK_ATTEMPTS):
         temporary = root / f".{pointer}.{uuid.uuid4().hex}"
         try:
             os.symlink(name, temporary)
@@ -141,13 +141,11 @@ def _swap_link(root: Path, pointer: str, name: str) -> bool:
         try:
             os.rename(temporary, root / pointer)
             break
-        except FileNotFoundError:
-            # A starting run has removed the temporary link: `ckpt pin` does not wait for it.
-            if attempts_left == 0:
+        except OSError as error:
+            # A starting run may have removed the temporary link: `ckpt pin` does not wait for it.
+            if not isinstance(error, FileNotFoundError) or attempt == _LINK_ATTEMPTS - 1:
+                temporary.unlink(missing_ok=True)
                 raise
-        except OSError:
-            os.unlink(temporary)
-            raise
     return True
 
 
@@ -245,17 +243,15 @@ def withdraw(path: Path) -> Path:
 def discard(path: Path) -> None:
     """Delete a staging or trash directory. Failures are only logged; a later start tries again."""
 
-    def report(_function: object, name: str, error: BaseException) -> None:
+    def report(name: str, error: BaseException) -> None:
         if not isinstance(error, FileNotFoundError):
             log.warning("could not remove the leftover %s: %s", name, error)
 
     try:
         if not path.is_symlink() and path.is_dir():
-            shutil.rmtree(
-                path, onerror=lambda function, name, info: report(function, name, info[1])
-            )
+            shutil.rmtree(path, onerror=lambda _, name, info: report(name, info[1]))
     except OSError as error:
-        report(None, str(path), error)
+        report(str(path), error)
 
 
 def recover(root: Path) -> list[str]:
@@ -264,16 +260,15 @@ def recover(root: Path) -> list[str]:
     Returns their names.
     """
     leftovers = []
-    for entry in os.scandir(root):
-        if _is_leftover(entry.name) and not _is_upload_in_progress(root, entry.name):
-            leftovers.append(entry.name)
-    for name in leftovers:
-        path = root / name
+    for entry in list(os.scandir(root)):
+        if not _is_leftover(entry.name) or _is_upload_in_progress(root, entry.name):
+            continue
+        leftovers.append(entry.name)
         # A link is removed and not followed: its target is not a leftover.
-        if path.is_dir() and not path.is_symlink():
-            discard(path)
+        if entry.is_dir(follow_symlinks=False):
+            discard(root / entry.name)
         else:
-            path.unlink(missing_ok=True)
+            (root / entry.name).unlink(missing_ok=True)
     return leftovers
 
 

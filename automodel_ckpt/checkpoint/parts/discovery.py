@@ -124,14 +124,12 @@ def _stateful_within(
     """The objects with state in *value*; *inside* are the ids of the containers around it."""
     if is_stateful(value):
         yield name, value
-        return
     # A container may contain itself.
-    if id(value) in inside or not isinstance(value, (list, tuple, Mapping)):
-        return
-    inside |= {id(value)}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, element in items:
-        yield from _stateful_within(f"{name}.{layout.escape_key(key)}", element, inside)
+    elif isinstance(value, list | tuple | Mapping) and id(value) not in inside:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, element in items:
+            name_of_element = f"{name}.{layout.escape_key(key)}"
+            yield from _stateful_within(name_of_element, element, inside | {id(value)})
 
 
 def is_stateful(value: object) -> bool:

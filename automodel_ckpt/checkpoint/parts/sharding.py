@@ -78,20 +78,6 @@ class Sharding:
         """Return the distance of the rank at *coordinate* from the first rank."""
         return sum(map(int.__mul__, coordinate, self.strides))
 
-    def coordinate(self, offset: int) -> Coordinate | None:
-        """Return the coordinate of the rank at distance *offset* from the first rank, or None outside the mesh."""
-        if offset < 0:
-            return None
-        found = [0] * len(self.mesh)
-        # The widest stride first; the strides are nested (see _strides_fault).
-        for dim in sorted(range(len(self.mesh)), key=lambda dim: -self.strides[dim]):
-            if self.mesh[dim] == 1:
-                continue
-            index = min(offset // self.strides[dim], self.mesh[dim] - 1)
-            found[dim] = index
-            offset -= index * self.strides[dim]
-        return tuple(found) if offset == 0 else None
-
     def box(self, shape: Sequence[int], coordinate: Coordinate) -> Box:
         """Return the box of a tensor of *shape* at *coordinate*; it may be empty."""
         offsets = [0] * len(shape)
@@ -102,11 +88,6 @@ class Sharding:
                 offsets[dim] += begin
                 sizes[dim] = size
         return Box(tuple(offsets), tuple(sizes))
-
-    def stored_box(self, shape: Sequence[int], coordinate: Coordinate) -> Box | None:
-        """Return the box that is stored at *coordinate*; None for an empty part of a tensor that is partitioned."""
-        box = self.box(shape, coordinate)
-        return None if self.split and 0 in box.sizes else box
 
     def num_stored(self, shape: Sequence[int]) -> int:
         """Return the number of coordinates with a stored box, without visiting them."""
@@ -134,16 +115,26 @@ class Sharding:
         yield from itertools.product(*ranges)
 
 
+# Kept: tens of thousands of tensors have a few shapes and shardings.
 @functools.lru_cache(maxsize=4096)
 def _stored_box(sharding: Sharding, shape: tuple[int, ...], coordinate: Coordinate) -> Box | None:
-    """:meth:`Sharding.stored_box`, kept: tens of thousands of tensors have a few shapes and shardings."""
-    return sharding.stored_box(shape, coordinate)
+    """Return the box that is stored at *coordinate*; None for an empty part of a tensor that is partitioned."""
+    box = sharding.box(shape, coordinate)
+    return None if sharding.split and 0 in box.sizes else box
 
 
 @functools.lru_cache(maxsize=4096)
 def _coordinate(sharding: Sharding, offset: int) -> Coordinate | None:
-    """:meth:`Sharding.coordinate`, kept."""
-    return sharding.coordinate(offset)
+    """Return the coordinate of the rank at distance *offset* from the first rank, or None outside the mesh."""
+    if offset < 0:
+        return None
+    found = [0] * len(sharding.mesh)
+    # The widest stride first; the strides are nested (see _strides_fault).
+    for dim in sorted(range(len(found)), key=lambda dim: -sharding.strides[dim]):
+        if sharding.mesh[dim] > 1:
+            found[dim] = min(offset // sharding.strides[dim], sharding.mesh[dim] - 1)
+            offset -= found[dim] * sharding.strides[dim]
+    return tuple(found) if offset == 0 else None
 
 
 def _chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
@@ -174,24 +165,13 @@ def smallest_split(
     from the first rank of the mesh.
     """
     used = sorted(mesh_dim for _, mesh_dims in split for mesh_dim in mesh_dims)
-    renumbered = {old: new for new, old in enumerate(used)}
-    own_mesh = tuple(mesh[dim] for dim in used)
-    own_strides = tuple(strides[dim] for dim in used)
-    own_split: list[tuple[int, tuple[int, ...]]] = []
-    for dim, mesh_dims in split:
-        own_split.append((dim, tuple(renumbered[each] for each in mesh_dims)))
-    sharding = Sharding(own_mesh, own_strides, tuple(own_split))
-    replicated = [dim for dim in range(len(mesh)) if dim not in renumbered]
-    return sharding, _offsets(mesh, strides, replicated)
-
-
-def _offsets(mesh: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
-    """The distances of ranks from the first one, for all coordinates in the dimensions *dims* of *mesh*."""
-    offsets: list[int] = []
-    for coordinate in itertools.product(*(range(mesh[dim]) for dim in dims)):
-        pairs = zip(coordinate, dims, strict=True)
-        offsets.append(sum(index * strides[dim] for index, dim in pairs))
-    return tuple(offsets)
+    own_split = tuple((dim, tuple(map(used.index, mesh_dims))) for dim, mesh_dims in split)
+    others = [dim for dim in range(len(mesh)) if dim not in used]
+    sharding, replicas = (
+        Sharding(tuple(mesh[dim] for dim in dims), tuple(strides[dim] for dim in dims), of_dims)
+        for dims, of_dims in ((used, own_split), (others, ()))
+    )
+    return sharding, tuple(map(replicas.offset, replicas.coordinates()))
 
 
 class Record(NamedTuple):

@@ -112,15 +112,20 @@ def _digest_bytes(stored: Slice) -> bytes:
 class SliceTable:
     """The table of a tree, and the regular tensors that it describes, in their order.
 
-    *read* reads the file, and *checkpoint* is for messages. A table that was merged in memory has no file yet. Raises
-    :class:`CheckpointUnusable` for content that does not match the digests or the tensors; of a table in memory
-    :class:`SaveFailed`.
+    *read* reads the file, and *checkpoint* is for messages. A table that was merged in memory has no file yet, but
+    *content*. Raises :class:`CheckpointUnusable` for content that does not match the digests or the tensors; of a table
+    in memory :class:`SaveFailed`.
     """
 
     def __init__(
-        self, location: Location, files: Sequence[str], read: Read, checkpoint: str = ""
+        self,
+        location: Location,
+        files: Sequence[str],
+        read: Read | None,
+        checkpoint: str = "",
+        content: bytes = b"",
     ) -> None:
-        self.location = location
+        self.location, self.content = location, content
         self._checkpoint = checkpoint
         self.files = tuple(files)
         self.tensors: list[RegularSlices] = []
@@ -146,21 +151,7 @@ class SliceTable:
         content = b"".join([np.array(heads, SEGMENT).tobytes(), *rows])
         head_bytes = len(heads) * SEGMENT.itemsize
         location = Location("", head_bytes, digest_of(content[:head_bytes]))
-        return cls(location, list(numbers), _Memory(content), tree)
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the table is in a file, which the manifest names."""
-        return self.location.file != ""
-
-    def content(self) -> bytes:
-        """Return the content of the file of a merged table."""
-        assert isinstance(self._read, _Memory)
-        return self._read.content
-
-    def store_in(self, file: str) -> None:
-        """Note that :meth:`content` was written to *file* of the checkpoint."""
-        self.location = self.location._replace(file=file)
+        return cls(location, list(numbers), None, tree, content)
 
     def add(self, slices: RegularSlices) -> Tensor:
         """Add the next tensor of the table; return it with its records."""
@@ -251,7 +242,8 @@ class SliceTable:
         files: list[str] = []
         digests: list[bytes] = []
         starts = np.zeros(len(numbers), np.int64)
-        for index in self._segment_indices(rank, part):
+        is_wanted = (self.segments["rank"] == rank) & (self.segments["part"] == part)
+        for index in map(int, np.flatnonzero(is_wanted)):
             segment = self.segments[index]
             begin, end = len(files), len(files) + int(segment["rows"])
             rows = self._segment_rows(index)
@@ -284,12 +276,6 @@ class SliceTable:
                 nbytes.append(nbytes_of(tensor.dtype, box.sizes))
         return numbers, nbytes
 
-    def _segment_indices(self, rank: int, part: int) -> list[int]:
-        """The indices of a rank's segments of a part in :attr:`segments`, which is sorted by rank."""
-        first = int(np.searchsorted(self.segments["rank"], rank, "left"))
-        last = int(np.searchsorted(self.segments["rank"], rank, "right"))
-        return [index for index in range(first, last) if self.segments["part"][index] == part]
-
     def all_rows(self) -> Any:
         """Return the rows of all segments, in their order: an array of ROW."""
         rows = [self._segment_rows(index) for index in range(len(self.segments))]
@@ -310,8 +296,10 @@ class SliceTable:
         return np.cumsum(rows) - rows
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
+        data = self.content[start : start + nbytes]
         try:
-            data = self._read(self.location.file, start, nbytes)
+            if self._read is not None:
+                data = self._read(self.location.file, start, nbytes)
         except OSError as error:
             raise self.damaged(f"it cannot be read: {error.strerror}") from error
         if len(data) != nbytes:
@@ -320,7 +308,7 @@ class SliceTable:
 
     def damaged(self, how: str) -> AutomodelError:
         """Return the error for a table that cannot be used: :class:`SaveFailed` for one that a save merges."""
-        if isinstance(self._read, _Memory):
+        if self._read is None:
             return SaveFailed(
                 "the ranks did not write the slices that were planned",
                 where=self._checkpoint,
@@ -342,16 +330,6 @@ class _Rows(NamedTuple):
     files: list[str]
     starts: list[int]
     digests: bytes
-
-
-class _Memory:
-    """Reads a table that is in memory."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def __call__(self, file: str, start: int, nbytes: int) -> bytes:
-        return self.content[start : start + nbytes]
 
 
 def _rank_offsets(sharding: Sharding, shape: tuple[int, ...]) -> Any:

@@ -276,16 +276,17 @@ def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
 
     ``itemsize`` is the bytes per element. Yields nothing if the boxes share no element.
     """
-    if source == target and source.numel:
-        yield Run(0, 0, source.numel * itemsize)
-        return
     common = intersection(source, target)
     if common is None:
         return
-    inner = _contiguous_dims(common, source, target)
-    outer = len(common.sizes) - inner
     # The innermost dimensions that both boxes contain entirely, and one more that may be partial, form one run.
-    num_looped = max(outer - 1, 0)
+    num_looped = len(common.sizes)
+    for size, in_source, in_target in zip(
+        reversed(common.sizes), reversed(source.sizes), reversed(target.sizes), strict=True
+    ):
+        num_looped -= 1
+        if not size == in_source == in_target:
+            break
     length = math.prod(common.sizes[num_looped:]) * itemsize
     source_strides = _strides(source.sizes, itemsize)
     target_strides = _strides(target.sizes, itemsize)
@@ -297,18 +298,6 @@ def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
         at_source = source_base + sum(map(operator.mul, index, source_strides))
         at_target = target_base + sum(map(operator.mul, index, target_strides))
         yield Run(at_source, at_target, length)
-
-
-def _contiguous_dims(common: Box, source: Box, target: Box) -> int:
-    """Count the trailing dimensions that both boxes contain entirely, so that they are contiguous in both."""
-    count = 0
-    for size, in_source, in_target in zip(
-        reversed(common.sizes), reversed(source.sizes), reversed(target.sizes), strict=True
-    ):
-        if not size == in_source == in_target:
-            break
-        count += 1
-    return count
 
 
 def _strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:

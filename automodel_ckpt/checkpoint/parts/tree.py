@@ -85,7 +85,7 @@ def slices_in_rank_file(tree: Tree, file: str) -> Iterator[tuple[Tensor, Slice]]
 def uses_table(tree: Tree) -> bool:
     """Whether a manifest refers to the table of the tree; otherwise it lists all slices."""
     table = tree.table
-    if table is None or not table.is_stored:
+    if table is None or not table.location.file:
         return False
     # A tree of which some tensors were selected has other rows than its table.
     regular = [tensor.slices for tensor in tree.stored if isinstance(tensor.slices, RegularSlices)]
@@ -94,41 +94,47 @@ def uses_table(tree: Tree) -> bool:
 
 def tree_to_json(tree: Tree) -> dict[str, Any]:
     """Convert a tree to JSON."""
+    # The shardings of a tree with a table, with their numbers.
     shardings: dict[Sharding, int] | None = {} if uses_table(tree) else None
     tensors = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.tensors.items()}
     copies = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.copies.items()}
     raw: dict[str, Any] = {"format": tree.format, "tied": dict(tree.tied)}
-    if shardings is not None:
-        assert tree.table is not None
+    if shardings is not None and tree.table is not None:
         file, head_bytes, digest = tree.table.location
-        raw["table"] = {
-            "file": file,
-            "head_bytes": head_bytes,
-            "digest": digest,
-            "files": tree.table.files,
-        }
-        raw["shardings"] = [_sharding_to_json(sharding) for sharding in shardings]
+        place = {"file": file, "head_bytes": head_bytes, "digest": digest}
+        raw["table"] = place | {"files": tree.table.files}
+        raw["shardings"] = [
+            {
+                "mesh": sharding.mesh,
+                "strides": sharding.strides,
+                "split": {str(dim): mesh_dims for dim, mesh_dims in sharding.split},
+            }
+            for sharding in shardings
+        ]
     raw["tensors"] = tensors
-    raw["objects"] = {
-        fqn: {"file": b.file, "start": b.start, "nbytes": b.nbytes, "digest": b.digest}
-        for fqn, b in tree.objects.items()
-    }
+    raw["objects"] = {fqn: _fields(b, _BLOB_FIELDS) for fqn, b in tree.objects.items()}
     if copies:
         raw["copies"] = copies
     return raw
 
 
-def _sharding_to_json(sharding: Sharding) -> dict[str, Any]:
-    split = {str(dim): mesh_dims for dim, mesh_dims in sharding.split}
-    return {"mesh": sharding.mesh, "strides": sharding.strides, "split": split}
+_BLOB_FIELDS = ("file", "start", "nbytes", "digest")
+_SLICE_FIELDS = ("file", "start", "nbytes", "offsets", "sizes", "digest")
+
+
+def _fields(value: Slice | Blob, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> dict[str, Any]:
-    """Convert a tensor to JSON. *shardings* numbers the shardings of a tree with a table, and is extended. It is None
-    without a table."""
+    """Convert a tensor to JSON. *shardings* is extended. It is None without a table."""
     described: dict[str, Any] = {"dtype": tensor.dtype, "shape": tensor.shape}
     if shardings is None or not isinstance(tensor.slices, RegularSlices):
-        return described | {"slices": _slices_to_json(tensor)}
+        described["slices"] = slices = []
+        for stored in tensor.slices:
+            interleaved = {"interleaved": True} if stored.interleaved else {}
+            slices.append(_fields(stored, _SLICE_FIELDS) | interleaved)
+        return described
     regular = tensor.slices
     described["sharding"] = shardings.setdefault(regular.sharding, len(shardings))
     described["rank"] = regular.first
@@ -141,17 +147,6 @@ def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> di
     return described
 
 
-def _slices_to_json(tensor: Tensor) -> list[dict[str, Any]]:
-    names = ("file", "start", "nbytes", "offsets", "sizes", "digest")
-    slices = []
-    for stored in tensor.slices:
-        raw = {name: getattr(stored, name) for name in names}
-        if stored.interleaved:
-            raw["interleaved"] = True
-        slices.append(raw)
-    return slices
-
-
 def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
     """Convert a tree from JSON. *read* reads its table, and *checkpoint* is for messages.
 
@@ -160,7 +155,14 @@ def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
     table: SliceTable | None = None
     shardings: list[Sharding] = []
     if "table" in raw:
-        table = _table_of(raw["table"], read, checkpoint)
+        # Not at the top: numpy takes longer to import than most commands take.
+        from automodel_ckpt.checkpoint.parts.slice_table import Location, SliceTable
+
+        place = raw["table"]
+        location = Location(
+            text(place["file"]), integer(place["head_bytes"]), text(place["digest"])
+        )
+        table = SliceTable(location, list(map(text, place["files"])), read, checkpoint)
         shardings = [_sharding_of(sharding) for sharding in raw["shardings"]]
 
     def tensors_of(raw_tensors: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -180,14 +182,6 @@ def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
         copies=tensors_of(raw.get("copies", {})),
         table=table,
     )
-
-
-def _table_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> SliceTable:
-    # Not at the top: numpy takes longer to import than most commands take.
-    from automodel_ckpt.checkpoint.parts.slice_table import Location, SliceTable
-
-    location = Location(text(raw["file"]), integer(raw["head_bytes"]), text(raw["digest"]))
-    return SliceTable(location, [text(file) for file in raw["files"]], read, checkpoint)
 
 
 def _sharding_of(raw: Mapping[str, Any]) -> Sharding:

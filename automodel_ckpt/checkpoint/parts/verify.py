@@ -202,16 +202,14 @@ def verify(
 def _table_problems(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     """Return the problem of the first table with a file of another size. Raises :class:`CheckpointUnusable` for the
     first table with a head that does not match the tensors."""
-    for tree in manifest.trees.values():
-        if tree.table is None:
-            continue
-        file = tree.table.location.file
-        record = manifest.files.get(file)
+    for table in filter(None, (tree.table for tree in manifest.trees.values())):
         # Before the counts, which take memory in proportion to this size. A caller may select some of the files.
-        problem = None if record is None else size_problem(checkpoint, file, record)
-        if problem is not None:
+        file, *_ = table.location
+        if file in manifest.files and (
+            problem := size_problem(checkpoint, file, manifest.files[file])
+        ):
             return [problem]
-        tree.table.check_counts()
+        table.check_counts()
     return []
 
 
@@ -331,17 +329,14 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
                     Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)
                 )
     problems = [*of_tables, *problems]
-    unlisted: Sequence[str] = ()
     try:
-        unlisted = unlisted_files(checkpoint, manifest)
+        for path in unlisted_files(checkpoint, manifest):
+            what = "a file that the manifest does not name"
+            hint = "remove it if it is not yours; nothing reads it"
+            problems.append(Problem(what, str(checkpoint / path), "", hint))
     except OSError as error:
         hint = "check the permissions and the disk"
         problems.append(os_problem(error, "a directory cannot be read", hint=hint))
-    for path in unlisted:
-        hint = "remove it if it is not yours; nothing reads it"
-        problems.append(
-            Problem("a file that the manifest does not name", str(checkpoint / path), "", hint)
-        )
     return problems
 
 

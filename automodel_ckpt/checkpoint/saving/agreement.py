@@ -108,14 +108,10 @@ class ReplicaWarnings:
             for name in new[:_MAX_NAMED]:
                 stored, *others = ranks_of[name]
                 more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+                listed = ", ".join(map(str, others[:_MAX_NAMED])) + more
                 log.warning(
-                    "%s: %s differs between ranks. The checkpoint has the value of rank %d, and a resume gives it to "
-                    "all ranks. Others have: rank %s%s",
-                    tree,
-                    name,
-                    stored,
-                    ", ".join(map(str, others[:_MAX_NAMED])),
-                    more,
+                    f"{tree}: {name} differs between ranks. The checkpoint has the value of rank {stored}, and a "
+                    f"resume gives it to all ranks. Others have: rank {listed}"
                 )
             if len(new) > _MAX_NAMED:
                 log.warning("%s: %d more values differ", tree, len(new) - _MAX_NAMED)

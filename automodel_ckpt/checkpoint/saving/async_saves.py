@@ -90,6 +90,7 @@ class AsyncSaves:
     ) -> None:
         self._planner, self._group = planner, group
         self._settings = planner.settings
+        self._is_rank0 = planner.settings.ranks.rank == 0
         self._publisher = Publisher(planner.settings)
         self._nodes = planner.settings.nodes
         self._timeout_seconds = timeout_seconds
@@ -100,10 +101,6 @@ class AsyncSaves:
     def reserve(self, nbytes: int) -> None:
         """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
         self._background.reserve(nbytes)
-
-    @property
-    def _is_rank0(self) -> bool:
-        return self._settings.ranks.rank == 0
 
     # ---------------------------------------------------------------- a new plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -37,14 +37,13 @@ class Exports:
         wait_for_save: Callable[[], object],
     ) -> None:
         self._settings, self._group = settings, group
+        self._is_rank0 = settings.ranks.rank == 0
         self._wait_for_save = wait_for_save
 
     @property
     def only_at_end(self) -> bool:
         """Whether the last checkpoint of a run is exported, and not each one."""
-        return self._settings.makes_export(last=True) and not self._settings.makes_export(
-            last=False
-        )
+        return self._settings.makes_export(last=True) and not self.of_each_checkpoint
 
     @property
     def of_each_checkpoint(self) -> bool:
@@ -107,10 +106,6 @@ class Exports:
         else:
             self._export_once(checkpoint.name, [layout.AVERAGE])
 
-    @property
-    def _is_rank0(self) -> bool:
-        return self._settings.ranks.rank == 0
-
     def _of_rank0(self, doing: str, find: Callable[[], T]) -> T | None:
         """Return the result of *find* on rank 0 on all ranks. Collective. Raises on all ranks what it raises there.
 
@@ -123,22 +118,19 @@ class Exports:
         where = self._settings.run.path
         return gather_or_raise(self._group, find_on_rank0, doing, where, ExportFailed)[0]
 
-    def _export_once(self, name: str, attributes: Iterable[str]) -> None:
+    def _export_once(self, name: str, attributes: Collection[str]) -> None:
         """Export modules of the checkpoint *name*, unless they are already exported."""
         self._wait_for_save()
-        checkpoint, attributes = self._settings.run.root / name, list(attributes)
-
-        def is_exported() -> bool:
-            return all(_export_of(checkpoint, attribute).is_dir() for attribute in attributes)
-
-        if self._of_rank0(f"looking for the export of {name}", is_exported):
+        exports = [_export_of(self._settings.run.root / name, each) for each in attributes]
+        doing = f"looking for the export of {name}"
+        if self._of_rank0(doing, lambda: all(export.is_dir() for export in exports)):
             return
         export = self._export_from_files(name, attributes)
         if export is not None:
             self._settings.run.on_exported(name)
             log.info("Hugging Face export of %s: %s", name, export)
 
-    def _export_from_files(self, name: str, attributes: Iterable[str]) -> Path | None:
+    def _export_from_files(self, name: str, attributes: Collection[str]) -> Path | None:
         """Export modules of a published checkpoint on rank 0. Returns the last directory there, None elsewhere."""
         from automodel_ckpt.checkpoint.export.consolidate import consolidate
 

@@ -135,11 +135,10 @@ def _state_entries(item: Item, group: dict[str, Any], parameter: torch.Tensor) -
 
 def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """The optimizer that updates *group*: one of those that *optimizer* combines, or *optimizer*."""
-    for part in getattr(optimizer, "optimizers", ()):
-        if any(each is group for each in part.param_groups):
-            found: Optimizer = part
-            return found
-    return optimizer
+    parts: list[Optimizer] = [*getattr(optimizer, "optimizers", ()), optimizer]
+    return next(
+        (each for each in parts if any(mine is group for mine in each.param_groups)), optimizer
+    )
 
 
 def _state_after_a_step(

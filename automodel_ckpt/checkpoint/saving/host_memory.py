@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,11 +81,8 @@ class HostMemory:
         sources = [fetch.tensor() for _, fetch in layout.tensors]
         # The views stay valid, and are reused by later saves, until the memory is reallocated.
         if layout.memory is not self.tensor:
-            starts = [start for start, _ in layout.tensors]
-            layout.targets = [
-                self._tensor_at(start, source)
-                for start, source in zip(starts, sources, strict=True)
-            ]
+            places = zip(layout.tensors, sources, strict=True)
+            layout.targets = [self._tensor_at(start, source) for (start, _), source in places]
             layout.memory = self.tensor
         pairs = zip(layout.targets, sources, strict=True)
         return [(target, source) for target, source in pairs if source.nbytes]
@@ -190,23 +188,16 @@ def _madvise() -> Callable[..., int]:
 def available_bytes() -> int | None:
     """Host memory in bytes available without swapping, within the cgroup limit; None where it is unknown."""
     limits = []
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    limits.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    # cgroup v2. In a container this is the container's own group; the root group of a host has no
-    # memory.max. memory.current includes reclaimable page cache, so the result is a lower bound.
+    with contextlib.suppress(OSError):
+        text = Path("/proc/meminfo").read_text()
+        if match := re.search(r"^MemAvailable: *(\d+) kB", text, re.MULTILINE):
+            limits.append(int(match[1]) * 1024)
+    # cgroup v2. In a container this is the container's own group; the root group of a host has no memory.max, and
+    # without a limit it is "max". memory.current includes reclaimable page cache, so the result is a lower bound.
     group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            limits.append(int(limit) - used)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())
+        limits.append(limit - int((group / "memory.current").read_text()))
     return min(limits, default=None)
 
 

@@ -341,7 +341,7 @@ class Planner:
         directories = [tree.directory for tree in save.plan.trees.values()]
         self.settings.nodes.create(save.staging.path, directories)
         if self.settings.nodes.is_leader:
-            save.staging.own()
+            save.staging.is_owner = True
 
 
 def _check_trees(save: Save) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -35,7 +34,6 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import free_bytes
@@ -44,7 +42,6 @@ from automodel_ckpt.checkpoint.saving.save import (
     Assets,
     Proposal,
     Save,
-    SavePlan,
     SaveReport,
     SaveSettings,
     json_values,
@@ -60,10 +57,6 @@ class Publisher:
 
     def __init__(self, settings: SaveSettings) -> None:
         self._settings = settings
-
-    @property
-    def _run(self) -> RunDirectory:
-        return self._settings.run
 
     def write_common(self, save: Save, written: RankManifest) -> None:
         """Write the recipe, the losses and the side files of each module, and add them to *written*. Raises OSError."""
@@ -97,29 +90,28 @@ class Publisher:
 
     def partial_manifest(self, save: Save) -> Manifest:
         """The manifest without what the ranks wrote: no files, and of each tree the tensors without records."""
+        settings, plan = self._settings, save.plan
         trees: dict[str, Tree] = {}
-        for name in save.plan.trees:
-            trees[name] = _planned_tree(save.plan, name)
+        for name, planned in plan.layouts.items():
+            tied = plan.tied.get(name, {})
+            trees[name] = Tree(plan.formats[name], planned.tensors, {}, tied, planned.copies)
+        request = resume.request_text(self._settings.run.path, settings.restore_from)
         return Manifest(
             step=save.name.step,
             epoch=save.name.epoch,
             # `finalize` sets the time.
             created=0.0,
-            world_size=self._settings.ranks.world_size,
-            dp_size=self._settings.ranks.dp_size,
+            world_size=settings.ranks.world_size,
+            dp_size=settings.ranks.dp_size,
             progress=save.progress,
             losses=json_values(save.losses),
             validated=save.validated,
-            environment=environment() | self._settings.notes,
-            lineage=self._lineage(),
+            environment=environment() | settings.notes,
+            lineage={"restore_from": request, "resumed_from": settings.resumed_from},
             state=save.records,
             trees=trees,
             files={},
         )
-
-    def _lineage(self) -> dict[str, Any]:
-        request = resume.request_text(self._run.path, self._settings.restore_from)
-        return {"restore_from": request, "resumed_from": self._settings.resumed_from}
 
     def complete(
         self,
@@ -155,18 +147,18 @@ class Publisher:
         Raises OSError where it could not be published.
         """
         losses = json_values(save.losses) if save.validated else {}
-        self._run.publish(save.staging.path, save.name, losses)
+        self._settings.run.publish(save.staging.path, save.name, losses)
         # Before anything that can fail: a published checkpoint must not be removed as a staging
         # directory.
-        save.staging.published()
+        save.staging.is_owner = False
         report = self.report(save)
         # After publishing: until then, the newest old checkpoint is what a resume needs.
-        pruned = self._run.prune(str(save.name))
+        pruned = self._settings.run.prune(str(save.name))
         # The next save or start tries again.
         with contextlib.suppress(OSError):
             from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
 
-            remove_set_aside(self._run.root)
+            remove_set_aside(self._settings.run.root)
         return replace(report, nbytes=nbytes, pruned=pruned)
 
     def notify(self, save: Save, report: SaveReport) -> None:
@@ -177,32 +169,20 @@ class Publisher:
             save.on_saved(report)
         except Exception as error:
             doing = f"reporting {save.name} (the checkpoint itself is safe)"
-            raise as_failure(error, doing, self._run.path) from error
+            raise as_failure(error, doing, self._settings.run.path) from error
 
     def report(self, save: Save) -> SaveReport:
         """The report of a completed save on any rank, without its bytes and removed checkpoints."""
-        seconds = time.monotonic() - save.started
-        free = None
+        seconds, free = time.monotonic() - save.started, None
         # No collective follows: an error on one rank could not be raised on the others.
         with contextlib.suppress(OSError):
-            free = free_bytes(self._run.path)
+            free = free_bytes(self._settings.run.path)
         stall = seconds if save.stall_seconds is None else save.stall_seconds
-        path = self._run.path / str(save.name)
+        path = self._settings.run.path / str(save.name)
+        command = self._settings.export_command(path)
         return SaveReport(
-            path,
-            save.name.step,
-            stall,
-            seconds,
-            free_bytes=free,
-            export_command=self._settings.export_command(path),
+            path, save.name.step, stall, seconds, free_bytes=free, export_command=command
         )
-
-
-def _planned_tree(plan: SavePlan, name: str) -> Tree:
-    """A tree of the manifest with its planned tensors, before the ranks have written any slice or value of it."""
-    tree_layout = plan.layouts[name]
-    tied = plan.tied.get(name, {})
-    return Tree(plan.formats[name], tree_layout.tensors, {}, tied, tree_layout.copies)
 
 
 def _write_for_export(assets: Assets, staging: Path, written: RankManifest, directory: str) -> None:
@@ -220,20 +200,17 @@ def _write_finished(
 
     config.json gets the dtype of the weights. An adapter has neither index nor config.json.
     """
-    directory = file_layout.directory
-    # The maps are for exports from shards; here the weights are stored as the base stores them.
-    side_files: dict[str, bytes] = {}
+    directory, files = file_layout.directory, {}
     if assets is not None:
-        side_files = {name: data for name, data in assets.files.items() if name not in MAPS}
-    if assets is not None and assets.maps.is_adapter:
-        _write(staging, written, directory, side_files)
-        return
-    plan = Plan(file_layout.files, {}, ())
-    files = {layout.HF_INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
-    if assets is not None:
-        files |= side_files
-        where = Path(directory, "config.json")
-        files["config.json"], _ = agreeing_config(files["config.json"], plan, assets.maps, where)
+        # The maps are for exports from shards; here the weights are stored as the base stores them.
+        files = {name: data for name, data in assets.files.items() if name not in MAPS}
+    if assets is None or not assets.maps.is_adapter:
+        plan = Plan(file_layout.files, {}, ())
+        files[layout.HF_INDEX] = plan.index()
+        files[layout.CONSOLIDATE_SCRIPT] = no_need_script().encode()
+        if assets is not None:
+            config, where = files["config.json"], Path(directory, "config.json")
+            files["config.json"], _ = agreeing_config(config, plan, assets.maps, where)
     _write(staging, written, directory, files)
 
 
@@ -256,6 +233,7 @@ class SyncSaves:
     def __init__(self, planner: Planner, group: ProcessGroup | None, exports: Exports) -> None:
         self._planner, self._group, self._exports = planner, group, exports
         self._settings = planner.settings
+        self._is_rank0 = planner.settings.ranks.rank == 0
         self._publisher = Publisher(planner.settings)
         self.in_progress: Save | None = None
 
@@ -302,10 +280,6 @@ class SyncSaves:
                 if self._is_rank0:
                     self._publisher.notify(save, report)
         return report
-
-    @property
-    def _is_rank0(self) -> bool:
-        return self._settings.ranks.rank == 0
 
     def _raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self._settings.run.path)

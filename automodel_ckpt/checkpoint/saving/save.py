@@ -138,7 +138,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.path = Path()
-        self._is_owner = False
+        self.is_owner = False
 
     def reserve(self, root: Path, name: str, directories: Iterable[str]) -> Path:
         """Create the directory for the checkpoint *name* below *root*, with empty *directories* in it.
@@ -146,7 +146,7 @@ class Staging:
         Raises OSError, and then leaves no directory.
         """
         self.path = commit.reserve(root, name)
-        self._is_owner = True
+        self.is_owner = True
         try:
             for directory in directories:
                 (self.path / directory).mkdir()
@@ -155,18 +155,10 @@ class Staging:
             raise
         return self.path
 
-    def own(self) -> None:
-        """Make this rank the owner of the directory :attr:`path` on its node, which it has created."""
-        self._is_owner = True
-
     def remove(self) -> None:
         """Delete the directory, if this rank owns one."""
-        if self._is_owner:
+        if self.is_owner:
             commit.discard(self.path)
-
-    def published(self) -> None:
-        """Give up ownership: the directory was renamed to a checkpoint."""
-        self._is_owner = False
 
     @contextlib.contextmanager
     def removed_on_failure(self) -> Iterator[Staging]:

@@ -58,14 +58,9 @@ def maps_of(source: Source) -> BaseMaps:
         return replace(maps, dtype={**stored, **(maps.dtype or {})})
     if not source.finished:
         return read_maps(source.metadata_directory)
-    names = {tensor.slices[0].file for tensor in source.tensors.values()}
-    numbers = {name: number for number, name in enumerate(sorted(names), start=1)}
-    file_index: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for key, tensor in source.tensors.items():
-        file_index[key] = numbers[tensor.slices[0].file]
-        shapes[key] = tensor.shape
-    return BaseMaps(file_index, None, shapes)
+    files = {key: tensor.slices[0].file for key, tensor in source.tensors.items()}
+    shapes = {key: tensor.shape for key, tensor in source.tensors.items()}
+    return BaseMaps(_numbered(files), None, shapes)
 
 
 def read_maps(directory: Path | None) -> BaseMaps:
@@ -76,9 +71,14 @@ def read_maps(directory: Path | None) -> BaseMaps:
     dtype_names = _read_map(directory, DTYPE_MAP)
     expected = _read_map(directory, EXPECTED_TENSORS)
     config = _read_map(directory, "config.json") or {}
-    file_index = None
-    if index is not None:
-        file_index = _file_numbers(index, directory / FILE_INDEX_MAP)
+    # A bool is an int for isinstance, but no file number.
+    numbers = list((index or {}).values())
+    if index is not None and all(isinstance(value, str) for value in numbers):
+        # Other programs write file names.
+        index = _numbered(index)
+    elif not all(type(value) is int and value > 0 for value in numbers):
+        where = directory / FILE_INDEX_MAP
+        raise unusable("this map does not give file numbers from 1", where, "see the map")
     dtypes = None
     if dtype_names is not None:
         dtypes = {fqn: dtype_code(str(name)) for fqn, name in dtype_names.items()}
@@ -95,7 +95,7 @@ def read_maps(directory: Path | None) -> BaseMaps:
         if codes:
             float32_in[fqn] = frozenset(codes)
     return BaseMaps(
-        file_index,
+        index,
         dtypes,
         None if expected is None else shapes,
         bool(config.get("tie_word_embeddings", False)),
@@ -119,13 +119,7 @@ def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     return value
 
 
-def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """Return {tensor name: file number}. Other programs write file names, which are numbered in sorted order."""
-    if all(isinstance(value, str) for value in raw.values()):
-        names = sorted(set(raw.values()))
-        numbers = {name: number for number, name in enumerate(names, start=1)}
-        return {fqn: numbers[name] for fqn, name in raw.items()}
-    # A bool is an int for isinstance, but no file number.
-    if not all(type(value) is int and value > 0 for value in raw.values()):
-        raise unusable("this map does not give file numbers from 1", path, "see the map")
-    return dict(raw)
+def _numbered(files: Mapping[str, str]) -> dict[str, int]:
+    """Return {tensor name: file number}. Files are numbered in the order of their names."""
+    numbers = {name: number for number, name in enumerate(sorted(set(files.values())), start=1)}
+    return {fqn: numbers[name] for fqn, name in files.items()}

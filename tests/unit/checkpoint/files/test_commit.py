@@ -46,10 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-SIZES = [8 << 20, (8 << 20) + 1, (8 << 20) - 1, (12 << 20) + 4096, (12 << 20) + 4095, 3]
-
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [8 << 20, (8 << 20) - 1, (12 << 20) + 4095, 3])
 @pytest.mark.parametrize("hint", [0, 8 << 20])
 def test_a_file_of_any_size_holds_what_was_written_whichever_way_it_took(
     tmp_path: Path, size: int, hint: int

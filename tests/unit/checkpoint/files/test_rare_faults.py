@@ -24,8 +24,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
     Fault,
     archive_ranges,
 )
-from automodel_ckpt.checkpoint.sources import base_maps
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.base_maps import FILE_INDEX_MAP, BaseMaps, read_maps
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.convert.imports import import_checkpoint
@@ -158,8 +157,13 @@ def links_to_itself(directory: Path) -> object:
 
 
 def broken_map(directory: Path) -> object:
-    (directory / "map.json").write_text("{")
-    return base_maps._read_map(directory, "map.json")
+    (directory / FILE_INDEX_MAP).write_text("{")
+    return read_maps(directory)
+
+
+def number_of_no_file(directory: Path) -> object:
+    (directory / FILE_INDEX_MAP).write_text('{"a": 0}')
+    return read_maps(directory)
 
 
 def of_another_config(directory: Path) -> object:
@@ -186,10 +190,7 @@ def full(directory: Path) -> object:
     [
         (links_to_itself, "a checkpoint contains a symbolic link"),
         (broken_map, "this side file cannot be read"),
-        (
-            lambda d: base_maps._file_numbers({"a": 0}, d),
-            "no.* file numbers from 1|not give file numbers",
-        ),
+        (number_of_no_file, "not give file numbers from 1"),
         (lambda d: open_source(d / "gone"), "there is no such checkpoint directory"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),

@@ -135,8 +135,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "form",
     [
         "safetensors",
-        "hf",
-        *(pytest.param(form, marks=pytest.mark.further) for form in ("torch_save", "adapter")),
+        *(pytest.param(form, marks=pytest.mark.further) for form in list(FORMATS)[1:]),
     ],
 )
 def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take_no_more_memory(
