@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
@@ -21,6 +22,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 )
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.float32_parts import float32_names
@@ -303,6 +305,20 @@ class Trainable:
     def stored_layout(self) -> StoredLayout:
         """How checkpoints store the tensors of the model."""
         return stored_layout(self.model)
+
+    def inputs_of(
+        self, rows: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """The arguments of a forward pass that *rows* have, on *device*."""
+        inputs = {}
+        for name, value in rows.items():
+            if name not in ("labels", IS_TOKEN):
+                inputs[name] = to_device(value, device)
+        if "position_ids" in inputs and device.type != "cpu":
+            from automodel_ckpt.models.attention.host_positions import note_positions
+
+            note_positions(inputs["position_ids"], rows["position_ids"])
+        return inputs
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""

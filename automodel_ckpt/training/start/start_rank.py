@@ -180,8 +180,7 @@ _FORMER_METHODS = {
 def check_classes(recipe: Any, base: Any) -> None:
     """Raise :class:`RecipeError` if *recipe* names a class of another kind than *base*, :class:`Recipe`, does.
 
-    A pipeline would not call a loss or a step of its own, and nothing calls the methods of earlier versions: that is an
-    error, too.
+    So is a method that nothing calls: one of earlier versions, and with a pipeline the loss or step of the recipe.
     """
     for owner in (type(recipe), recipe.loop_class):
         for name, present in _FORMER_METHODS.items():
