@@ -160,10 +160,10 @@ class DistillationRecipe(Recipe):
         super().build()
         if self.trainable.loss_head is None and not self.is_dry_run:
             raise RecipeError(
-                "the student has no single output layer, whose logits could be compared in chunks",
+                "the student has no single output layer, so its logits cannot be compared in chunks",
                 where="model",
                 value=type(self.model).__name__,
-                hint="use a model whose logits are the output of its last layer, without an adapter on this layer",
+                hint="use a model that computes its logits in its last layer, without an adapter on this layer",
             )
         identity = identity_of(self.config)
         if self.checkpointer is not None:
@@ -229,7 +229,7 @@ class DistillationRecipe(Recipe):
         saved, present = resumed.manifest.environment.get(_NOTE), identity_of(self.config)
         if isinstance(saved, str) and saved != present:
             log.warning(
-                "the teacher is not that of %s: it is %s, and was %s",
+                "the teacher is not the same as for %s: it is %s, and was %s",
                 resumed.path.name,
                 present,
                 ascii(saved[:200]),

@@ -48,7 +48,7 @@ OF_ANSWERS = (
     Unsupported("packed_sequence", "each answer needs a separate row"),
     Unsupported("distributed.cp_size", "the loss needs complete rows"),
     Unsupported("loss_fn", "its section describes the loss"),
-    Unsupported("model.mtp", "the loss is that of complete answers"),
+    Unsupported("model.mtp", "the loss is of complete answers"),
 )
 """What recipes with a loss of complete answers do not support."""
 

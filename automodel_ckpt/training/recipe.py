@@ -126,9 +126,10 @@ class Recipe(RecipeParts):
 
     def join_ranks(self) -> RankLayout:
         """Open the process groups and the log; seed all ranks equally, so that they draw the same fresh weights."""
-        started = start_rank(self.config, self.config_yaml, self._resources)
-        self.stop_request, self.run_log = started.stop_request, started.run_log
-        return started.layout
+        layout, self.stop_request, self.run_log = start_rank(
+            self.config, self.config_yaml, self._resources
+        )
+        return layout
 
     def check_measurements(self) -> None:
         """Check the keys that name metrics, and find the tasks of ``evaluation.harness`` and read their data.

@@ -135,7 +135,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
-    """The special tokens that end the labeled parts of samples of *dataset*."""
+    """The tokens that end samples of *dataset* and have labels, without what is blank after them."""
     template = getattr(dataset, "template", None)
     renderer = getattr(template, "renderer", None)
     if renderer is not None:
@@ -148,12 +148,19 @@ def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
     if not isinstance(dataset, TokenizedDataset) or not len(dataset.ends):
         return set()
     found: Counter[int] = Counter()
+    added = _special(tokenizer)
     for number in np.linspace(0, len(dataset.ends) - 1, _NUM_EXAMINED, dtype=np.int64):
         span = dataset.span(number)
-        found.update(dataset.tokens[span][dataset.labelled[span]][-1:].tolist())
+        tokens, labelled = dataset.tokens[span].tolist(), dataset.labelled[span]
+        last = len(tokens) - 1
+        while (
+            last > 0 and tokens[last] not in added and not tokenizer.decode([tokens[last]]).strip()
+        ):
+            last -= 1
+        if last >= 0 and labelled[last] and tokens[last] in added:
+            found[tokens[last]] += 1
     # A sample that was truncated can end with any token.
-    frequent = {end for end, count in found.items() if count >= _NUM_EXAMINED / 10}
-    return frequent & _special(tokenizer)
+    return {end for end, count in found.items() if count >= _NUM_EXAMINED / 10}
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:

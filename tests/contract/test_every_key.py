@@ -53,6 +53,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.hub.background import Pushes
+from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy
@@ -68,7 +69,7 @@ from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks
 from automodel_ckpt.training.kinds.teacher import teacher_model
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.measure.measurements import cadence_of
-from automodel_ckpt.training.model.adapters import adapt, quantization
+from automodel_ckpt.training.model.adapters import lora_of, quantization
 from automodel_ckpt.training.model.deferred_model import DeferredModel
 from automodel_ckpt.training.model.sections import read_model_config, row_multiple
 from automodel_ckpt.training.model.sharding import shard
@@ -270,7 +271,7 @@ def adapters(it: Subject) -> Any:
     model_config = read_config(it)
     base = LLMFinetune.auto_class.from_config(model_config).to(model_config.dtype)
     assert it.config.peft is not None
-    adapted = adapt(base, it.config.peft, 24, "CAUSAL_LM")
+    adapted = add_adapters(base, lora_of(it.config.peft), task_type="CAUSAL_LM", num_base_rows=24)
     values = [
         (name, p.dtype, p.requires_grad, p.double().sum().item())
         for name, p in adapted.model.named_parameters()

@@ -20,11 +20,9 @@ from automodel_ckpt.config.keys.kinds import DistillConfig, TeacherConfig
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import in_numpy, labelled_positions
-from automodel_ckpt.models.attention.host_positions import note_positions
 from automodel_ckpt.models.config_checks import check_task
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.inspect.forward import logits_of
@@ -314,13 +312,9 @@ class Teacher:
         # The position of label number i comes to place i, then they are put in the order of the student.
         by_number = in_numpy(found)[np.argsort(in_numpy(numbers), kind="stable")]
         wanted = by_number if order is None else by_number[order]
-        positions = self._on_device(torch.from_numpy(np.ascontiguousarray(wanted)))
-        inputs = {}
-        for name, value in rows.items():
-            if name not in ("labels", IS_TOKEN):
-                inputs[name] = self._on_device(value)
-        if "position_ids" in inputs:
-            note_positions(inputs["position_ids"], rows["position_ids"])
+        device = self._layout.device
+        positions = to_device(torch.from_numpy(np.ascontiguousarray(wanted)), device)
+        inputs = trainable.inputs_of(rows, device)
         head = trainable.loss_head
         with torch.no_grad():
             if head is None:
@@ -348,6 +342,3 @@ class Teacher:
     def _use(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.trainable.model.named_parameters():
             parameter.data = values[name]
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_device(tensor, self._layout.device)

@@ -43,7 +43,6 @@ from automodel_ckpt.training.kinds.teacher import Teacher, with_numbered_labels
 
 log = logging.getLogger("automodel_ckpt")
 
-_LOG_SECONDS = 30.0
 _HINT = "set distill.cache_dir to a directory with enough free space that all nodes can write"
 
 

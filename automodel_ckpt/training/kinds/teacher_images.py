@@ -101,8 +101,8 @@ def check_images(
             "the teacher expects other images than the student's processor makes",
             where=f"{KEY}.from_pretrained",
             value=f"{teacher.name}: {'; '.join(differing)}",
-            hint="both models get the same tokens and pixels: use a teacher of the student's family whose settings of "
-            "images are equal",
+            hint="both models get the same tokens and pixels: use a teacher of the student's family with the same "
+            "settings of images",
         )
 
 

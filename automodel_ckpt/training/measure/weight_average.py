@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,10 +65,17 @@ class WeightAverage:
         stored, tied = stored_names(model, state)
         is_adapter = adapter_keys(inner, state) is not None
         trained: list[str] = []
-        for fqn, names in _by_fqn(stored).items():
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(inner.named_parameters(remove_duplicate=False))
+        tensors.update(inner.named_buffers(remove_duplicate=False))
+        names_in_files: dict[str, list[str]] = {}
+        for stored_name, fqn in stored.items():
+            # A tensor of experts has several.
+            names_in_files.setdefault(fqn, []).append(stored_name)
+        for fqn, names in names_in_files.items():
             # A file of adapters has other names than the model in memory.
             name = names[0] if is_adapter else fqn
-            tensor = _tensor(inner, fqn)
+            tensor = tensors[fqn]
             if tensor.requires_grad:
                 self._add(name, tensor)
                 trained += names
@@ -195,22 +202,6 @@ def _master_type(dtype: torch.dtype) -> torch.dtype:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _by_fqn(stored: Mapping[str, str]) -> dict[str, list[str]]:
-    """{FQN: its names in files}. A tensor of experts has several."""
-    names: dict[str, list[str]] = {}
-    for name, fqn in stored.items():
-        names.setdefault(fqn, []).append(name)
-    return names
-
-
-def _tensor(model: nn.Module, fqn: str) -> torch.Tensor:
-    """The parameter or buffer of this name."""
-    path, _, leaf = fqn.rpartition(".")
-    module = model.get_submodule(path)
-    parameter = module._parameters.get(leaf)
-    return module.get_buffer(leaf) if parameter is None else parameter
 
 
 def _put(root: nn.Module, fqn: str, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,18 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.fresh_base import make_base
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.repository import base_directory
-from automodel_ckpt.models.layers.adapter import Adapted, add_adapters, copy_saved_modules
+from automodel_ckpt.models.layers.adapter import (
+    Adapted,
+    add_adapters,
+    copy_saved_modules,
+    widen_trained,
+)
 from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
+from automodel_ckpt.training.model.deferred_model import DeferredModel
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options
 
 log = logging.getLogger("automodel_ckpt")
@@ -82,36 +88,39 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
     )
 
 
-def adapt(
-    model: nn.Module,
-    section: PeftConfig,
-    num_base_rows: int | None,
-    task_type: str | None,
-    *,
-    head: Sequence[str] = (),
-) -> Adapted:
-    """Add the adapters of a ``peft`` section to *model*, in place. Its base has *num_base_rows* embeddings.
+def adapt(request: ModelRequest, model: nn.Module, num_base_rows: int | None) -> Adapted:
+    """Add the adapters of the section ``peft`` to *model*, in place. Its base has *num_base_rows* embeddings."""
+    assert request.config.peft is not None
+    head: tuple[str, ...] = ()
+    if request.has_task_head:
+        from automodel_ckpt.models.task_head import head_modules
 
-    The modules *head* are trained in full, in addition to the modules of the section.
-    """
+        head = head_modules(model)
     # Checkpoints store only the adapters, under peft's names.
     set_stored_layout(model, StoredLayout())
-    return add_adapters(
-        model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows, head=head
+    adapted = add_adapters(
+        model,
+        lora_of(request.config.peft),
+        task_type=request.task_type,
+        num_base_rows=num_base_rows,
+        head=head,
     )
+    if request.keeps_masters:
+        widen_trained(adapted.model)
+    return adapted
 
 
-def with_copies(base: Any, model: nn.Module) -> Any:
-    """The adapted *model* of the DeferredModel *base*; ``modules_to_save`` begin as copies of the base's modules."""
-    materialise = base.materialise
+def with_copies(deferred: DeferredModel) -> DeferredModel:
+    """Let the modules of ``modules_to_save`` begin as copies of the modules of the base."""
+    materialise = deferred.materialise
     if materialise is None:
-        return dataclasses.replace(base, model=model)
+        return deferred
 
     def materialise_both(shared: nn.Module, device: torch.device) -> None:
         materialise(shared, device)
         copy_saved_modules(shared)
 
-    return dataclasses.replace(base, model=model, materialise=materialise_both)
+    return dataclasses.replace(deferred, materialise=materialise_both)
 
 
 def adapter_assets(

@@ -115,7 +115,7 @@ def build_deferred(
         log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
     if mtp is not None and base is not None and not mtp.is_new:
         raise RecipeError(
-            "the layers for multi-token prediction are read only from a base whose files can be read in parts",
+            "the layers for multi-token prediction are read only from a base with files that can be read in parts",
             where="model.mtp.weights",
             value=f"{base}: {next(filter(None, reasons))}",
             hint="set weights: new for random initial values, or remove model.mtp",

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -46,7 +42,7 @@ def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageR
     one_row = "flash" in attention
     positions_of = rotary_positions(model)
     rows = ImageRowLayout(positions_of, one_row, probed.row_multiple, probed.marks_tokens)
-    probe = RowProbe(model, collate, rows, probed.options, probed.compute, layout.device)
+    probe = RowProbe(probed, collate, rows)
     apart = probe.keeps_samples_apart()
     masks = None
     # All ranks take the same branch: the probe is a collective of those that share the model.
@@ -81,12 +77,9 @@ def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageR
 class RowProbe:
     """Runs a model on samples with and without images, alone in a row and in a row that they share."""
 
-    model: nn.Module
+    probed: ProbedModel
     collate: ImageTextCollator
     rows: ImageRowLayout
-    options: Mapping[str, Any]
-    compute: Callable[[], AbstractContextManager[Any]]
-    device: torch.device
 
     def keeps_samples_apart(self) -> Answer:
         """Whether samples have the same logits in a row alone and after another sample, whatever that one is.
@@ -100,7 +93,7 @@ class RowProbe:
         first = self._sample(2, "the first text")
         other = self._sample(3, "another text that is longer")
         try:
-            with side_effect_free(self.model):
+            with side_effect_free(self.probed.from_tokens):
                 alone = torch.cat([self._logits([sample]) for sample in last])
                 length = len(alone)
                 after_first = self._logits([first, *last])[-length:]
@@ -148,9 +141,10 @@ class RowProbe:
             inputs["position_ids"] = continued
         del inputs["labels"]
         inputs.pop(IS_TOKEN, None)
-        moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        with self.compute():
-            output = self.model(**moved, **self.options)
+        device = self.probed.layout.device
+        moved = {name: tensor.to(device) for name, tensor in inputs.items()}
+        with self.probed.compute():
+            output = self.probed.from_tokens(**moved, **self.probed.options)
         return logits_of(output)[0, : sum(lengths)].float()
 
 

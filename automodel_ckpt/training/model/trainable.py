@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
@@ -19,9 +20,9 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     set_stored_layout,
     stored_layout,
 )
-from automodel_ckpt.config.keys.model import ModelConfig, PeftConfig
-from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.float32_parts import float32_names
@@ -92,21 +93,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedModel:
-    """An unsharded model after the changes that the recipe makes to it."""
+def _change_model(
+    request: ModelRequest, deferred: DeferredModel
+) -> tuple[DeferredModel, dict[str, Any]]:
+    """Resize the vocabulary, record the stored layout, and add adapters or freeze parameters.
 
-    deferred: DeferredModel
-    adapted: Adapted | None = None
-    """The adapters. None without a ``peft`` section."""
-    resized: tuple[str, ...] = ()
-    """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
-    other_head: tuple[str, ...] = ()
-    """Names of tensors in which exports and the pretrained files differ because they have different heads."""
-
-
-def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel:
-    """Resize the vocabulary, record the stored layout, and add adapters or freeze parameters."""
+    Returns the changed model, and the fields of :class:`Trainable` that describe the changes.
+    """
     section, model = request.config.model, deferred.model
     from automodel_ckpt.models.layers.freezing import freeze
 
@@ -115,8 +108,11 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
             freeze(model, [])  # raises if the model has nothing to train
         else:
             _freeze_all(model)
-        return ChangedModel(deferred)
-    num_base_rows = _num_base_rows(request, model)
+        return deferred, {}
+    assert request.model_config is not None
+    # Before model.vocab_size changes it.
+    configured = getattr(request.model_config.get_text_config(), "vocab_size", None)
+    num_base_rows = configured or num_embeddings(model)
     resized = _resize(request, model, section)
     directory = None
     if section.from_pretrained is not None:
@@ -133,10 +129,10 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
     _use_fp8(request, model)
     adapted = None
     if request.config.peft is not None:
-        adapted = _with_adapters(request, model, request.config.peft, num_base_rows)
-        from automodel_ckpt.training.model.adapters import with_copies
+        from automodel_ckpt.training.model.adapters import adapt, with_copies
 
-        deferred = with_copies(deferred, adapted.model)
+        adapted = adapt(request, model, num_base_rows)
+        deferred = with_copies(replace(deferred, model=adapted.model))
     else:
         if getattr(model, "is_quantized", False):
             from automodel_ckpt.models.quantize import check_not_quantized
@@ -152,19 +148,11 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
         _freeze_all(deferred.model)
     elif section.activation_checkpointing:
         _recompute_activations(request, deferred.model, activation_mode(section))
-    return ChangedModel(
-        deferred,
-        adapted,
-        resized=tuple(names.name_of(name) for name in resized),
-        other_head=other_head,
-    )
-
-
-def _num_base_rows(request: ModelRequest, model: nn.Module) -> int | None:
-    """Rows of the embedding before ``model.vocab_size`` changes it."""
-    assert request.model_config is not None
-    configured = getattr(request.model_config.get_text_config(), "vocab_size", None)
-    return configured or num_embeddings(model)
+    return deferred, {
+        "adapted": adapted,
+        "resized": tuple(names.name_of(name) for name in resized),
+        "other_head": other_head,
+    }
 
 
 def _resize(request: ModelRequest, model: nn.Module, section: ModelConfig) -> tuple[str, ...]:
@@ -213,30 +201,6 @@ def _freeze(
     narrow_frozen(model, types)
 
 
-def _with_adapters(
-    request: ModelRequest, model: nn.Module, section: PeftConfig, num_base_rows: int | None
-) -> Adapted:
-    """Add the adapters of *section* to *model*, in place. Its base has *num_base_rows* embeddings."""
-    from automodel_ckpt.training.model.adapters import adapt
-
-    head: tuple[str, ...] = ()
-    if request.has_task_head:
-        from automodel_ckpt.models.task_head import head_modules
-
-        head = head_modules(model)
-
-    adapted = adapt(model, section, num_base_rows, request.task_type, head=head)
-    if request.keeps_masters:
-        from automodel_ckpt.models.layers.adapter import widen_trained
-
-        widen_trained(adapted.model)
-    return adapted
-
-
-def _is_quantized(config: RecipeConfig) -> bool:
-    return config.peft is not None and config.peft.quantize_base is not None
-
-
 def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
     """Let layers of *model* and its adapters compute with fewer kernels, as ``model.fused_layers`` asks."""
     device_type = request.layout.device.type
@@ -249,7 +213,8 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
         # Of compiled layers, the backward pass needs about the same tensors as of fused ones.
         with_layers = with_layers or compiles_kernels(request.config, device_type)
         # Adapters of layers that are quantized when they are read.
-        with_adapters = with_adapters and not _is_quantized(request.config)
+        peft = request.config.peft
+        with_adapters = with_adapters and (peft is None or peft.quantize_base is None)
     numbers = {}
     if with_layers:
         from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
@@ -341,6 +306,20 @@ class Trainable:
         """How checkpoints store the tensors of the model."""
         return stored_layout(self.model)
 
+    def inputs_of(
+        self, rows: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """The arguments of a forward pass that *rows* have, on *device*."""
+        inputs = {}
+        for name, value in rows.items():
+            if name not in ("labels", IS_TOKEN):
+                inputs[name] = to_device(value, device)
+        if "position_ids" in inputs and device.type != "cpu":
+            from automodel_ckpt.models.attention.host_positions import note_positions
+
+            note_positions(inputs["position_ids"], rows["position_ids"])
+        return inputs
+
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""
         with self.compute():
@@ -372,8 +351,8 @@ def build_trainable(request: ModelRequest) -> Trainable:
         keeps_masters=keeps_masters(config),
         keeps_frozen_types=keeps_frozen_types(config),
     )
-    changed = change_model(request, build_unsharded(request))
-    model = changed.deferred.model
+    deferred, changes = _change_model(request, build_unsharded(request))
+    model = deferred.model
     if request.is_trained:
         remove_dropout(request, model)
         check_trained_types(model)
@@ -390,11 +369,9 @@ def build_trainable(request: ModelRequest) -> Trainable:
     trainable = Trainable(
         model,
         options,
-        adapted=changed.adapted,
+        **changes,
         fake_quantization=add_fake_quantization(request, model),
-        resized=changed.resized,
         has_task_head=request.has_task_head,
-        other_head=changed.other_head,
         flop_count=_flop_count(request, model),
         summary=_summary(request, model),
         precision=_precision(request, model),
@@ -405,7 +382,7 @@ def build_trainable(request: ModelRequest) -> Trainable:
     uses_graphs = has_cuda_graphs(typed, layout)
     if uses_graphs and request.is_trained:
         check_cuda_graphs(typed, layout, has_routers=router is not None)
-    sharded = shard_for_training(request, changed.deferred)
+    sharded = shard_for_training(request, deferred)
     probed = probe(request, model, sharded, options, router)
     return replace(
         trainable,

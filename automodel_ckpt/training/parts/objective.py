@@ -377,15 +377,7 @@ class Objective:
         return losses[0]
 
     def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        inputs = {
-            name: self._on_device(value)
-            for name, value in rows.items()
-            if name not in ("labels", IS_TOKEN)
-        }
-        if "position_ids" in inputs and not inputs["position_ids"].is_cpu:
-            from automodel_ckpt.models.attention.host_positions import note_positions
-
-            note_positions(inputs["position_ids"], rows["position_ids"])
+        inputs = self.trainable.inputs_of(rows, self.layout.device)
         if self.trainable.embedding_noise is not None:
             self.trainable.embedding_noise.note_rows(inputs)
         stage = self.trainable.stage
@@ -434,7 +426,7 @@ def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
     loss_fn = build_function("loss_fn", section, reduction="sum")
     if getattr(loss_fn, "reduction", "sum") != "sum":
         raise RecipeError(
-            "a loss has to be the sum over the labels: the recipe divides by those of the whole global batch",
+            "a loss has to be the sum over the labels: the recipe divides by the labels of the whole global batch",
             where="loss_fn.reduction",
             value=loss_fn.reduction,
             hint="leave reduction out",

@@ -110,7 +110,7 @@ def _build_one(
             "the state of torchao's optimizers is made of tensors that cannot be saved",
             where=groups[0].key,
             value=f"{function.__module__}.{function.__qualname__}",
-            hint="set _target_: automodel_ckpt.optim.adam8bit.AdamW8bit, whose codes are those of torchao's AdamW8bit",
+            hint="set _target_: automodel_ckpt.optim.adam8bit.AdamW8bit, which has the codes of torchao's AdamW8bit",
         )
     if function is torch.optim.SparseAdam:
         raise RecipeError(

@@ -303,7 +303,7 @@ def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float
         function = callable_of(owner)
         if function not in (torch.optim.AdamW, AdamW8bit):
             raise RecipeError(
-                "learning rates by width are those of AdamW",
+                "learning rates by width are defined for AdamW",
                 where=group.key,
                 value=owner._target_,
                 hint="use AdamW, or remove pretrain.base_width",

@@ -66,7 +66,7 @@ class RecipeComparison:
         if isinstance(saved_precision, str) and saved_precision != recipe.trainable.precision:
             # Defaults depend on the device, so that the recipes may be equal.
             log.warning(
-                "the precision is not that of %s, which was trained with %s",
+                "the precision is not the same as for %s, which was trained with %s",
                 checkpoint.name,
                 ascii(saved_precision[:200]),
             )

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,15 +94,9 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-class StartedRank(NamedTuple):
-    """What a rank has after its start."""
-
-    layout: RankLayout
-    stop_request: StopRequest
-    run_log: RunLog
-
-
-def start_rank(config: RecipeConfig, config_yaml: str, resources: ExitStack) -> StartedRank:
+def start_rank(
+    config: RecipeConfig, config_yaml: str, resources: ExitStack
+) -> tuple[RankLayout, StopRequest, RunLog]:
     """Open the process groups and the log, and seed all ranks equally, so that they draw the same fresh weights.
 
     *config_yaml* is the text of the resolved recipe, which all ranks compare. *resources* gets what closes the groups
@@ -135,7 +129,7 @@ def start_rank(config: RecipeConfig, config_yaml: str, resources: ExitStack) -> 
             ", ".join(unused),
         )
     _apply_process_settings(config, layout.device.type)
-    return StartedRank(layout, request, run_log)
+    return layout, request, run_log
 
 
 def _apply_process_settings(config: RecipeConfig, device_type: str) -> None:
@@ -186,8 +180,7 @@ _FORMER_METHODS = {
 def check_classes(recipe: Any, base: Any) -> None:
     """Raise :class:`RecipeError` if *recipe* names a class of another kind than *base*, :class:`Recipe`, does.
 
-    A pipeline would not call a loss or a step of its own, and nothing calls the methods of earlier versions: that is an
-    error, too.
+    So is a method that nothing calls: one of earlier versions, and with a pipeline the loss or step of the recipe.
     """
     for owner in (type(recipe), recipe.loop_class):
         for name, present in _FORMER_METHODS.items():

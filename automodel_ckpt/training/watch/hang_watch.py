@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import threading
@@ -62,36 +61,26 @@ class HangWatch:
     rank with the lowest number that responds reports what all ranks have written.
     """
 
-    def __init__(
-        self,
-        settings: HangsConfig,
-        layout: RankLayout,
-        timeline: Timeline,
-        run: Path,
-        *,
-        timeout_seconds: float = math.inf,
-        arrival_seconds: float = 0.0,
-        stop_request: StopRequest | None = None,
-    ) -> None:
-        """The stacks are written to the directory *run*.
+    def __init__(self, loop: Any) -> None:
+        """*loop* is the training loop. The stacks are written to its run directory.
 
-        *timeout_seconds* is the timeout of collectives. *arrival_seconds* is how long a file takes until all ranks see
-        it: nodes without shared storage send each other what they write. After a *stop_request*, a hang is found
-        sooner, and ends the run.
+        After a stop request, a hang is found sooner, and ends the run.
         """
-        self._settings = settings
-        self._layout = layout
-        self._timeline = timeline
-        self._root = run / HANGS
-        self._arrival_seconds = arrival_seconds
-        self._stop_request = stop_request
+        checkpointer: Checkpointer = loop.checkpointer
+        self._settings: HangsConfig = loop.config.hangs
+        self._layout: RankLayout = loop.layout
+        self._timeline: Timeline = loop.run_log.timeline
+        self._root = checkpointer.directory / HANGS
+        # Until all ranks see a file: nodes without shared storage send each other what they write.
+        self._arrival_seconds = ARRIVAL_SECONDS if checkpointer.nodes is not None else 0.0
+        self._stop_request: StopRequest = loop.stop_request
         self._has_noticed_stop = False
         self._first: list[float] = []
         """Seconds of steps at the start of this process, which compile and allocate, and are no measure of others."""
         self._others: deque[float] = deque(maxlen=_MAX_STEPS)
         self._completed = 0
         self._worked_before = 0.0
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds: float = 60 * loop.config.distributed.timeout_minutes
         self._collectives: dict[str, int] = {}
         self._worked_at_collective = 0.0
         """The time in steps when this rank was last seen to begin a collective."""
@@ -106,7 +95,7 @@ class HangWatch:
         self.hosts: list[str] = []
         """The names of the nodes of all ranks, once it is entered."""
         self._start = uuid.uuid4().hex
-        self._poll_seconds = hangs.poll_seconds(settings.min_seconds)
+        self._poll_seconds = hangs.poll_seconds(self._settings.min_seconds)
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def __enter__(self) -> HangWatch:
@@ -159,7 +148,7 @@ class HangWatch:
 
     @property
     def _is_stopping(self) -> bool:
-        return self._stop_request is not None and self._stop_request.wanted
+        return self._stop_request.wanted
 
     def _watch(self) -> None:
         while True:
@@ -320,17 +309,11 @@ class HangWatch:
 @contextmanager
 def watching(loop: Any) -> Iterator[tuple[HangWatch, StragglerWatch]]:
     """Watch the steps of the training *loop* for hangs and slow ranks (section ``hangs``). Entering is a collective."""
-    config, layout, phases = loop.config, loop.layout, loop.run_log.timeline
-    checkpointer: Checkpointer = loop.checkpointer
-    hang_watch = HangWatch(
-        config.hangs,
-        layout,
-        phases,
-        checkpointer.directory,
-        timeout_seconds=60 * config.distributed.timeout_minutes,
-        arrival_seconds=ARRIVAL_SECONDS if checkpointer.nodes is not None else 0.0,
-        stop_request=loop.stop_request,
-    )
-    with hang_watch:
-        log_event = loop.run_log.log_event
-        yield hang_watch, StragglerWatch(config.hangs, layout, phases, hang_watch.hosts, log_event)
+    run_log = loop.run_log
+    with HangWatch(loop) as watch:
+        yield (
+            watch,
+            StragglerWatch(
+                loop.config.hangs, loop.layout, run_log.timeline, watch.hosts, run_log.log_event
+            ),
+        )

@@ -23,11 +23,13 @@ from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-from automodel_ckpt.config.keys.monitoring import HangsConfig, LoggingConfig
+from automodel_ckpt.config.keys.monitoring import LoggingConfig
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.rules import Spike
 from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
 from automodel_ckpt.training.model import deferred_model
@@ -193,7 +195,14 @@ def checksums_of_replicas(case: Case) -> None:
 
 def stacks_of_a_hang(case: Case) -> None:
     case.fails_on(1, hang_watch_module, "StackDump", disk_full())
-    HangWatch(HangsConfig(), case.layout, Timeline(), case.root).__enter__()
+    loop = SimpleNamespace(
+        config=RecipeConfig(),
+        layout=case.layout,
+        run_log=SimpleNamespace(timeline=Timeline()),
+        checkpointer=SimpleNamespace(directory=case.root, nodes=None),
+        stop_request=StopRequest(),
+    )
+    HangWatch(loop).__enter__()
 
 
 def the_files_of_the_base(case: Case) -> None:

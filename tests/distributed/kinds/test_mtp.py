@@ -249,4 +249,4 @@ def test_adapters_leave_the_layers_frozen_and_quantized_bases_are_dequantized(
     # DoRA needs complete values of the base: each rank then builds the model first.
     options = ("--model.from_config=null", f"--model.from_pretrained={quantized}", MTP)
     refused = str(failure(tmp_path, *ONE_STEP, *options, "--peft={use_dora: true}"))
-    assert "read only from a base whose files can be read in parts" in refused
+    assert "read only from a base with files that can be read in parts" in refused

@@ -144,7 +144,7 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
         (["--model.from_config.tie_word_embeddings=true"], "tied to the embedding"),
         (
             ["--optimizer={_target_: torch.optim.SGD, lr: 1e-2}"],
-            r"those of AdamW[\s\S]*torch.optim.SGD",
+            r"for AdamW[\s\S]*torch.optim.SGD",
         ),
     ],
 )

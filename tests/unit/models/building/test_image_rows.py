@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,8 +102,13 @@ def test_packed_samples_have_the_losses_and_gradients_of_single_ones(
 
 def probe_of(model: Any, collate: ImageTextCollator) -> RowProbe:
     rows = ImageRowLayout(rotary_positions(model), multiple=8)
-    options = {"use_cache": False}
-    return RowProbe(model, collate, rows, options, nullcontext, torch.device("cpu"))
+    probed: Any = SimpleNamespace(
+        from_tokens=model,
+        options={"use_cache": False},
+        compute=nullcontext,
+        layout=SimpleNamespace(device=torch.device("cpu")),
+    )
+    return RowProbe(probed, collate, rows)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

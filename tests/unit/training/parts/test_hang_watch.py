@@ -127,22 +127,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def watch(
-    timeline: Timeline,
-    run: Path,
-    timeout_seconds: float = math.inf,
-    stop_request: StopRequest | None = None,
-    **settings: Any,
+    timeline: Timeline, run: Path, stop_request: StopRequest | None = None, **settings: Any
 ) -> HangWatch:
     """A watch of rank 0 of three, whose thread does not run."""
-    layout: Any = SimpleNamespace(rank=0, world_size=3, gloo_group=None, is_rank0=True)
-    section = HangsConfig(**settings)
     found = HangWatch(
-        section,
-        layout,
-        timeline,
-        run,
-        timeout_seconds=timeout_seconds,
-        stop_request=stop_request,
+        SimpleNamespace(
+            config=SimpleNamespace(
+                hangs=HangsConfig(**settings), distributed=SimpleNamespace(timeout_minutes=math.inf)
+            ),
+            layout=SimpleNamespace(rank=0, world_size=3, gloo_group=None, is_rank0=True),
+            run_log=SimpleNamespace(timeline=timeline),
+            checkpointer=SimpleNamespace(directory=run, nodes=None),
+            stop_request=stop_request or StopRequest(),
+        )
     )
     found._worked_before = found._worked()
     found.hosts, found._addresses = ["here"] * 3, [None] * 3
