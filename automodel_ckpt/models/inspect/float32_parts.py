@@ -20,6 +20,9 @@ _OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+
 """What peft inserts into the names of the parameters that it wraps."""
 _COMPUTES_IN_ONE_TYPE = ("deberta", "xlnet")
 """Models that create parameters in float32 and cannot compute with them in 16 bits."""
+_FACTORS_IN_FILES = re.compile(r"\.(slope_rate|\w+_decay)$")
+"""Buffers in files by which MiniMax multiplies activations. Others stay in float32, such as the biases of routers,
+which would select other experts."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -107,9 +110,9 @@ def _of_transformers(model: nn.Module) -> tuple[str, nn.Module]:
 def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     """The names of the buffers of *model* that it would create in *dtype* if it were built in this type.
 
-    Those are constants that no file contains, such as tables of positions. Activations that are computed with one in
-    float32 would be in float32, which layers with weights in *dtype* cannot use. Empty for a model that is not of
-    transformers.
+    Those are constants that no file contains, such as tables of positions, and a few factors of activations in files.
+    Activations that are computed with one in float32 would be in float32, which layers with weights in *dtype* cannot
+    use. Empty for a model that is not of transformers.
     """
     prefix, inner = _of_transformers(model)
     buffers = {name: each.dtype for name, each in inner.named_buffers() if each.is_floating_point()}
@@ -119,7 +122,10 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     if built is None:
         return frozenset()
     in_files = built.state_dict(keep_vars=True)
-    created = {name: each.dtype for name, each in built.named_buffers() if name not in in_files}
+    created: dict[str, torch.dtype] = {}
+    for name, each in built.named_buffers():
+        if name not in in_files or _FACTORS_IN_FILES.search(name):
+            created[name] = each.dtype
     tables: set[str] = set()
     for name, stored in buffers.items():
         if created.get(_OF_ADAPTERS.sub("", name)) == dtype != stored:

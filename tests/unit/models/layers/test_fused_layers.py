@@ -31,6 +31,7 @@ from automodel_ckpt.models.layers.fused_rotary import (
     _recognized,
     _rotated,
     fuse_rotary_embeddings,
+    restore_rotation,
 )
 from automodel_ckpt.training.model.sections import fuses_layers
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
@@ -282,17 +283,9 @@ def test_layers_rotate_by_the_kernel(kernel: Kernel) -> None:
     torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
     # Queries and keys of two layers, in both directions.
     assert kernel.num_calls == 8
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> None:
-    model = build("llama", "sdpa")
-    expected = loss_and_gradients(model, ROWS)
-    fuse_rotary_embeddings(model)
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    restore_rotation(build("llama", "sdpa"))
     torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
-    assert kernel.num_calls == 0
+    assert kernel.num_calls == 8
 
 
 # ---------------------------------------------------------------- adapters
@@ -394,6 +387,22 @@ def test_layers_may_get_no_tokens(compiled: bool) -> None:
     compute(inputs).sum().backward()
     assert inputs.grad is not None and inputs.grad.shape == (0, 32)
     assert not layer.mlp.down_proj.lora_B["default"].weight.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_that_are_fused_are_compiled_from_the_operators_of_transformers(
+    kernel: Kernel,
+) -> None:
+    plain = adapted()
+    fused = copy.deepcopy(plain)
+    for fuse in (fuse_norms, fuse_gates, fuse_rotary_embeddings, fuse_adapters):
+        assert fuse(fused) > 0
+    for layer in fused.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    expected = loss_and_gradients(plain, ROWS)
+    kernel.num_calls = 0
+    torch.testing.assert_close(loss_and_gradients(fused, ROWS), expected)
+    assert kernel.num_calls == 0
 
 
 # ---------------------------------------------------------------- models
