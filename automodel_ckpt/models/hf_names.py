@@ -89,23 +89,10 @@ def read_conversion(model: nn.Module) -> Conversion | None:
         return None
 
 
-class InMemory(NamedTuple):
-    """Layers or tensors under the names that files or earlier versions of transformers give them.
-
-    *renamed*: ``{name: name in memory}``. *combined* are those that are a part of a tensor in memory.
-    """
-
-    renamed: dict[str, str]
-    combined: list[str]
-
-
-def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemory:
-    """Find the names in memory of tensors with these *names* in a file. Those of unknown tensors are not checked."""
+def _names_in_memory(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+    """{name in a file: name in memory} of those *names* that transformers only renames."""
     renamed: dict[str, str] = {}
-    combined: list[str] = []
-    if not names:
-        return InMemory(renamed, combined)
-    tensors = model.state_dict(keep_vars=True)
+    tensors = model.state_dict(keep_vars=True) if names else {}
     try:
         transforms = get_model_conversion_mapping(model)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -116,11 +103,9 @@ def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemo
             )
             if converter is None:
                 renamed[name] = new
-            else:
-                combined.append(name)
     except Exception as error:  # another version of transformers
         log.debug("tensors keep their names: %s: %s", type(error).__name__, error)
-    return InMemory(renamed, combined)
+    return renamed
 
 
 def names_in_files(
@@ -146,18 +131,20 @@ def names_in_files(
         with_prefix = _THINKER + name
         return with_prefix if with_prefix in unchanged and name not in unchanged else name
 
-    names: dict[str, str] = {}
-    for fqn, name in found.names.items():
-        if in_base(name) != fqn and fqn not in unchanged:
-            names[fqn] = in_base(name)
-    parts: dict[str, dict[str, RowPart]] = {}
-    for fqn, of_rows in found.parts.items():
-        if fqn not in unchanged:
-            parts[fqn] = {in_base(name): part for name, part in of_rows.items()}
+    names = {
+        fqn: in_base(name)
+        for fqn, name in found.names.items()
+        if in_base(name) != fqn and fqn not in unchanged
+    }
+    parts = {
+        fqn: {in_base(name): part for name, part in of_rows.items()}
+        for fqn, of_rows in found.parts.items()
+        if fqn not in unchanged
+    }
     written = {names.get(fqn, fqn) for fqn in found.names}
     older = unchanged - written - found.in_files
     in_base_only: dict[str, str] = {}
-    for name, fqn in _tensors_in_memory(model, older).renamed.items():
+    for name, fqn in _names_in_memory(model, older).items():
         if fqn in found.names and names.get(fqn, fqn) not in unchanged:
             in_base_only[fqn] = name
     if not _would_mix_prefixes(model, found, in_base_only):
@@ -174,10 +161,11 @@ def _would_mix_prefixes(
     backbone without the prefix, for example.
     """
     prefix = f"{model.base_model_prefix}."
-    moved: set[str] = set()
-    for fqn, name in in_base.items():
-        if name.startswith(prefix) != found.names[fqn].startswith(prefix):
-            moved.add(fqn)
+    moved = {
+        fqn
+        for fqn, name in in_base.items()
+        if name.startswith(prefix) != found.names[fqn].startswith(prefix)
+    }
     stored = set(model.state_dict(keep_vars=True)).difference(model.all_tied_weights_keys)
     return bool(moved) and not stored <= moved
 
@@ -285,14 +273,10 @@ def _read_off(
 
 def tensor_names_in(base_dir: Path) -> set[str]:
     """The names of all tensors in the Hugging Face files of *base_dir*."""
-    index, single = base_dir / "model.safetensors.index.json", base_dir / "model.safetensors"
-    weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
+    weight_map = _weight_map_of(base_dir)
     if weight_map is not None:
         return set(weight_map)
-    if not single.is_file():
-        return set()
-    with safe_open(single, "pt") as file:
-        return set(file.keys())
+    return set(tensor_types_in(base_dir))
 
 
 def tensor_types_in(base_dir: Path) -> dict[str, str]:
@@ -302,16 +286,17 @@ def tensor_types_in(base_dir: Path) -> dict[str, str]:
     Raises :class:`RecipeError` for a damaged index, SafetensorError for a damaged file, and OSError for a file that
     cannot be opened.
     """
-    weight_map = read_weight_map(
-        base_dir / "model.safetensors.index.json", follow_links=True, kind=RecipeError
-    )
+    weight_map = _weight_map_of(base_dir)
     files = {"model.safetensors"} if weight_map is None else set(weight_map.values())
     types: dict[str, str] = {}
-    for name in sorted(files):
-        path = base_dir / name
-        if weight_map is None and not path.is_file():
-            continue
-        with safe_open(path, "pt") as file:
-            keys = file.keys()
-            types.update({key: file.get_slice(key).get_dtype() for key in keys})
+    for path in sorted(base_dir / name for name in files):
+        if weight_map is not None or path.is_file():
+            with safe_open(path, "pt") as file:
+                keys = file.keys()
+                types.update({key: file.get_slice(key).get_dtype() for key in keys})
     return types
+
+
+def _weight_map_of(base_dir: Path) -> dict[str, str] | None:
+    index = base_dir / "model.safetensors.index.json"
+    return read_weight_map(index, follow_links=True, kind=RecipeError)

@@ -67,10 +67,9 @@ class Verdict:
 
     def lines(self, *, allowed: bool) -> list[str]:
         """One line per difference that the recipe allows, or per difference that it does not allow."""
-        lines = []
-        for name in self.missing:
-            if (name in self.allowed) == allowed:
-                lines.append(f"+ {name}: not there")
+        lines = [
+            f"+ {name}: not there" for name in self.missing if (name in self.allowed) == allowed
+        ]
         for name in self.unexpected:
             if (name in self.allowed) == allowed:
                 lines.append(f"- {name}: only there")

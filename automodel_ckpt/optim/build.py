@@ -25,11 +25,12 @@ Smaller ones would take less time than the launch of a kernel for each.
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of *modules* that require gradients, without duplicates."""
-    found: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                found[id(parameter)] = parameter
+    found = {
+        id(parameter): parameter
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    }
     return list(found.values())
 
 

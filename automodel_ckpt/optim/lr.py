@@ -76,9 +76,7 @@ def build_schedule(
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
         if warmup_from and isinstance(schedule, LambdaLR):
-            factors: list[Callable[[int], float]] = []
-            for each in schedule.lr_lambdas:
-                factors.append(partial(_raised, each, warmup, warmup_from))
+            factors = [partial(_raised, each, warmup, warmup_from) for each in schedule.lr_lambdas]
             # A partial has the state of transformers' own factors: none.
             schedule.lr_lambdas = factors
             follow_schedule(schedule)
@@ -161,9 +159,10 @@ def follow_schedule(schedule: LambdaLR) -> None:
 
     A loaded state contains the rates of the schedule that saved it, which may have been another one.
     """
-    rates = []
-    for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        rates.append(base * factor(schedule.last_epoch))
+    rates = [
+        base * factor(schedule.last_epoch)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     # What get_last_lr() returns; LRScheduler has no setter.

@@ -122,14 +122,16 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     if built is None:
         return frozenset()
     in_files = built.state_dict(keep_vars=True)
-    created: dict[str, torch.dtype] = {}
-    for name, each in built.named_buffers():
-        if name not in in_files or _FACTORS_IN_FILES.search(name):
-            created[name] = each.dtype
-    tables: set[str] = set()
-    for name, stored in buffers.items():
-        if created.get(_OF_ADAPTERS.sub("", name)) == dtype != stored:
-            tables.add(prefix + name)
+    created = {
+        name: each.dtype
+        for name, each in built.named_buffers()
+        if (name not in in_files or _FACTORS_IN_FILES.search(name))
+    }
+    tables = {
+        prefix + name
+        for name, stored in buffers.items()
+        if created.get(_OF_ADAPTERS.sub("", name)) == dtype != stored
+    }
     return frozenset(tables)
 
 

@@ -251,10 +251,11 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
             hint = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
             what = "peft cannot put adapters there"
             raise RecipeError(what, where="peft.target_modules", value=error, hint=hint) from error
-    texts = set()
-    for warning in caught:
-        if not issubclass(warning.category, FutureWarning | DeprecationWarning):
-            texts.add(str(warning.message))
+    texts = {
+        str(warning.message)
+        for warning in caught
+        if not issubclass(warning.category, FutureWarning | DeprecationWarning)
+    }
     for text in texts:
         log.warning("peft: %s", text)
     return wrapped.train()

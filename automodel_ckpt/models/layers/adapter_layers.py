@@ -221,11 +221,11 @@ def _matching(
 def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
     """The names of all linear layers except the output layer."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = set()
-    for name, layer in adaptable.items():
-        if isinstance(layer, _LINEAR) and layer is not output:
-            found.add(name)
-    return found
+    return {
+        name
+        for name, layer in adaptable.items()
+        if isinstance(layer, _LINEAR) and layer is not output
+    }
 
 
 def _unsuited(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> dict[str, set[str]]:

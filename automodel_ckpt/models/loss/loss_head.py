@@ -98,9 +98,7 @@ class LossPass(AbstractContextManager["LossPass"]):
         sizes = list(self._sizes)
         states = torch.split(hidden, sizes)
         targets = torch.split(self.targets, sizes)
-        losses = []
-        for group in zip(states, targets, strict=True):
-            losses.append(loss_of(*group))
+        losses = [loss_of(*group) for group in zip(states, targets, strict=True)]
         return torch.stack(losses)
 
     def output_for(self, loss: torch.Tensor) -> torch.Tensor:

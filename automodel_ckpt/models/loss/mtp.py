@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError, replaced_forward_pass
-from automodel_ckpt.models.hf_names import InFiles, RowPart
+from automodel_ckpt.models.hf_names import InFiles
 from automodel_ckpt.models.loss.mtp_families import WHERE, Family, MtpPlan
 
 ATTRIBUTE = "mtp"
@@ -96,9 +96,9 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         self.family, self.factor, self.num_depths = plan.family, plan.factor, plan.num_depths
         main = model.get_decoder()
-        depths = []
-        for _ in range(plan.num_stored):
-            depths.append(PredictionDepth(_depth_decoder(main, plan.family)))
+        depths = [
+            PredictionDepth(_depth_decoder(main, plan.family)) for _ in range(plan.num_stored)
+        ]
         self.depths = nn.ModuleList(depths)
         self._call = _DecoderCall()
         self._noted: torch.Tensor | None = None
@@ -289,9 +289,7 @@ def with_mtp_names(model: Any, found: InFiles, in_base: frozenset[str]) -> InFil
         if not split or name in in_base:
             names[fqn] = name
             continue
-        renamed: dict[str, RowPart] = {}
-        for part_name, part in split.items():
-            renamed[_renamed(part_name, prefixes)] = part
+        renamed = {_renamed(part_name, prefixes): part for part_name, part in split.items()}
         parts[fqn] = renamed
     return InFiles(names, parts)
 

@@ -15,7 +15,7 @@ from torch import nn
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
+from automodel_ckpt.models.attention.packing_probe import probe_rows
 from automodel_ckpt.models.config_checks import context_length
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,
@@ -75,8 +75,6 @@ def probe(
     if layout.sizes.tp > 1:
         _check_plan(probed)
     rows = _shared_rows(probed)
-    if request.shares_rows and rows is None:
-        _warn_of_padding(probed)
     head = None
     if config.loss_fn is None and request.predicts_tokens and layout.is_last_stage:
         # Otherwise the loss is computed from full logits.
@@ -140,20 +138,6 @@ def _shared_rows(probed: ProbedModel) -> Rows | None:
         ids = image_token_ids(request.model_config, request.preprocessor)
         return choose_image_rows(probed, ImageTextCollator(request.preprocessor, ids))
     return choose_row_layout(probed) if request.shares_rows else None
-
-
-def _warn_of_padding(probed: ProbedModel) -> None:
-    """Log a warning if the losses of samples depend on their padding (CPM-Ant, ProphetNet). A collective."""
-    layout, size = probed.layout, probed.request.config.step_scheduler.local_batch_size
-    if size == 1 or layout.in_stages or probed.row_multiple > 1:
-        return
-    with probed.compute():
-        is_changed = padding_changes_outputs(probed.from_tokens, probed.options, layout.device)
-    if is_changed:
-        log.warning(
-            "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
-            " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
-        )
 
 
 def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
