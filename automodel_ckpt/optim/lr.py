@@ -49,11 +49,13 @@ def build_schedule(
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
+    unused: dict[str, Any] = {}
     if not warms_up:
-        _check_all_used(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio})
-        _check_all_used(name, {"warmup_from": warmup_from or None})
+        unused = {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio}
+        unused["warmup_from"] = warmup_from or None
     if not decays and warmup_ratio is None:
-        _check_all_used(name, {"decay_steps": decay_steps})
+        unused["decay_steps"] = decay_steps
+    _check_all_used(name, unused)
     accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
     _check_kwargs(name, kwargs or {}, accepted)
     if length is None and (decays or warmup_ratio is not None):
@@ -136,10 +138,8 @@ def check_schedule(schedule: object) -> None:
             value=type(schedule).__name__,
             hint="return one from this section's function or class",
         )
-    needed = [
-        p.name for p in inspect.signature(schedule.step).parameters.values() if p.default is p.empty
-    ]
-    if needed:
+    parameters = inspect.signature(schedule.step).parameters.values()
+    if needed := [p.name for p in parameters if p.default is p.empty]:
         raise RecipeError(
             "this schedule needs more than the step",
             where="lr_scheduler",

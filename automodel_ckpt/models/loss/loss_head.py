@@ -289,42 +289,35 @@ def install_loss_head(
     than :class:`LogitTransform`. This is found by a forward pass of a few tokens with *options*, on *device* (default:
     the layer's device). *multiple* divides the number of tokens.
     """
-    layer = output_layer(model)
+    layer: Any = output_layer(model)
+    inner = model_without_adapters(model)
+    transform: LogitTransform | None = None
+    why = "modifies its logits after the output layer"
     # No subclasses: theirs may compute something else than weight and bias.
     if layer is None or class_of(layer) is not nn.Linear or _is_sharded_across(layer):
-        log.info("computing the loss from full logits: %s has no plain output layer", _name(model))
-        return None
-    plain: Any = layer
-    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or plain.weight.device)
-    inner = model_without_adapters(model)
-    if adds_bias_to_logits(inner):
-        log.info("computing the loss from full logits: %s adds a bias to its logits", _name(model))
-        return None
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
-        options = {**options, "decoder_input_ids": tokens}
-    why = "modifies its logits after the output layer"
-    transform: LogitTransform | None = None
-    try:
-        transform = _probe_logits(model, layer, tokens, options)
-    except Exception as error:
-        log.debug("the model cannot be asked about its output layer", exc_info=True)
-        reason = class_and_message(error)
-        why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
+        why = "has no plain output layer"
+    elif adds_bias_to_logits(inner):
+        why = "adds a bias to its logits"
+    else:
+        tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or layer.weight.device)
+        if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+            options = {**options, "decoder_input_ids": tokens}
+        try:
+            transform = _probe_logits(model, layer, tokens, options)
+        except Exception as error:
+            log.debug("the model cannot be asked about its output layer", exc_info=True)
+            reason = class_and_message(error)
+            why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
     if transform is None:
-        log.info("computing the loss from full logits: %s %s", _name(model), why)
+        log.info("computing the loss from full logits: %s %s", class_of(model).__name__, why)
         return None
-    head = LossHead.of(plain)
+    head = LossHead.of(layer)
     head.transform = transform
     if transform.scale != 1:
         log.info("the loss head multiplies logits by %g, as the model does", transform.scale)
     if transform.cap is not None:
         log.info("the loss head caps logits at %g, as the model does", transform.cap)
     return head
-
-
-def _name(model: nn.Module) -> str:
-    name: str = class_of(model).__name__
-    return name
 
 
 def adds_bias_to_logits(model: Any) -> bool:

@@ -397,12 +397,12 @@ def test_layers_that_are_fused_are_compiled_from_the_operators_of_transformers(
     fused = copy.deepcopy(plain)
     for fuse in (fuse_norms, fuse_gates, fuse_rotary_embeddings, fuse_adapters):
         assert fuse(fused) > 0
-    for layer in fused.base_model.model.model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    fused.base_model.model.model.layers[1].compile(backend="eager", fullgraph=True)
     expected = loss_and_gradients(plain, ROWS)
     kernel.num_calls = 0
     torch.testing.assert_close(loss_and_gradients(fused, ROWS), expected)
-    assert kernel.num_calls == 0
+    # Queries and keys of the other layer, in both directions.
+    assert kernel.num_calls == 4
 
 
 # ---------------------------------------------------------------- models
