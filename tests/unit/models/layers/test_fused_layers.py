@@ -413,6 +413,7 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.flatten().double() for each in gradients])
 
 
+@pytest.mark.further
 def test_a_model_in_16_bits_is_no_less_exact_and_keeps_less() -> None:
     errors = {"plain": 0.0, "fused": 0.0}
     for seed in range(8):
