@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.head_memory import head_bytes
 from automodel_ckpt.models.loss.loss_inputs import LogitTransform, VocabularyPart
 from tests.support import ranks
 
@@ -125,7 +125,7 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    forecast = HeadSizes(num, 20_000, 64, torch.float32, "cpu", trains_weight=True, stores=True)
+    forecast = head_bytes(num, 20_000, 64, torch.float32, "cpu", trains_weight=True, stores=True)
     returned = hidden.nbytes + weight.nbytes
-    assert peak == pytest.approx(forecast.peak_bytes + returned, rel=0.15)
-    assert forecast.kept_bytes <= forecast.peak_bytes
+    assert peak == pytest.approx(forecast.peak + returned, rel=0.15)
+    assert forecast.kept <= forecast.peak
