@@ -154,9 +154,13 @@ def _config_from_mapping(
         settings = _completed(settings, default, tokenizer, processor)
         # transformers moves these into rope_parameters, because config.json had them before version 5.
         older = _OLDER_ROTARY if hasattr(default, "rope_parameters") else ()
-        newer = {name: value for name, value in settings.items() if name not in older}
-        # It would store unknown ones as attributes and build the model without them.
-        _check(_problems(default, newer, "model.from_config", {}))
+        # It would store unknown ones as attributes and build the model without them. A section can be of another type.
+        checked = {
+            name: value
+            for name, value in settings.items()
+            if name not in older and name not in default.sub_configs
+        }
+        _check(_problems(default, checked, "model.from_config", {}))
         settings = merged_config(settings, default, overrides)
         check_sizes(settings, "model.from_config")
         return config_class(**copy.deepcopy(settings))
