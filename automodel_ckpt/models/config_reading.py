@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import transformers
@@ -154,13 +154,12 @@ def _config_from_mapping(
         settings = _completed(settings, default, tokenizer, processor)
         # transformers moves these into rope_parameters, because config.json had them before version 5.
         older = _OLDER_ROTARY if hasattr(default, "rope_parameters") else ()
-        # It would store unknown ones as attributes and build the model without them. A section can be of another type.
-        checked = {
-            name: value
+        # It would store unknown ones as attributes and build the model without them.
+        _check(
+            _unknown(default, name, value, "model.from_config")
             for name, value in settings.items()
-            if name not in older and name not in default.sub_configs
-        }
-        _check(_problems(default, checked, "model.from_config", {}))
+            if not hasattr(default, name) and name not in older
+        )
         settings = merged_config(settings, default, overrides)
         check_sizes(settings, "model.from_config")
         return config_class(**copy.deepcopy(settings))
@@ -228,30 +227,31 @@ def merged_config(
     *config* is the object that transformers makes of *content*; its class validates the types of values. Raises
     :class:`RecipeError` with every setting that it does not have.
     """
-    _check(_problems(config, overrides, "model.config_overrides", _OTHER_KEYS))
+    _check(_problems(config, overrides, "model.config_overrides"))
     return _merged(content, config, overrides)
 
 
-def _check(problems: Iterator[Problem]) -> None:
+def _check(problems: Iterable[Problem]) -> None:
     if found := list(problems):
         raise RecipeError.all_of(found)
 
 
-def _problems(
-    config: Any, settings: Mapping[str, Any], key: str, other_keys: Mapping[str, str]
-) -> Iterator[Problem]:
-    """Yield a problem for each setting that *config* does not have, also in its parts; *other_keys* replace some."""
+def _unknown(config: Any, name: str, value: Any, key: str) -> Problem:
+    what = f"{config.model_type or type(config).__name__} models have no setting {name!r}"
+    return Problem(what, f"{key}.{name}", value, did_you_mean(name, _settings(config)))
+
+
+def _problems(config: Any, overrides: Mapping[str, Any], key: str) -> Iterator[Problem]:
     known = _settings(config)
-    for name, value in settings.items():
+    for name, value in overrides.items():
         where = f"{key}.{name}"
-        if name in other_keys:
-            yield Problem("this setting is not overridden here", where, value, other_keys[name])
-        elif name.startswith("_") or name not in known:
-            what = f"{config.model_type or type(config).__name__} models have no setting {name!r}"
-            yield Problem(what, where, value, did_you_mean(name, known))
+        if name in _OTHER_KEYS:
+            yield Problem("this setting is not overridden here", where, value, _OTHER_KEYS[name])
+        elif name not in known:
+            yield _unknown(config, name, value, key)
         elif isinstance(present := getattr(config, name), PreTrainedConfig):
             if isinstance(value, Mapping):
-                yield from _problems(present, value, where, other_keys)
+                yield from _problems(present, value, where)
             else:
                 yield Problem("this is a section of settings", where, value, "give a mapping")
 
