@@ -64,7 +64,7 @@ class LossPass(AbstractContextManager["LossPass"]):
     _head: LossHead
     positions: torch.Tensor | None
     targets: torch.Tensor
-    _sizes: Sequence[int] | None = None
+    sizes: Sequence[int] | None = None
     hits: TokenHits | None = None
     criterion: LinearLoss | None = None
     z_loss: ZLoss | None = None
@@ -88,18 +88,6 @@ class LossPass(AbstractContextManager["LossPass"]):
         return linear_cross_entropy(
             hidden, weight, bias, labels, part, transform, hits, self.z_loss
         )
-
-    def summed(
-        self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        """Call *loss_of* for labeled hidden states [N, H] and their targets [N]: 0-dim, or with sizes one loss each."""
-        if self._sizes is None:
-            return loss_of(hidden, self.targets)
-        sizes = list(self._sizes)
-        states = torch.split(hidden, sizes)
-        targets = torch.split(self.targets, sizes)
-        losses = [loss_of(*group) for group in zip(states, targets, strict=True)]
-        return torch.stack(losses)
 
     def output_for(self, loss: torch.Tensor) -> torch.Tensor:
         """What the layer returns for a *loss*, 0-dim or one per group: [1, groups, 1].
@@ -230,12 +218,18 @@ class LossHead(nn.Linear):
         part: VocabularyPart | None = None,
     ) -> torch.Tensor:
         """What the layer returns for the loss of labeled states *hidden* [N, H], by *weight* [V, H] and *bias* [V]."""
-
-        def loss_of(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            labeled = Labeled(states, labels, self.transform, loss_pass.hits, part)
-            return loss_pass.of_labeled(labeled, weight, bias)
-
-        return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
+        groups = [(hidden, loss_pass.targets)]
+        sizes = loss_pass.sizes
+        if sizes is not None:
+            parts = torch.split(hidden, [*sizes]), torch.split(loss_pass.targets, [*sizes])
+            groups = list(zip(*parts, strict=True))
+        losses = [
+            loss_pass.of_labeled(
+                Labeled(states, labels, self.transform, loss_pass.hits, part), weight, bias
+            )
+            for states, labels in groups
+        ]
+        return loss_pass.output_for(losses[0] if sizes is None else torch.stack(losses))
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
