@@ -142,10 +142,11 @@ def names_in_files(
     }
     written = {names.get(fqn, fqn) for fqn in found.names}
     older = unchanged - written - found.in_files
-    in_base_only: dict[str, str] = {}
-    for name, fqn in _names_in_memory(model, older).items():
-        if fqn in found.names and names.get(fqn, fqn) not in unchanged:
-            in_base_only[fqn] = name
+    in_base_only = {
+        fqn: name
+        for name, fqn in _names_in_memory(model, older).items()
+        if fqn in found.names and names.get(fqn, fqn) not in unchanged
+    }
     if not _would_mix_prefixes(model, found, in_base_only):
         names.update(in_base_only)
     return InFiles(names, parts)

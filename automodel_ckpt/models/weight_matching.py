@@ -206,12 +206,12 @@ def former_buffers(model: Any, names: Iterable[str]) -> list[str]:
     Source: ``PreTrainedModel._adjust_missing_and_unexpected_keys`` of transformers 5.17 to 5.24.
     """
     buffers = [name for name, _ in model.named_buffers()]
-    found = []
-    for name in names:
-        for end in _FORMER_BUFFERS:
-            if f".{name}".endswith(end) and any(f".{buffer}".endswith(end) for buffer in buffers):
-                found.append(name)
-    return found
+    return [
+        name
+        for name in names
+        for end in _FORMER_BUFFERS
+        if f".{name}".endswith(end) and any(f".{buffer}".endswith(end) for buffer in buffers)
+    ]
 
 
 def copies_of_tied(here: Names, there: Names, prefix: str = "") -> Iterator[tuple[str, list[str]]]:

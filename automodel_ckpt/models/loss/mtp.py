@@ -302,11 +302,12 @@ def copies_in_files(model: Any, names: Mapping[str, str]) -> dict[str, str]:
     layers = mtp_of(model)
     assert layers is not None
     ends = {"embedding": model.get_input_embeddings(), "output": model.get_output_embeddings()}
-    stored: dict[str, str] = {}
-    for fqn, parameter in model.named_parameters():
-        for end, layer in ends.items():
-            if layer is not None and parameter is layer.weight:
-                stored[end] = names.get(fqn, fqn)
+    stored = {
+        end: names.get(fqn, fqn)
+        for fqn, parameter in model.named_parameters()
+        for end, layer in ends.items()
+        if layer is not None and parameter is layer.weight
+    }
     config = model.config.get_text_config()
     copies: dict[str, str] = {}
     for number in range(len(layers.depths)):
