@@ -202,7 +202,7 @@ def _read_off(
         if value.numel() == 0:
             continue
         indices = torch.searchsorted(borders, value.flatten(), right=True) - 1
-        origins = frozenset(fqns[index] for index in indices.unique().tolist())
+        origins = frozenset(fqns[index] for index in set(indices.tolist()))
         (fqn, *others) = origins
         part = None if others else _row_part(value, markers[fqn], shapes[fqn])
         if torch.equal(value, markers[fqn]):

@@ -78,7 +78,9 @@ def build_schedule(
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
         if warmup_from and isinstance(schedule, LambdaLR):
-            factors = [partial(_raised, each, warmup, warmup_from) for each in schedule.lr_lambdas]
+            factors: list[Callable[[int], float]] = [
+                partial(_raised, each, warmup, warmup_from) for each in schedule.lr_lambdas
+            ]
             # A partial has the state of transformers' own factors: none.
             schedule.lr_lambdas = factors
             follow_schedule(schedule)

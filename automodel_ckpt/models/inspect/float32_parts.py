@@ -60,9 +60,8 @@ def float32_kept(model: nn.Module) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for code, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
         pattern = float32_pattern(model, dtype)
-        listed = {name for name in names if pattern is not None and pattern.search(name)}
-        if created | listed:
-            found[code] = frozenset(created | listed)
+        if kept := created | {name for name in names if pattern and pattern.search(name)}:
+            found[code] = frozenset(kept)
     return found
 
 
@@ -78,7 +77,6 @@ def float32_names(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]
     Those that the class of the model creates in float32 in a model of type *dtype* are among them, if it can compute
     with them, and batch normalization with running statistics in float32: torch requires weights of the same type.
     """
-    found: set[str] = set()
     pattern = float32_pattern(model, dtype)
     prefix, inner = _of_transformers(model)
     built = _built_in(inner, dtype) if dtype in _HALF else None
@@ -87,10 +85,10 @@ def float32_names(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]
         for name, parameter in built.named_parameters(remove_duplicate=False):
             if parameter.dtype == torch.float32:
                 created.add(name)
+    found: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         plain = _OF_ADAPTERS.sub("", name)
-        is_listed = pattern is not None and pattern.search(plain)
-        if is_listed or plain.removeprefix(prefix) in created:
+        if (pattern and pattern.search(plain)) or plain.removeprefix(prefix) in created:
             found.add(name)
     for name, module in model.named_modules(remove_duplicate=False):
         mean = getattr(module, "running_mean", None)
@@ -125,7 +123,7 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     created = {
         name: each.dtype
         for name, each in built.named_buffers()
-        if (name not in in_files or _FACTORS_IN_FILES.search(name))
+        if name not in in_files or _FACTORS_IN_FILES.search(name)
     }
     tables = {
         prefix + name
