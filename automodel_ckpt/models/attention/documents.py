@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from types import CellType
 from typing import Any, TypeAlias
@@ -23,27 +22,25 @@ from torch import nn
 from automodel_ckpt.base.device_copies import to_device
 
 
-@dataclass(eq=False)
 class Documents:
     """Causal attention within the documents of one row, limited to the last *window* tokens if that is not None.
 
     *runs* are pairs (length, count): consecutive documents of equal length, in the row's order. It takes the place of
-    the mask between transformers' functions.
+    the mask between transformers' functions. Not a dataclass: fsdp2 looks for tensors in their fields.
     """
 
-    runs: tuple[tuple[int, int], ...]
-    window: int | None
-    device: torch.device
-    num_tokens: int = field(init=False)
-    cumulative: torch.Tensor = field(init=False)
-    """For :class:`VarlenKernel`, int32 [N + 1]: the position where each document begins, and the length of the row. N
-    is a power of two: the last documents can be empty."""
-    longest: int = field(init=False)
-    """For :class:`VarlenKernel`: the length of the longest document, rounded up to a power of two. Without the
+    cumulative: torch.Tensor
+    """Set for :class:`VarlenKernel`, int32 [N + 1]: the position where each document begins, and the length of the row.
+    N is a power of two: the last documents can be empty."""
+    longest: int
+    """Set for :class:`VarlenKernel`: the length of the longest document, rounded up to a power of two. Without the
     rounding, layers that torch.compile specializes on these sizes would be compiled for each row."""
 
-    def __post_init__(self) -> None:
-        # An attribute: compiled layers read it, and would be compiled for each value of *runs*.
+    def __init__(
+        self, runs: tuple[tuple[int, int], ...], window: int | None, device: torch.device
+    ) -> None:
+        self.runs, self.window, self.device = runs, window, device
+        # Compiled layers read it, and would be compiled for each value of *runs*.
         self.num_tokens = sum(self.sizes)
 
     @property
