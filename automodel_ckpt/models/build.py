@@ -152,20 +152,16 @@ def restore_attention_caps(model: nn.Module) -> None:
         if id(config) in seen or not _lacks_cap(config):
             continue
         seen.add(id(config))
-        name, cap = type(part).__name__, config.attn_logit_softcapping
+        outcome = "build it with attn_implementation: eager"
         if part._can_set_attn_implementation():
             config._attn_implementation_internal = "eager"
-            log.warning(
-                "%s caps its attention scores at %s, and sdpa has no cap: it gets eager attention",
-                name,
-                cap,
-            )
-        else:
-            log.warning(
-                "%s caps its attention scores at %s, and sdpa has no cap: build it with attn_implementation: eager",
-                name,
-                cap,
-            )
+            outcome = "it gets eager attention"
+        log.warning(
+            "%s caps its attention scores at %s, and sdpa has no cap: %s",
+            type(part).__name__,
+            config.attn_logit_softcapping,
+            outcome,
+        )
 
 
 def _lacks_cap(config: PreTrainedConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import transformers
@@ -25,7 +25,6 @@ from automodel_ckpt.models.inspect.repository import (
     damaged_config,
     importing_code,
     model_needs_code,
-    not_a_directory,
     reject_other_weights,
     require_local,
 )
@@ -34,7 +33,6 @@ from automodel_ckpt.models.inspect.vision import image_settings, thinker_of
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _MAIN_REVISION = RepositoryOptions()
-_KEY = "model.config_overrides"
 _OTHER_KEYS = {
     "dtype": "set model.dtype instead",
     "torch_dtype": "set model.dtype instead",
@@ -87,8 +85,6 @@ def _read_config(
 ) -> PreTrainedConfig:
     require_local(name, where)
     reject_other_weights(name, where)
-    if is_file := not_a_directory(name, where):
-        raise is_file
     check_revision(name, repository.revision)
     config, content = _config_of(name, where, repository)
     if overrides:
@@ -156,7 +152,14 @@ def _config_from_mapping(
     try:
         default = config_class()
         settings = _completed(settings, default, tokenizer, processor)
-        _check_known(settings, default)
+        # transformers moves these into rope_parameters, because config.json had them before version 5.
+        older = _OLDER_ROTARY if hasattr(default, "rope_parameters") else ()
+        # It would store unknown ones as attributes and build the model without them.
+        _check(
+            _unknown(default, name, value, "model.from_config")
+            for name, value in settings.items()
+            if not hasattr(default, name) and name not in older
+        )
         settings = merged_config(settings, default, overrides)
         check_sizes(settings, "model.from_config")
         return config_class(**copy.deepcopy(settings))
@@ -216,25 +219,6 @@ def _settings_of(tokenizer: Any) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), **ids}
 
 
-def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
-    """Raise :class:`RecipeError` for unknown settings.
-
-    transformers would store them as attributes and build the model without them.
-    """
-    names = {*vars(default), *type(default).attribute_map}
-    known = {name for name in names if not name.startswith("_")}
-    # transformers moves these into rope_parameters, because config.json had them before version 5.
-    older = _OLDER_ROTARY if hasattr(default, "rope_parameters") else ()
-    problems = []
-    for name, value in settings.items():
-        if not hasattr(default, name) and name not in older:
-            what = f"{default.model_type} models have no setting {name!r}"
-            where = f"model.from_config.{name}"
-            problems.append(Problem(what, where, value, did_you_mean(name, known)))
-    if problems:
-        raise RecipeError.all_of(problems)
-
-
 def merged_config(
     content: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -243,10 +227,18 @@ def merged_config(
     *config* is the object that transformers makes of *content*; its class validates the types of values. Raises
     :class:`RecipeError` with every setting that it does not have.
     """
-    problems = list(_problems(config, overrides, _KEY))
-    if problems:
-        raise RecipeError.all_of(problems)
+    _check(_problems(config, overrides, "model.config_overrides"))
     return _merged(content, config, overrides)
+
+
+def _check(problems: Iterable[Problem]) -> None:
+    if found := list(problems):
+        raise RecipeError.all_of(found)
+
+
+def _unknown(config: Any, name: str, value: Any, key: str) -> Problem:
+    what = f"{config.model_type or type(config).__name__} models have no setting {name!r}"
+    return Problem(what, f"{key}.{name}", value, did_you_mean(name, _settings(config)))
 
 
 def _problems(config: Any, overrides: Mapping[str, Any], key: str) -> Iterator[Problem]:
@@ -255,9 +247,8 @@ def _problems(config: Any, overrides: Mapping[str, Any], key: str) -> Iterator[P
         where = f"{key}.{name}"
         if name in _OTHER_KEYS:
             yield Problem("this setting is not overridden here", where, value, _OTHER_KEYS[name])
-        elif name.startswith("_") or name not in known:
-            what = f"{config.model_type or type(config).__name__} models have no setting {name!r}"
-            yield Problem(what, where, value, did_you_mean(name, known))
+        elif name not in known:
+            yield _unknown(config, name, value, key)
         elif isinstance(present := getattr(config, name), PreTrainedConfig):
             if isinstance(value, Mapping):
                 yield from _problems(present, value, where)

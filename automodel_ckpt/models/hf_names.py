@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -79,9 +78,9 @@ def read_conversion(model: nn.Module) -> Conversion | None:
     if not isinstance(model, PreTrainedModel):
         return None
     tensors = model.state_dict(keep_vars=True)
-    markers = _Markers({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     try:
-        return _read_off(markers, lambda small: revert_weight_conversion(model, small))
+        return _read_off(shapes, lambda small: revert_weight_conversion(model, small))
     except Exception as error:  # such as an arithmetic operation
         log.debug(
             "tensors keep their names of memory in files: %s: %s", type(error).__name__, error
@@ -89,23 +88,10 @@ def read_conversion(model: nn.Module) -> Conversion | None:
         return None
 
 
-class InMemory(NamedTuple):
-    """Layers or tensors under the names that files or earlier versions of transformers give them.
-
-    *renamed*: ``{name: name in memory}``. *combined* are those that are a part of a tensor in memory.
-    """
-
-    renamed: dict[str, str]
-    combined: list[str]
-
-
-def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemory:
-    """Find the names in memory of tensors with these *names* in a file. Those of unknown tensors are not checked."""
+def _names_in_memory(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+    """{name in a file: name in memory} of those *names* that transformers only renames."""
     renamed: dict[str, str] = {}
-    combined: list[str] = []
-    if not names:
-        return InMemory(renamed, combined)
-    tensors = model.state_dict(keep_vars=True)
+    tensors = model.state_dict(keep_vars=True) if names else {}
     try:
         transforms = get_model_conversion_mapping(model)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -116,11 +102,9 @@ def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemo
             )
             if converter is None:
                 renamed[name] = new
-            else:
-                combined.append(name)
     except Exception as error:  # another version of transformers
         log.debug("tensors keep their names: %s: %s", type(error).__name__, error)
-    return InMemory(renamed, combined)
+    return renamed
 
 
 def names_in_files(
@@ -146,20 +130,23 @@ def names_in_files(
         with_prefix = _THINKER + name
         return with_prefix if with_prefix in unchanged and name not in unchanged else name
 
-    names: dict[str, str] = {}
-    for fqn, name in found.names.items():
-        if in_base(name) != fqn and fqn not in unchanged:
-            names[fqn] = in_base(name)
-    parts: dict[str, dict[str, RowPart]] = {}
-    for fqn, of_rows in found.parts.items():
-        if fqn not in unchanged:
-            parts[fqn] = {in_base(name): part for name, part in of_rows.items()}
+    names = {
+        fqn: in_base(name)
+        for fqn, name in found.names.items()
+        if in_base(name) != fqn and fqn not in unchanged
+    }
+    parts = {
+        fqn: {in_base(name): part for name, part in of_rows.items()}
+        for fqn, of_rows in found.parts.items()
+        if fqn not in unchanged
+    }
     written = {names.get(fqn, fqn) for fqn in found.names}
     older = unchanged - written - found.in_files
-    in_base_only: dict[str, str] = {}
-    for name, fqn in _tensors_in_memory(model, older).renamed.items():
-        if fqn in found.names and names.get(fqn, fqn) not in unchanged:
-            in_base_only[fqn] = name
+    in_base_only = {
+        fqn: name
+        for name, fqn in _names_in_memory(model, older).items()
+        if fqn in found.names and names.get(fqn, fqn) not in unchanged
+    }
     if not _would_mix_prefixes(model, found, in_base_only):
         names.update(in_base_only)
     return InFiles(names, parts)
@@ -174,108 +161,57 @@ def _would_mix_prefixes(
     backbone without the prefix, for example.
     """
     prefix = f"{model.base_model_prefix}."
-    moved: set[str] = set()
-    for fqn, name in in_base.items():
-        if name.startswith(prefix) != found.names[fqn].startswith(prefix):
-            moved.add(fqn)
+    moved = {
+        fqn
+        for fqn, name in in_base.items()
+        if name.startswith(prefix) != found.names[fqn].startswith(prefix)
+    }
     stored = set(model.state_dict(keep_vars=True)).difference(model.all_tied_weights_keys)
     return bool(moved) and not stored <= moved
 
 
-class _Markers:
-    """A small integer tensor for each tensor. Its elements identify their origin after any slicing.
-
-    A marker has as many dimensions as its tensor, and as many rows if these may become separate tensors (three or more
-    dimensions). All elements of all markers are different numbers: 0 to *total* - 1.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.total = 0
-        self._names = list(shapes)
-        self._starts: list[int] = []
-        for name, shape in shapes.items():
-            small = [_small(extent) for extent in shape]
-            if len(shape) > 2:
-                small[0] = shape[0]
-            end = self.total + math.prod(small)
-            self._starts.append(self.total)
-            self.tensors[name] = torch.arange(self.total, end).reshape(small)
-            self.total = end
-
-    def origin(self, value: torch.Tensor) -> tuple[str, RowPart | None]:
-        """The name of the tensor that *value* was sliced from, and the part; None for the complete tensor.
-
-        Raises ValueError if *value* is not a slice of one row of one marker.
-        """
-        numbers = value.flatten()
-        # The numbers of all markers are different, so the first one identifies the marker.
-        index = bisect_right(self._starts, int(numbers[0])) - 1
-        name = self._names[index]
-        start = self._starts[index]
-        marker = self.tensors[name]
-        if torch.equal(value, marker):
-            return name, None
-        row, *first = _position(numbers[0] - start, marker.shape)
-        _, *last = _position(numbers[-1] - start, marker.shape)
-        in_marker = tuple(slice(low, high + 1) for low, high in zip(first, last, strict=True))
-        if marker.dim() < 2 or not torch.equal(value, marker[row][in_marker]):
-            raise ValueError(f"{name} is not only split row by row")
-        row_shape = self.shapes[name][1:]
-        in_tensor = []
-        for part, extent, marker_extent in zip(in_marker, row_shape, marker.shape[1:], strict=True):
-            # Exact, because the extent of a marker divides its tensor's.
-            factor = extent // marker_extent
-            in_tensor.append(slice(part.start * factor, part.stop * factor))
-        return name, (row, tuple(in_tensor))
-
-    def origins(self, value: torch.Tensor) -> frozenset[str]:
-        """The names of all tensors that *value* has elements of."""
-        starts = torch.tensor(self._starts)
-        numbers = torch.searchsorted(starts, value.flatten(), right=True) - 1
-        return frozenset(self._names[index] for index in set(numbers.tolist()))
-
-
-def _position(number: torch.Tensor, shape: torch.Size) -> list[int]:
-    """The index in each dimension of element *number*, 0-dim, of a tensor of *shape*."""
-    return [int(index) for index in torch.unravel_index(number, shape)]
-
-
-def _small(extent: int) -> int:
-    """The greatest divisor of *extent* up to 8; 0 for 0."""
-    if extent == 0:
-        return 0
-    return max(size for size in range(1, 9) if extent % size == 0)
-
-
 def _read_off(
-    markers: _Markers, revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    shapes: Mapping[str, tuple[int, ...]],
+    revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> Conversion:
-    """Convert the markers with *revert*, and read the origin of each tensor off the result.
+    """Convert a small integer tensor for each tensor with *revert*, and read the origins off the results.
 
-    Raises ValueError if the result does not contain every element of the markers exactly once.
+    Such a marker has as many dimensions as its tensor, and as many rows if these may become separate tensors (three or
+    more dimensions). All elements of all markers are different numbers from 0 on, so that they identify their origin
+    after any slicing. Raises ValueError if the result does not contain each of them exactly once.
     """
-    reverted = revert(dict(markers.tensors))
+    markers: dict[str, torch.Tensor] = {}
+    starts: list[int] = []
+    total = 0
+    for name, shape in shapes.items():
+        small = [_small(extent) for extent in shape]
+        if len(shape) > 2:
+            small[0] = shape[0]
+        starts.append(total)
+        total += math.prod(small)
+        markers[name] = torch.arange(starts[-1], total).reshape(small)
+    reverted = revert(dict(markers))
     everything = torch.cat([value.flatten() for value in reverted.values()]).sort().values
-    if not torch.equal(everything, torch.arange(markers.total)):
+    if not torch.equal(everything, torch.arange(total)):
         raise ValueError("the conversion drops, repeats or changes elements")
     names, parts = dict[str, str](), dict[str, dict[str, RowPart]]()
     combined: dict[str, frozenset[str]] = {}
+    fqns, borders = list(shapes), torch.tensor(starts)
     for name, value in reverted.items():
         # Nothing identifies the origin of an empty tensor, so it keeps its name in memory.
         if value.numel() == 0:
             continue
-        try:
-            fqn, part = markers.origin(value)
-        except ValueError as error:
-            log.debug("%s keeps the names of memory in files: %s", name, error)
-            combined[name] = markers.origins(value)
-            continue
-        if part is None:
+        indices = torch.searchsorted(borders, value.flatten(), right=True) - 1
+        origins = frozenset(fqns[index] for index in set(indices.tolist()))
+        (fqn, *others) = origins
+        part = None if others else _row_part(value, markers[fqn], shapes[fqn])
+        if torch.equal(value, markers[fqn]):
             names[fqn] = name
-        else:
+        elif part is not None:
             parts.setdefault(fqn, {})[name] = part
+        else:
+            log.debug("%s keeps the names of memory in files", name)
+            combined[name] = origins
     # A part of a tensor with other parts that have no description.
     for fqn in frozenset[str]().union(*combined.values()):
         for name in parts.pop(fqn, {}):
@@ -283,16 +219,36 @@ def _read_off(
     return Conversion(names, parts, combined)
 
 
+def _row_part(value: torch.Tensor, marker: torch.Tensor, shape: tuple[int, ...]) -> RowPart | None:
+    """The part of a tensor of *shape* that *value* is, a part of its *marker*. None when it is not of one row."""
+    if marker.dim() < 2:
+        return None
+    ends = value.flatten()[[0, -1]] - marker.flatten()[0]
+    first, last = torch.stack(torch.unravel_index(ends, marker.shape), 1).tolist()
+    row, *low = first
+    in_marker = [slice(start, end + 1) for start, end in zip(low, last[1:], strict=True)]
+    if not torch.equal(value, marker[row][tuple(in_marker)]):
+        return None
+    # Exact, because the extent of a marker divides its tensor's.
+    factors = [extent // small for extent, small in zip(shape[1:], marker.shape[1:], strict=True)]
+    in_tensor = [
+        slice(part.start * factor, part.stop * factor)
+        for part, factor in zip(in_marker, factors, strict=True)
+    ]
+    return row, tuple(in_tensor)
+
+
+def _small(extent: int) -> int:
+    """The greatest divisor of *extent* up to 8; 0 for 0."""
+    return max((size for size in range(1, 9) if extent and extent % size == 0), default=0)
+
+
 def tensor_names_in(base_dir: Path) -> set[str]:
     """The names of all tensors in the Hugging Face files of *base_dir*."""
-    index, single = base_dir / "model.safetensors.index.json", base_dir / "model.safetensors"
-    weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
+    weight_map = _weight_map_of(base_dir)
     if weight_map is not None:
         return set(weight_map)
-    if not single.is_file():
-        return set()
-    with safe_open(single, "pt") as file:
-        return set(file.keys())
+    return set(tensor_types_in(base_dir))
 
 
 def tensor_types_in(base_dir: Path) -> dict[str, str]:
@@ -302,16 +258,17 @@ def tensor_types_in(base_dir: Path) -> dict[str, str]:
     Raises :class:`RecipeError` for a damaged index, SafetensorError for a damaged file, and OSError for a file that
     cannot be opened.
     """
-    weight_map = read_weight_map(
-        base_dir / "model.safetensors.index.json", follow_links=True, kind=RecipeError
-    )
+    weight_map = _weight_map_of(base_dir)
     files = {"model.safetensors"} if weight_map is None else set(weight_map.values())
     types: dict[str, str] = {}
-    for name in sorted(files):
-        path = base_dir / name
-        if weight_map is None and not path.is_file():
-            continue
-        with safe_open(path, "pt") as file:
-            keys = file.keys()
-            types.update({key: file.get_slice(key).get_dtype() for key in keys})
+    for path in sorted(base_dir / name for name in files):
+        if weight_map is not None or path.is_file():
+            with safe_open(path, "pt") as file:
+                keys = file.keys()
+                types.update({key: file.get_slice(key).get_dtype() for key in keys})
     return types
+
+
+def _weight_map_of(base_dir: Path) -> dict[str, str] | None:
+    index = base_dir / "model.safetensors.index.json"
+    return read_weight_map(index, follow_links=True, kind=RecipeError)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
@@ -45,12 +44,10 @@ class InitialValues:
 
     def are_complete(self) -> bool:
         """Whether ``_init_weights`` writes every tensor. Values that only a constructor sets are not available here."""
-        tensors: list[torch.Tensor] = []
-        for module in self._modules.values():
-            tensors += _own_tensors(module).values()
+        tensors = [each for m in self._modules.values() for each in _own_tensors(m).values()]
         # torch increments _version with each in-place operation, also on the meta device.
         before = [tensor._version for tensor in tensors]
-        with guard_torch_init_functions(), _FastNormal():
+        with guard_torch_init_functions():
             for name in self._modules:
                 self._initialise(name)
         after = [tensor._version for tensor in tensors]
@@ -76,11 +73,11 @@ class InitialValues:
                 # generator: the values depend on this module only.
                 for outer in _outwards(name):
                     self._initialise(outer)
-            values = {}
-            for key, tensor in _own_tensors(module).items():
-                if wanted(key):
-                    values[key] = tensor.detach().to(on_meta[key].dtype)
-            return values
+            return {
+                key: tensor.detach().to(on_meta[key].dtype)
+                for key, tensor in _own_tensors(module).items()
+                if wanted(key)
+            }
         finally:
             _replace(module, on_meta)
 
@@ -101,24 +98,6 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for *tensor*, a tensor on the meta device; in float32 instead of 16 bits, which would have other draws."""
     is_small = tensor.dtype in (torch.bfloat16, torch.float16)
     return torch.empty_like(tensor, device="cpu", dtype=torch.float32 if is_small else tensor.dtype)
-
-
-class _FastNormal(TorchFunctionMode):
-    """Replaces normal draws on the meta device, which torch computes by ten operations in Python, with one write."""
-
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        if function in (nn.init.normal_, torch.Tensor.normal_):
-            tensor: torch.Tensor = args[0] if args else named["tensor"]
-            # zero_ increments _version as a draw does, which are_complete reads.
-            return tensor.zero_() if tensor.is_meta else function(*args, **named)
-        return function(*args, **named)
 
 
 def _outwards(name: str) -> Iterator[str]:
@@ -194,11 +173,9 @@ def initialise(
     with guard_torch_init_functions():
         for name, module in modules.items():
             selects = wanted(name, module)
-            own = {}
-            for key, tensor in _own_tensors(module).items():
-                if id(tensor) not in done:
-                    own[key] = tensor
-            done.update(id(tensor) for tensor in own.values())
+            all_own = _own_tensors(module)
+            own = {key: tensor for key, tensor in all_own.items() if id(tensor) not in done}
+            done.update(map(id, own.values()))
             selected = {key for key in own if selects(key)}
             for key, complete in values.of_module(name, selected.__contains__).items():
                 # Each rank draws the complete tensor and keeps its slice: drawing shards with one
@@ -214,10 +191,8 @@ def put(target: torch.Tensor, complete: torch.Tensor) -> None:
     sizes, offsets = compute_local_shape_and_global_offset(
         target.shape, target.device_mesh, target.placements
     )
-    ranges = []
-    for offset, size in zip(offsets, sizes, strict=True):
-        ranges.append(slice(offset, offset + size))
-    target.to_local().copy_(complete[tuple(ranges)])
+    shard = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    target.to_local().copy_(complete[shard])
 
 
 def is_transient(module: nn.Module, name: str) -> bool:

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 from collections import Counter
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -20,7 +20,6 @@ from automodel_ckpt.models.inspect.float32_parts import float32_names
 
 log = logging.getLogger("automodel_ckpt")
 
-_WHERE = "peft.quantize_base"
 _READ_AS_FLOATS = ("fp8", "mxfp4")
 """Formats that transformers dequantizes while it reads, to the type that it is asked for."""
 _ORDINARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,16 +35,24 @@ def quantized_loading(
     *dtype* is the type of the tensors that stay as they are. 4-bit weights are computed in bfloat16, in float16 if that
     is *dtype*. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes, or sharded.
     """
-    if device.type != "cuda":
-        _refuse(
-            kind, f"it needs a CUDA device; this is a {device.type}", "remove it, or train on a GPU"
-        )
-    if strategy == "fsdp2":
-        _refuse(
-            kind, "packed weights cannot be sharded by fsdp2", "set distributed.strategy to ddp"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        _refuse(kind, "bitsandbytes is not installed", "pip install 'automodel_ckpt[quantization]'")
+    in_cuda = f"it needs a CUDA device; this is a {device.type}"
+    install = "pip install 'automodel_ckpt[quantization]'"
+    for is_wrong, why, hint in (
+        (device.type != "cuda", in_cuda, "remove it, or train on a GPU"),
+        (
+            strategy == "fsdp2",
+            "packed weights cannot be sharded by fsdp2",
+            "set distributed.strategy to ddp",
+        ),
+        (
+            importlib.util.find_spec("bitsandbytes") is None,
+            "bitsandbytes is not installed",
+            install,
+        ),
+    ):
+        if is_wrong:
+            what = f"the base cannot be quantized: {why}"
+            raise RecipeError(what, where="peft.quantize_base", value=kind, hint=hint)
     make: Any = transformers.BitsAndBytesConfig  # it has no annotations
     if kind == "int8":
         config = make(load_in_8bit=True)
@@ -148,7 +155,3 @@ def type_beside_quantized(dtype: torch.dtype) -> torch.dtype:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _refuse(kind: str, why: str, hint: str) -> NoReturn:
-    raise RecipeError(f"the base cannot be quantized: {why}", where=_WHERE, value=kind, hint=hint)

@@ -48,10 +48,9 @@ def head_modules(model: Any) -> tuple[str, ...]:
     backbone = getattr(model, prefix, None) if prefix else None
     if not isinstance(backbone, nn.Module):
         return ()
-    names: list[str] = []
     pooler = getattr(backbone, _POOLER, None)
-    if isinstance(pooler, nn.Module) and _has_parameters(pooler):
-        names.append(f"{prefix}.{_POOLER}")
+    has_pooler = isinstance(pooler, nn.Module) and _has_parameters(pooler)
+    names = [f"{prefix}.{_POOLER}"] if has_pooler else []
     for name, module in model.named_children():
         if module is not backbone and _has_parameters(module):
             names.append(name)

@@ -67,10 +67,9 @@ class Verdict:
 
     def lines(self, *, allowed: bool) -> list[str]:
         """One line per difference that the recipe allows, or per difference that it does not allow."""
-        lines = []
-        for name in self.missing:
-            if (name in self.allowed) == allowed:
-                lines.append(f"+ {name}: not there")
+        lines = [
+            f"+ {name}: not there" for name in self.missing if (name in self.allowed) == allowed
+        ]
         for name in self.unexpected:
             if (name in self.allowed) == allowed:
                 lines.append(f"- {name}: only there")
@@ -207,12 +206,12 @@ def former_buffers(model: Any, names: Iterable[str]) -> list[str]:
     Source: ``PreTrainedModel._adjust_missing_and_unexpected_keys`` of transformers 5.17 to 5.24.
     """
     buffers = [name for name, _ in model.named_buffers()]
-    found = []
-    for name in names:
-        for end in _FORMER_BUFFERS:
-            if f".{name}".endswith(end) and any(f".{buffer}".endswith(end) for buffer in buffers):
-                found.append(name)
-    return found
+    return [
+        name
+        for name in names
+        for end in _FORMER_BUFFERS
+        if f".{name}".endswith(end) and any(f".{buffer}".endswith(end) for buffer in buffers)
+    ]
 
 
 def copies_of_tied(here: Names, there: Names, prefix: str = "") -> Iterator[tuple[str, list[str]]]:

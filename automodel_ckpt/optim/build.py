@@ -25,11 +25,12 @@ Smaller ones would take less time than the launch of a kernel for each.
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of *modules* that require gradients, without duplicates."""
-    found: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                found[id(parameter)] = parameter
+    found = {
+        id(parameter): parameter
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    }
     return list(found.values())
 
 
@@ -46,10 +47,11 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
             value=type(optimizer).__name__,
             hint="return one from this section's function or class",
         )
-    needed = []
-    for p in inspect.signature(optimizer.step).parameters.values():
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            needed.append(p.name)
+    needed = [
+        p.name
+        for p in inspect.signature(optimizer.step).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if needed and not takes_own_steps:
         raise RecipeError(
             "this optimizer evaluates the loss several times in a step, but the recipe computes it once",
@@ -303,12 +305,11 @@ def _fit_one_kernel(parameters: list[torch.Tensor]) -> bool:
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`skip_step_if` works with *optimizer*: torch's fused optimizers read ``found_inf``."""
-    for part in _parts(optimizer):
-        reads_flag = getattr(part, "_step_supports_amp_scaling", False)
-        is_fused = all(group.get("fused") for group in part.param_groups)
-        if not (reads_flag and is_fused):
-            return False
-    return True
+    return all(
+        getattr(part, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in part.param_groups)
+        for part in _parts(optimizer)
+    )
 
 
 def skip_step_if(optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:

@@ -49,11 +49,13 @@ def build_schedule(
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
+    unused: dict[str, Any] = {}
     if not warms_up:
-        _check_all_used(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio})
-        _check_all_used(name, {"warmup_from": warmup_from or None})
+        unused = {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio}
+        unused["warmup_from"] = warmup_from or None
     if not decays and warmup_ratio is None:
-        _check_all_used(name, {"decay_steps": decay_steps})
+        unused["decay_steps"] = decay_steps
+    _check_all_used(name, unused)
     accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
     _check_kwargs(name, kwargs or {}, accepted)
     if length is None and (decays or warmup_ratio is not None):
@@ -76,9 +78,9 @@ def build_schedule(
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
         if warmup_from and isinstance(schedule, LambdaLR):
-            factors: list[Callable[[int], float]] = []
-            for each in schedule.lr_lambdas:
-                factors.append(partial(_raised, each, warmup, warmup_from))
+            factors: list[Callable[[int], float]] = [
+                partial(_raised, each, warmup, warmup_from) for each in schedule.lr_lambdas
+            ]
             # A partial has the state of transformers' own factors: none.
             schedule.lr_lambdas = factors
             follow_schedule(schedule)
@@ -138,10 +140,8 @@ def check_schedule(schedule: object) -> None:
             value=type(schedule).__name__,
             hint="return one from this section's function or class",
         )
-    needed = [
-        p.name for p in inspect.signature(schedule.step).parameters.values() if p.default is p.empty
-    ]
-    if needed:
+    parameters = inspect.signature(schedule.step).parameters.values()
+    if needed := [p.name for p in parameters if p.default is p.empty]:
         raise RecipeError(
             "this schedule needs more than the step",
             where="lr_scheduler",
@@ -161,9 +161,10 @@ def follow_schedule(schedule: LambdaLR) -> None:
 
     A loaded state contains the rates of the schedule that saved it, which may have been another one.
     """
-    rates = []
-    for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        rates.append(base * factor(schedule.last_epoch))
+    rates = [
+        base * factor(schedule.last_epoch)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     # What get_last_lr() returns; LRScheduler has no setter.

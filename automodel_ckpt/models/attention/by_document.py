@@ -26,8 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from automodel_ckpt.models.attention.documents import (
+    Documents,
     Kernel,
-    PreparedRow,
     document_kernel,
     documents_of,
 )
@@ -185,9 +185,9 @@ def _attention(
     *query*, *key*, *value*: [1, heads, T, D]. Returns (output [1, T, heads, D], None). With *is_probe*, it raises
     :class:`UnsupportedByKernel` where the kernel cannot compute documents; else they are computed with the mask.
     """
-    if not isinstance(attention_mask, PreparedRow):
+    if not isinstance(attention_mask, Documents):
         return _base_attention(base, module)(module, query, key, value, attention_mask, **options)
-    rows: Any = attention_mask
+    rows = attention_mask
     heads = _in_compute_dtype(query, key, value)
     reason = kernel.unsupported(heads[0], heads[2], options)
     if is_probe:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from types import CellType
 from typing import Any, TypeAlias
 
@@ -23,25 +22,26 @@ from torch import nn
 from automodel_ckpt.base.device_copies import to_device
 
 
-class PreparedRow:
-    """The documents of a row as a kernel needs them, which takes the place of the mask between transformers' functions.
-
-    It has ``num_tokens``, ``window``, and the ``mask`` of all pairs.
-    """
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Documents(PreparedRow):
+class Documents:
     """Causal attention within the documents of one row, limited to the last *window* tokens if that is not None.
 
-    *runs* are pairs (length, count): consecutive documents of equal length, in the row's order.
+    *runs* are pairs (length, count): consecutive documents of equal length, in the row's order. It takes the place of
+    the mask between transformers' functions. Not a dataclass: fsdp2 looks for tensors in their fields.
     """
 
-    runs: tuple[tuple[int, int], ...]
-    window: int | None
-    device: torch.device
+    cumulative: torch.Tensor
+    """Set for :class:`VarlenKernel`, int32 [N + 1]: the position where each document begins, and the length of the row.
+    N is a power of two: the last documents can be empty."""
+    longest: int
+    """Set for :class:`VarlenKernel`: the length of the longest document, rounded up to a power of two. Without the
+    rounding, layers that torch.compile specializes on these sizes would be compiled for each row."""
+
+    def __init__(
+        self, runs: tuple[tuple[int, int], ...], window: int | None, device: torch.device
+    ) -> None:
+        self.runs, self.window, self.device = runs, window, device
+        # Compiled layers read it, and would be compiled for each value of *runs*.
+        self.num_tokens = sum(self.sizes)
 
     @property
     def sizes(self) -> list[int]:
@@ -51,26 +51,15 @@ class Documents(PreparedRow):
     @property
     def lengths(self) -> list[int]:
         """Number of tokens of each document."""
-        lengths = []
-        for length, count in self.runs:
-            lengths += [length] * count
-        return lengths
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the row."""
-        return sum(self.sizes)
-
-    def starts(self) -> torch.Tensor:
-        """The position where the document of each token begins: int64 [T], on the device."""
-        lengths = torch.tensor(self.lengths)
-        first = lengths.cumsum(0) - lengths
-        return to_device(torch.repeat_interleave(first, lengths), self.device)
+        return [length for length, count in self.runs for _ in range(count)]
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
         """Attention mask of all pairs of a row: bool [1, 1, T, T], true where a query (row) sees a key (column)."""
-        return mask_of_pairs(self.starts(), self.window)
+        lengths = torch.tensor(self.lengths)
+        first = lengths.cumsum(0) - lengths
+        starts = to_device(torch.repeat_interleave(first, lengths), self.device)
+        return mask_of_pairs(starts, self.window)
 
     def mask_of(self, length: int) -> torch.Tensor | None:
         """The mask of one document of *length* tokens, bool [1, 1, T, T]. None when causal is the same."""
@@ -247,7 +236,7 @@ class SdpaKernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rows: Any,
+        rows: Documents,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """Compute attention of *query*, *key*, *value* [1, heads, T, D]; returns [1, T, heads, D].
@@ -296,27 +285,6 @@ def _one_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
     return part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)
 
 
-@dataclass(eq=False, slots=True)
-class CumulativeLengths(PreparedRow):
-    """The documents of a row as kernels with variable lengths need them.
-
-    *cumulative* is int32 [N + 1]: the position where each document begins, and the length of the row. N is a power of
-    two: the last documents can be empty. *longest* is the length of the longest document, rounded up to a power of two.
-    Without the rounding, layers that torch.compile specializes on these sizes would be compiled for each row.
-    """
-
-    cumulative: torch.Tensor
-    longest: int
-    num_tokens: int
-    window: int | None
-    documents: Documents
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """The mask of all pairs, bool [1, 1, T, T]."""
-        return self.documents.mask
-
-
 def _power_of_2(number: int) -> int:
     """The smallest power of two that is at least *number*."""
     return 1 << (number - 1).bit_length()
@@ -347,24 +315,21 @@ class VarlenKernel:
             return f"heads of {size} and {value.shape[3]}: only equal multiples of 8 up to 256"
         return ""
 
-    def prepare(self, documents: Documents) -> CumulativeLengths:
-        """The cumulative lengths of *documents*."""
-        borders = [0]
-        for length in documents.lengths:
-            borders.append(borders[-1] + length)
+    def prepare(self, documents: Documents) -> Documents:
+        """Set what :meth:`attend` reads of *documents*, and return them."""
+        borders = [0, *accumulate(documents.lengths)]
         num_documents = _power_of_2(len(borders) - 1)
-        total = borders[-1]
-        borders += [total] * (num_documents + 1 - len(borders))
-        cumulative = to_device(torch.tensor(borders, dtype=torch.int32), documents.device)
-        longest = _power_of_2(max(length for length, _ in documents.runs))
-        return CumulativeLengths(cumulative, longest, total, documents.window, documents)
+        borders += [documents.num_tokens] * (num_documents + 1 - len(borders))
+        documents.cumulative = to_device(torch.tensor(borders, dtype=torch.int32), documents.device)
+        documents.longest = _power_of_2(max(length for length, _ in documents.runs))
+        return documents
 
     def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rows: Any,
+        rows: Documents,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """Compute attention: see :meth:`SdpaKernel.attend`."""

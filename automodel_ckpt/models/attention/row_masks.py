@@ -152,10 +152,11 @@ class _RowMasks:
         return found.get(_SINGLE, found)
 
     def _of_sample(self, inputs: Mapping[str, Any], row: int, start: int, end: int) -> Any:
-        types = {}
-        for name in _TYPES:
-            if inputs.get(name) is not None:
-                types[name] = inputs[name][row : row + 1, start:end]
+        types = {
+            name: inputs[name][row : row + 1, start:end]
+            for name in _TYPES
+            if inputs.get(name) is not None
+        }
         device = inputs["position_ids"].device
         # Only the shape, type and device of the embeddings are used.
         embeddings = torch.empty((1, end - start, 0), dtype=self.dtype, device=device)

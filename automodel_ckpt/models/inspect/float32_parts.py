@@ -20,6 +20,9 @@ _OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+
 """What peft inserts into the names of the parameters that it wraps."""
 _COMPUTES_IN_ONE_TYPE = ("deberta", "xlnet")
 """Models that create parameters in float32 and cannot compute with them in 16 bits."""
+_FACTORS_IN_FILES = re.compile(r"\.(slope_rate|\w+_decay)$")
+"""Buffers in files by which MiniMax multiplies activations. Others stay in float32, such as the biases of routers,
+which would select other experts."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -57,9 +60,8 @@ def float32_kept(model: nn.Module) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for code, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
         pattern = float32_pattern(model, dtype)
-        listed = {name for name in names if pattern is not None and pattern.search(name)}
-        if created | listed:
-            found[code] = frozenset(created | listed)
+        if kept := created | {name for name in names if pattern and pattern.search(name)}:
+            found[code] = frozenset(kept)
     return found
 
 
@@ -75,7 +77,6 @@ def float32_names(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]
     Those that the class of the model creates in float32 in a model of type *dtype* are among them, if it can compute
     with them, and batch normalization with running statistics in float32: torch requires weights of the same type.
     """
-    found: set[str] = set()
     pattern = float32_pattern(model, dtype)
     prefix, inner = _of_transformers(model)
     built = _built_in(inner, dtype) if dtype in _HALF else None
@@ -84,10 +85,10 @@ def float32_names(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]
         for name, parameter in built.named_parameters(remove_duplicate=False):
             if parameter.dtype == torch.float32:
                 created.add(name)
+    found: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         plain = _OF_ADAPTERS.sub("", name)
-        is_listed = pattern is not None and pattern.search(plain)
-        if is_listed or plain.removeprefix(prefix) in created:
+        if (pattern and pattern.search(plain)) or plain.removeprefix(prefix) in created:
             found.add(name)
     for name, module in model.named_modules(remove_duplicate=False):
         mean = getattr(module, "running_mean", None)
@@ -107,9 +108,9 @@ def _of_transformers(model: nn.Module) -> tuple[str, nn.Module]:
 def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     """The names of the buffers of *model* that it would create in *dtype* if it were built in this type.
 
-    Those are constants that no file contains, such as tables of positions. Activations that are computed with one in
-    float32 would be in float32, which layers with weights in *dtype* cannot use. Empty for a model that is not of
-    transformers.
+    Those are constants that no file contains, such as tables of positions, and a few factors of activations in files.
+    Activations that are computed with one in float32 would be in float32, which layers with weights in *dtype* cannot
+    use. Empty for a model that is not of transformers.
     """
     prefix, inner = _of_transformers(model)
     buffers = {name: each.dtype for name, each in inner.named_buffers() if each.is_floating_point()}
@@ -119,11 +120,16 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     if built is None:
         return frozenset()
     in_files = built.state_dict(keep_vars=True)
-    created = {name: each.dtype for name, each in built.named_buffers() if name not in in_files}
-    tables: set[str] = set()
-    for name, stored in buffers.items():
-        if created.get(_OF_ADAPTERS.sub("", name)) == dtype != stored:
-            tables.add(prefix + name)
+    created = {
+        name: each.dtype
+        for name, each in built.named_buffers()
+        if name not in in_files or _FACTORS_IN_FILES.search(name)
+    }
+    tables = {
+        prefix + name
+        for name, stored in buffers.items()
+        if created.get(_OF_ADAPTERS.sub("", name)) == dtype != stored
+    }
     return frozenset(tables)
 
 

@@ -61,9 +61,10 @@ def list_differences(
         return None
     here = _shapes_here(model, conversion)
     ties: Mapping[str, str] = model.all_tied_weights_keys
-    ties_in_files = {}
-    for alias, name in ties.items():
-        ties_in_files[conversion.names.get(alias, alias)] = conversion.names.get(name, name)
+    ties_in_files = {
+        conversion.names.get(alias, alias): conversion.names.get(name, name)
+        for alias, name in ties.items()
+    }
     there = Names(dict.fromkeys({*stored, *map(present_name, stored)}, ()))
     # The names of both are rarely mixed: the list that fits better is the one that the program used.
     verdicts: list[Verdict] = []

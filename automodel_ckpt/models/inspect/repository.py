@@ -127,17 +127,6 @@ def base_directory(name: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if found else None
 
 
-def not_a_directory(name: str, where: str) -> RecipeError | None:
-    """Return the error to raise if *name*, which the key *where* gives, is a file, but must be a model's directory."""
-    path = Path(name).expanduser()
-    if where != "model.from_pretrained" or not path.is_file():
-        return None
-    hint = f"name the directory of the model, such as {path.parent}"
-    return RecipeError(
-        "a pretrained model is a directory, not a file", where=where, value=name, hint=hint
-    )
-
-
 def damaged_config(name: str, where: str, revision: str | None = None) -> RecipeError | None:
     """Return the error to raise if the config.json of a pretrained model is not a JSON object. None when it is or is
     missing.
@@ -145,8 +134,6 @@ def damaged_config(name: str, where: str, revision: str | None = None) -> Recipe
     *name* is a directory, its config file, or a Hub name in the cache, which the key *where* gives. The libraries read
     the file also for a tokenizer or a processor, so that their own errors describe it as one of these.
     """
-    if is_file := not_a_directory(name, where):
-        return is_file
     path = Path(name).expanduser()
     if not path.is_file():
         try:
@@ -315,10 +302,14 @@ def importing_code(is_needed: bool) -> Iterator[None]:
 def require_local(name: str, where: str) -> None:
     """Raise :class:`RecipeError` if *name* looks like a path, not like a name of the Hub, and does not exist.
 
-    Also for a directory with files that may not be read, or that are links to files elsewhere, which a library would
-    follow.
+    Also for a file in place of a pretrained model's directory, and for a directory with files that may not be read, or
+    that are links to files elsewhere, which a library would follow.
     """
     path = Path(name).expanduser()
+    if where == "model.from_pretrained" and path.is_file():
+        hint = f"name the directory of the model, such as {path.parent}"
+        what = "a pretrained model is a directory, not a file"
+        raise RecipeError(what, where=where, value=name, hint=hint)
     if path.is_dir():
         check_directory(path)
         # Reading the tokenizer already creates the model's configuration.

@@ -82,11 +82,10 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     for name in model.state_dict(keep_vars=True):
         written.append(renamed.get(name, name))
         files[name] = _spelling_in_files(written[-1], prefix, stored)
-    exported: dict[str, str] = {}
-    for name in written if conversion is not None else ():
-        in_base = _spelling_in_files(name, prefix, stored)
-        if in_base != name:
-            exported[in_base] = name
+    spellings = {_spelling_in_files(name, prefix, stored): name for name in written}
+    exported = {in_base: name for in_base, name in spellings.items() if in_base != name}
+    if conversion is None:
+        exported = {}
     transposed: set[str] = set()
     experts: dict[str, tuple[FusedExperts, ...]] = {}
     for name, module in model.named_modules():
@@ -227,12 +226,11 @@ def parameters_of(model: nn.Module) -> list[ListedParameter]:
             full_name = f"{name}.{own_name}".lower()
             if isinstance(module, nn.LayerNorm) or _WITHOUT_DECAY.search(full_name):
                 without_decay.add(id(parameter))
-    found: list[ListedParameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = id(parameter) not in without_decay
-            found.append(ListedParameter(name, tuple(parameter.shape), decays))
-    return found
+    return [
+        ListedParameter(name, tuple(parameter.shape), id(parameter) not in without_decay)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
 def linear_weights(directory: Path) -> frozenset[str]:

@@ -70,9 +70,9 @@ def add_adapters(
     }
     ranks, alphas = numbers_of_layers(lora, targets)
     peft_config = _lora_config(model, lora, targets, parameters, saved, task_type)
-    # peft's patterns are regular expressions for the end of a name: full names select exactly their layers.
-    peft_config.rank_pattern = {f"^{name}": rank for name, rank in ranks.items()}
-    peft_config.alpha_pattern = {f"^{name}": alpha for name, alpha in alphas.items()}
+    all_names = [*targets, *(name.rpartition(".")[0] for name in parameters)]
+    peft_config.rank_pattern = _peft_patterns(lora.rank_pattern, ranks, all_names)
+    peft_config.alpha_pattern = _peft_patterns(lora.alpha_pattern, alphas, all_names)
     wrapped = _wrap(model, peft_config, autocast=lora.dtype == "float32")
     _draw_without_base(wrapped, peft_config.init_lora_weights)
     was_resized = num_base_rows is not None and num_base_rows != num_embeddings(model)
@@ -251,10 +251,11 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
             hint = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
             what = "peft cannot put adapters there"
             raise RecipeError(what, where="peft.target_modules", value=error, hint=hint) from error
-    texts = set()
-    for warning in caught:
-        if not issubclass(warning.category, FutureWarning | DeprecationWarning):
-            texts.add(str(warning.message))
+    texts = {
+        str(warning.message)
+        for warning in caught
+        if not issubclass(warning.category, FutureWarning | DeprecationWarning)
+    }
     for text in texts:
         log.warning("peft: %s", text)
     return wrapped.train()
@@ -329,6 +330,24 @@ def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | st
 
     suffixes = suffixes_of(targets, names, has_suffix)
     return suffixes or "|".join(re.escape(target) for target in targets)
+
+
+def _peft_patterns(
+    patterns: Mapping[str, int], numbers: Mapping[str, int], names: Sequence[str]
+) -> dict[str, int]:
+    """The patterns by which peft gives the *numbers* to exactly their layers, among *names*.
+
+    peft's are regular expressions for the end of a name: *patterns* themselves if these are plain names that select the
+    same, else full names. Earlier versions wrote the same, and averages compare them.
+    """
+    selected: dict[str, int] = {}
+    for name in names:
+        for pattern, number in patterns.items():
+            if f".{name}".endswith(f".{pattern}"):
+                selected.setdefault(name, number)
+    if selected == numbers:
+        return dict(patterns)
+    return {f"^{name}": number for name, number in numbers.items()}
 
 
 def suffixes_of(

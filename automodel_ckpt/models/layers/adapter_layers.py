@@ -140,13 +140,13 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
 def _of_fused_experts(model: nn.Module) -> list[str]:
     """The full names of the parameters with three dimensions, without the parameters of layers."""
     modules = dict(model.named_modules())
-    fused: list[str] = []
-    for name, parameter in _without_mtp(model, dict(model.named_parameters())).items():
-        # The kernel of a convolution can have three dimensions, too.
-        is_layer = isinstance(modules[name.rpartition(".")[0]], _ADAPTABLE)
-        if parameter.dim() == _FUSED_DIMENSIONS and not is_layer:
-            fused.append(name)
-    return fused
+    # The kernel of a convolution can have three dimensions, too.
+    return [
+        name
+        for name, parameter in _without_mtp(model, dict(model.named_parameters())).items()
+        if parameter.dim() == _FUSED_DIMENSIONS
+        and not isinstance(modules[name.rpartition(".")[0]], _ADAPTABLE)
+    ]
 
 
 def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -221,11 +221,11 @@ def _matching(
 def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
     """The names of all linear layers except the output layer."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = set()
-    for name, layer in adaptable.items():
-        if isinstance(layer, _LINEAR) and layer is not output:
-            found.add(name)
-    return found
+    return {
+        name
+        for name, layer in adaptable.items()
+        if isinstance(layer, _LINEAR) and layer is not output
+    }
 
 
 def _unsuited(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> dict[str, set[str]]:
@@ -310,13 +310,13 @@ def _not_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> set[str
     Examples are routers that return scores and indices, and block-diagonal projections. peft adds the output of an
     adapter to what such a layer returns, and the forward pass fails.
     """
-    found = set()
-    for name, layer in adaptable.items():
-        # Classes of other packages, such as quantized layers, have adapters of their own in peft.
-        is_own_class = type(layer).__module__ == type(model).__module__
-        if isinstance(layer, nn.Linear) and is_own_class and not _maps_rows(layer):
-            found.add(name)
-    return found
+    # Classes of other packages, such as quantized layers, have adapters of their own in peft.
+    code = type(model).__module__
+    return {
+        name
+        for name, layer in adaptable.items()
+        if isinstance(layer, nn.Linear) and type(layer).__module__ == code and not _maps_rows(layer)
+    }
 
 
 def _maps_rows(layer: nn.Linear) -> bool:

@@ -105,13 +105,10 @@ def _check_backend(backend: str, device: torch.device) -> None:
 
 
 def _check_mode(backend: str, mode: str | None) -> None:
-    if mode is None:
-        return
-    known = list(torch._inductor.list_mode_options())
-    if backend != "inductor":
-        raise _refused("only the inductor backend has modes", "mode", mode, "remove compile.mode")
-    if mode not in known:
-        raise _refused("inductor has no such mode", "mode", mode, f"it has {', '.join(known)}")
+    known = list(torch._inductor.list_mode_options()) if backend == "inductor" else []
+    if mode is not None and mode not in known:
+        hint = f"only inductor has modes: {', '.join(known)}" if known else "remove compile.mode"
+        raise _refused("this backend has no such mode", "mode", mode, hint)
 
 
 def _refused(what: str, key: str, value: object, hint: str) -> RecipeError:

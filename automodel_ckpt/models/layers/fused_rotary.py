@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,27 @@ def fuse_rotary_embeddings(model: nn.Module) -> int:
 
     A layer is recognized by the name of the function that its forward pass calls, and by what this function computes
     from random numbers: each element x[i] of a head forms a pair with x[i + R/2], for R elements of the cosines. The
-    function is replaced in the module of its file, for all models of the process.
+    function is replaced in the module of its file, for all models of the process until :func:`restore_rotation`.
     """
-    num_fused = 0
+    return sum(_replace(names) for names in _names_of_callers(model))
+
+
+def restore_rotation(model: nn.Module) -> None:
+    """Undo :func:`fuse_rotary_embeddings` for all models of the process with the classes of *model*.
+
+    A run without fused layers must not depend on earlier runs of the process.
+    """
+    for names in _names_of_callers(model):
+        if isinstance(replaced := names.get(_FUNCTION), _Rotation):
+            names[_FUNCTION] = replaced.function
+
+
+def _names_of_callers(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The names of the Python module of each layer that calls the function."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         if isinstance(forward, types.FunctionType) and _FUNCTION in forward.__code__.co_names:
-            num_fused += _replace(forward.__globals__)
-    return num_fused
+            yield forward.__globals__
 
 
 def _replace(names: dict[str, Any]) -> bool:

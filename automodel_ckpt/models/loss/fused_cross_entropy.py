@@ -209,7 +209,7 @@ class _LossInChunks(torch.autograd.Function):
             logits = wide_logits(chunk, weight, bias)
             sums, errors = rule.of_chunk(rows, logits, hidden.dtype, place, with_errors=any(needed))
             total = sums if total is None else total.add_(sums)
-            if any(needed) and isinstance(gradients, GradientSums):
+            if any(needed) and len(chunk) and isinstance(gradients, GradientSums):
                 gradients.add(rows.start, chunk, errors)
             # The memory of this chunk becomes the next one's.
             del logits, errors
@@ -234,7 +234,8 @@ def wide_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Logits [n, V] of a chunk in at least float32, on a GPU without rounding them to a narrower dtype first."""
-    if hidden.is_cuda and hidden.dtype in WIDE_PRODUCTS:
+    # Without rows, for a micro-batch without labels: these products were never tried so.
+    if hidden.is_cuda and hidden.dtype in WIDE_PRODUCTS and len(hidden):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
     return widened(F.linear(hidden, weight, bias))

@@ -64,7 +64,7 @@ class LossPass(AbstractContextManager["LossPass"]):
     _head: LossHead
     positions: torch.Tensor | None
     targets: torch.Tensor
-    _sizes: Sequence[int] | None = None
+    sizes: Sequence[int] | None = None
     hits: TokenHits | None = None
     criterion: LinearLoss | None = None
     z_loss: ZLoss | None = None
@@ -88,20 +88,6 @@ class LossPass(AbstractContextManager["LossPass"]):
         return linear_cross_entropy(
             hidden, weight, bias, labels, part, transform, hits, self.z_loss
         )
-
-    def summed(
-        self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        """Call *loss_of* for labeled hidden states [N, H] and their targets [N]: 0-dim, or with sizes one loss each."""
-        if self._sizes is None:
-            return loss_of(hidden, self.targets)
-        sizes = list(self._sizes)
-        states = torch.split(hidden, sizes)
-        targets = torch.split(self.targets, sizes)
-        losses = []
-        for group in zip(states, targets, strict=True):
-            losses.append(loss_of(*group))
-        return torch.stack(losses)
 
     def output_for(self, loss: torch.Tensor) -> torch.Tensor:
         """What the layer returns for a *loss*, 0-dim or one per group: [1, groups, 1].
@@ -232,12 +218,18 @@ class LossHead(nn.Linear):
         part: VocabularyPart | None = None,
     ) -> torch.Tensor:
         """What the layer returns for the loss of labeled states *hidden* [N, H], by *weight* [V, H] and *bias* [V]."""
-
-        def loss_of(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            labeled = Labeled(states, labels, self.transform, loss_pass.hits, part)
-            return loss_pass.of_labeled(labeled, weight, bias)
-
-        return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
+        groups = [(hidden, loss_pass.targets)]
+        sizes = loss_pass.sizes
+        if sizes is not None:
+            parts = torch.split(hidden, [*sizes]), torch.split(loss_pass.targets, [*sizes])
+            groups = list(zip(*parts, strict=True))
+        losses = [
+            loss_pass.of_labeled(
+                Labeled(states, labels, self.transform, loss_pass.hits, part), weight, bias
+            )
+            for states, labels in groups
+        ]
+        return loss_pass.output_for(losses[0] if sizes is None else torch.stack(losses))
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
@@ -291,42 +283,35 @@ def install_loss_head(
     than :class:`LogitTransform`. This is found by a forward pass of a few tokens with *options*, on *device* (default:
     the layer's device). *multiple* divides the number of tokens.
     """
-    layer = output_layer(model)
+    layer: Any = output_layer(model)
+    inner = model_without_adapters(model)
+    transform: LogitTransform | None = None
+    why = "modifies its logits after the output layer"
     # No subclasses: theirs may compute something else than weight and bias.
     if layer is None or class_of(layer) is not nn.Linear or _is_sharded_across(layer):
-        log.info("computing the loss from full logits: %s has no plain output layer", _name(model))
-        return None
-    plain: Any = layer
-    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or plain.weight.device)
-    inner = model_without_adapters(model)
-    if adds_bias_to_logits(inner):
-        log.info("computing the loss from full logits: %s adds a bias to its logits", _name(model))
-        return None
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
-        options = {**options, "decoder_input_ids": tokens}
-    why = "modifies its logits after the output layer"
-    transform: LogitTransform | None = None
-    try:
-        transform = _probe_logits(model, layer, tokens, options)
-    except Exception as error:
-        log.debug("the model cannot be asked about its output layer", exc_info=True)
-        reason = class_and_message(error)
-        why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
+        why = "has no plain output layer"
+    elif adds_bias_to_logits(inner):
+        why = "adds a bias to its logits"
+    else:
+        tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or layer.weight.device)
+        if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+            options = {**options, "decoder_input_ids": tokens}
+        try:
+            transform = _probe_logits(model, layer, tokens, options)
+        except Exception as error:
+            log.debug("the model cannot be asked about its output layer", exc_info=True)
+            reason = class_and_message(error)
+            why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
     if transform is None:
-        log.info("computing the loss from full logits: %s %s", _name(model), why)
+        log.info("computing the loss from full logits: %s %s", class_of(model).__name__, why)
         return None
-    head = LossHead.of(plain)
+    head = LossHead.of(layer)
     head.transform = transform
     if transform.scale != 1:
         log.info("the loss head multiplies logits by %g, as the model does", transform.scale)
     if transform.cap is not None:
         log.info("the loss head caps logits at %g, as the model does", transform.cap)
     return head
-
-
-def _name(model: nn.Module) -> str:
-    name: str = class_of(model).__name__
-    return name
 
 
 def adds_bias_to_logits(model: Any) -> bool:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError, replaced_forward_pass
-from automodel_ckpt.models.hf_names import InFiles, RowPart
+from automodel_ckpt.models.hf_names import InFiles
 from automodel_ckpt.models.loss.mtp_families import WHERE, Family, MtpPlan
 
 ATTRIBUTE = "mtp"
@@ -96,9 +96,9 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         self.family, self.factor, self.num_depths = plan.family, plan.factor, plan.num_depths
         main = model.get_decoder()
-        depths = []
-        for _ in range(plan.num_stored):
-            depths.append(PredictionDepth(_depth_decoder(main, plan.family)))
+        depths = [
+            PredictionDepth(_depth_decoder(main, plan.family)) for _ in range(plan.num_stored)
+        ]
         self.depths = nn.ModuleList(depths)
         self._call = _DecoderCall()
         self._noted: torch.Tensor | None = None
@@ -289,9 +289,7 @@ def with_mtp_names(model: Any, found: InFiles, in_base: frozenset[str]) -> InFil
         if not split or name in in_base:
             names[fqn] = name
             continue
-        renamed: dict[str, RowPart] = {}
-        for part_name, part in split.items():
-            renamed[_renamed(part_name, prefixes)] = part
+        renamed = {_renamed(part_name, prefixes): part for part_name, part in split.items()}
         parts[fqn] = renamed
     return InFiles(names, parts)
 
@@ -304,11 +302,12 @@ def copies_in_files(model: Any, names: Mapping[str, str]) -> dict[str, str]:
     layers = mtp_of(model)
     assert layers is not None
     ends = {"embedding": model.get_input_embeddings(), "output": model.get_output_embeddings()}
-    stored: dict[str, str] = {}
-    for fqn, parameter in model.named_parameters():
-        for end, layer in ends.items():
-            if layer is not None and parameter is layer.weight:
-                stored[end] = names.get(fqn, fqn)
+    stored = {
+        end: names.get(fqn, fqn)
+        for fqn, parameter in model.named_parameters()
+        for end, layer in ends.items()
+        if layer is not None and parameter is layer.weight
+    }
     config = model.config.get_text_config()
     copies: dict[str, str] = {}
     for number in range(len(layers.depths)):

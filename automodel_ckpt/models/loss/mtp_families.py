@@ -164,47 +164,21 @@ def plan_mtp(
         )
     in_files = _num_in_files(family, text)
     wanted = num_depths or in_files
-    if wanted > MOST_DEPTHS:
+    num_stored = 1 if repeat_layer else wanted
+    most = family.most or MOST_DEPTHS
+    # A config may lack the number, or state 0, although the files have layers: then they are looked for.
+    fits_base = is_new or num_stored == max(in_files, 1)
+    if not 0 < wanted <= MOST_DEPTHS or num_stored > most or not fits_base:
         raise RecipeError(
-            "the model cannot predict this many further tokens",
+            "the model has no layers for multi-token prediction of this many tokens",
             where=f"{WHERE}.num_depths",
-            value=wanted,
-            hint=f"set it to {MOST_DEPTHS} or less",
+            value=f"{wanted}; {family.count} of the base is {in_files}, and files have at most {most}",
+            hint=f"set it to {max(in_files, 1)}; or repeat_layer: true, for one layer of all depths, or weights: "
+            "new, for layers with random values",
         )
-    if not wanted:
-        raise RecipeError(
-            "the model's config has no layers for multi-token prediction",
-            where=f"{WHERE}.num_depths",
-            value=f"{family.count} {in_files}",
-            hint="remove model.mtp, or set num_depths and weights: new for layers with random values",
-        )
-    num_stored = wanted
-    if repeat_layer:
-        num_stored = 1
-    _check_depths(family, num_stored, in_files, is_new)
     if num_stored != in_files:
         setattr(text, family.count, num_stored)
     return MtpPlan(family, wanted, num_stored, factor, is_new)
-
-
-def _check_depths(family: Family, num_stored: int, in_files: int, is_new: bool) -> None:
-    """Raise :class:`RecipeError` if the files of the base, or of an export, cannot have *num_stored* depths."""
-    repeat = "or set model.mtp.repeat_layer: true, which uses one layer for all depths"
-    if family.most is not None and num_stored > family.most:
-        raise RecipeError(
-            "files of this type of model have the layers of fewer depths",
-            where=f"{WHERE}.num_depths",
-            value=f"{num_stored}, and at most {family.most} in files",
-            hint=f"set it to {family.most}, {repeat}",
-        )
-    # A config may lack the number, or state 0, although the files have layers: then they are looked for.
-    if num_stored != max(in_files, 1) and not is_new:
-        raise RecipeError(
-            "the base has the layers of another number of depths",
-            where=f"{WHERE}.num_depths",
-            value=f"{num_stored}; {family.count} of the base is {in_files}",
-            hint=f"set it to {max(in_files, 1)}, {repeat}, or weights: new, for layers with random values",
-        )
 
 
 def patterns_in_files(config: PreTrainedConfig) -> list[str]:

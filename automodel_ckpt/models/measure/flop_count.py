@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,118 +86,91 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
         return None
     inner, text = model_without_adapters(model), config.get_text_config()
-    experts = {_Experts.of(layer) for layer in layer_configs(text)}
-    if mtp_of(inner) is not None or len(experts) > 1:
+    of_layers = {
+        (_first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K))
+        for layer in layer_configs(text)
+    }
+    if mtp_of(inner) is not None or len(of_layers) > 1:
         return None
+    experts = of_layers.pop()
     get_head: Any = getattr(inner, "get_output_embeddings", lambda: None)
-    walk = _Walk(get_head(), layers, experts.pop())
-    walk.add_modules(model)
-    per_pair = _per_pair(text, walk)
-    if per_pair is None or walk.is_unknown:
-        return None
-    return FlopCount(walk.per_token, walk.per_label, per_pair)
-
-
-class _Experts(NamedTuple):
-    """The number of experts of a layer, and of those that a token is routed to; None: unknown, or there are none."""
-
-    num_all: int | None
-    num_active: int | None
-
-    @classmethod
-    def of(cls, layer: Any) -> _Experts:
-        """Those that the configuration of a layer states."""
-        return cls(_first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K))
-
-
-class _Walk:
-    """Adds up the operations of the modules of a language model, in the order of a forward pass."""
-
-    def __init__(
-        self, output_layer: nn.Module | None, layers: Sequence[nn.Module], experts: _Experts
-    ) -> None:
-        self.per_token = self.per_label = 0
-        self.is_unknown = False
-        self.has_gradient: dict[nn.Module, bool] = {}
-        """Whether the inputs of a layer, or of a module outside of the layers, have gradients."""
-        self._head = set() if output_layer is None else set(output_layer.modules())
-        self.layer_of = {module: layer for layer in layers for module in layer.modules()}
-        self._experts = experts
-        self._is_trained = False
-
-    def add_modules(self, model: nn.Module) -> None:
-        """Add the modules of the language model. The features of its towers are the input of the first layer."""
-        of_text = []
-        for name, module in model.named_modules():
-            if part_of(name) in ("vision_tower", "projector", "audio_tower"):
-                self._is_trained = self._is_trained or _has_trained_weight(module)
-            # peft keeps the frozen original next to the copy that it trains.
-            elif ".original_module" not in f".{name}":
-                of_text.append((name, module))
-        for name, module in of_text:
-            self._add(name, module)
-
-    def _add(self, name: str, module: nn.Module) -> None:
-        layer = self.layer_of.get(module)
+    output_layer = get_head()
+    head = set() if output_layer is None else set(output_layer.modules())
+    layer_of = {module: layer for layer in layers for module in layer.modules()}
+    # Whether the inputs of a layer, or of a module outside of the layers, have gradients.
+    has_gradient: dict[nn.Module, bool] = {}
+    of_text, is_trained = _language_model(model)
+    per_token = per_label = 0
+    for name, module in of_text:
+        layer = layer_of.get(module)
         place = module if layer is None else layer
-        is_trained = _has_trained_weight(module)
-        if place not in self.has_gradient:
-            trains = layer is not None and any(p.requires_grad for p in layer.parameters())
-            self.has_gradient[place] = self._is_trained or trains
-            self._is_trained = self._is_trained or trains or is_trained
-        size = self._size(name, module)
-        operations = 2 * size * (1 + self.has_gradient[place] + (size > 0 and is_trained))
-        if module in self._head:
-            self.per_label += operations
+        trains = _has_trained_weight(module)
+        if place not in has_gradient:
+            trains_layer = layer is not None and any(p.requires_grad for p in layer.parameters())
+            has_gradient[place] = is_trained or trains_layer
+            is_trained = has_gradient[place] or trains
+        size = _size(name, module, *experts)
+        if size is None:
+            return None
+        operations = 2 * size * (1 + has_gradient[place] + (size > 0 and trains))
+        if module in head:
+            per_label += operations
         else:
-            self.per_token += operations
-
-    def _size(self, name: str, module: nn.Module) -> int:
-        """The number of multiplications that *module* itself makes per token, without its submodules."""
-        if isinstance(module, nn.Linear):
-            size = module.in_features * module.out_features
-            return self._active(size) if _ONE_EXPERT.search(f"{name}.") else size
-        if isinstance(module, (Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            return module.weight.numel()
-        if self._experts.num_all is None:
-            return 0
-        is_router = type(module).__name__.endswith(("Router", "Gate"))
-        size = 0
-        for parameter in module.parameters(recurse=False):
-            if parameter.shape[:1] == (self._experts.num_all,):
-                if parameter.dim() == 3:
-                    size += self._active(parameter.numel())
-                elif parameter.dim() == 2 and is_router:
-                    size += parameter.numel()
-        return size
-
-    def _active(self, size: int) -> int:
-        """The share of *size* multiplications of all experts that belongs to the experts of a token."""
-        num_all, num_active = self._experts
-        if not num_all or not num_active:
-            self.is_unknown = True
-            return 0
-        return size * num_active // num_all
-
-
-def _per_pair(text: Any, walk: _Walk) -> Counter[int | None] | None:
-    """The operations of attention for :class:`FlopCount`: two products of each head, and twice as many in a backward
-    pass. Returns None when the configuration *text* does not have the number of heads."""
+            per_token += operations
+    found = [layer for layer in dict.fromkeys(layer_of.values()) if layer in has_gradient]
     per_pair: Counter[int | None] = Counter()
-    layers = [
-        layer for layer in dict.fromkeys(walk.layer_of.values()) if layer in walk.has_gradient
-    ]
-    kinds = _layer_kinds(text, len(layers))
-    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
-        config = config_of_layer(text, number)
-        operations = _operations_per_pair(config)
-        if operations is None:
+    for number, (layer, kind) in enumerate(
+        zip(found, _layer_kinds(text, len(found)), strict=False)
+    ):
+        of_layer = config_of_layer(text, number)
+        of_heads = _operations_per_pair(of_layer)
+        if of_heads is None:
             return None
         if "attention" in kind and "linear" not in kind:
-            per_pair[_window_of(config, kind)] += operations * (
-                3 if walk.has_gradient[layer] else 1
-            )
-    return per_pair
+            # The backward pass has twice as many products.
+            per_pair[_window_of(of_layer, kind)] += of_heads * (3 if has_gradient[layer] else 1)
+    return FlopCount(per_token, per_label, per_pair)
+
+
+def _language_model(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], bool]:
+    """The modules of the language model, in the order of a forward pass, and whether its towers are trained.
+
+    The features of the towers are the input of the first layer.
+    """
+    of_text: list[tuple[str, nn.Module]] = []
+    is_trained = False
+    for name, module in model.named_modules():
+        if part_of(name) in ("vision_tower", "projector", "audio_tower"):
+            is_trained = is_trained or _has_trained_weight(module)
+        # peft keeps the frozen original next to the copy that it trains.
+        elif ".original_module" not in f".{name}":
+            of_text.append((name, module))
+    return of_text, is_trained
+
+
+def _size(name: str, module: Any, num_experts: int | None, num_active: int | None) -> int | None:
+    """The number of multiplications that *module* itself makes per token, without its submodules.
+
+    Of experts, the active ones count. Returns None when their number is unknown.
+    """
+    size = of_experts = 0
+    if isinstance(module, nn.Linear):
+        size = module.in_features * module.out_features
+        if _ONE_EXPERT.search(f"{name}."):
+            size, of_experts = 0, size
+    elif isinstance(module, (Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        size = module.weight.numel()
+    elif num_experts is not None:
+        is_router = type(module).__name__.endswith(("Router", "Gate"))
+        for parameter in module.parameters(recurse=False):
+            if parameter.shape[:1] == (num_experts,):
+                of_experts += parameter.numel() if parameter.dim() == 3 else 0
+                size += parameter.numel() if parameter.dim() == 2 and is_router else 0
+    if not of_experts:
+        return size
+    if not num_experts or not num_active:
+        return None
+    return size + of_experts * num_active // num_experts
 
 
 def _has_trained_weight(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,11 +12,10 @@ from typing import Any
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.error_texts import naming_files
+from automodel_ckpt.models.inspect.error_texts import did_you_mean, naming_files
 from automodel_ckpt.models.inspect.repository import quiet
 
 EXTRA = "automodel_ckpt[eval]"
-_CLOSEST = 3
 _LIBRARY_LOGGER = "lm_eval"
 """It warns about every model in memory."""
 _BOOTSTRAP_ITERATIONS = 100
@@ -93,13 +91,11 @@ def check_tasks(given: HarnessTasks, where: str) -> Any:
     known = set(index.all_tasks)
     for name in given.tasks:
         if name not in known:
-            close = difflib.get_close_matches(name, sorted(known), _CLOSEST)
-            did_you_mean = f"did you mean {' or '.join(close)}? " if close else ""
             raise RecipeError(
                 "there is no such task",
                 where=where,
                 value=name,
-                hint=f"{did_you_mean}`lm_eval ls tasks` lists all tasks of the library",
+                hint=f"{did_you_mean(name, known)} `lm_eval ls tasks` lists all tasks of the library",
             )
     return index
 

@@ -12,7 +12,7 @@ from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.loss import fused_distillation
 from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.loss.head_gradients import stores_errors
-from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.head_memory import head_bytes
 from automodel_ckpt.models.loss.loss_head import (
     LossHead,
     adds_bias_to_logits,
@@ -154,21 +154,19 @@ def _head_memory(rank: RankParts, num_positions: int) -> HeadMemory:
     stores = recipe.objective_class.sums_cross_entropy and stores_errors(
         device_type, dtype, num_positions, head.in_features, trains_weight=is_trained
     )
-    sizes = HeadSizes(
-        num_positions, num_columns, head.in_features, dtype, device_type, is_trained, stores
-    )
-    chunks = sizes.peak_bytes
+    sizes = (num_positions, num_columns, head.in_features, dtype, device_type)
+    found = head_bytes(*sizes, trains_weight=is_trained, stores=stores)
+    chunks, waiting = found.peak, found.waiting
     if recipe.config.distill is not None:
         # The sum of the weight's gradient is as large as with labels alone.
-        chunks -= replace(sizes, trains_weight=False).peak_bytes
+        chunks -= head_bytes(*sizes, trains_weight=False, stores=stores).peak
         chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
-    waiting = sizes.waiting_bytes
     of_other_losses = (num_losses - 1) * waiting
     # Errors are where the gradient will be, which is among the gathered tensors in the backward pass only.
     of_errors = num_columns * head.in_features * dtype.itemsize if stores else 0
     return HeadMemory(
         chunks + max(gradient, of_errors) + of_other_losses,
         gradient,
-        sizes.kept_bytes + of_other_losses,
+        found.kept + of_other_losses,
         num_losses * waiting,
     )

@@ -228,6 +228,10 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
             "rotary embedding": fuse_rotary_embeddings(model),
             "position bias": lay_out_position_biases(model),
         }
+    elif device_type == "cuda":
+        from automodel_ckpt.models.layers.fused_rotary import restore_rotation
+
+        restore_rotation(model)
     if with_adapters:
         from automodel_ckpt.models.layers.fused_adapters import fuse_adapters
 

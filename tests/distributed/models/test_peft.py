@@ -25,6 +25,7 @@ from tests.support.runs.training import (
     EXPORT,
     RECIPE,
     Recipe,
+    build,
     steps_of,
     train,
     write_recipe,
@@ -370,3 +371,10 @@ def test_adapters_on_tensor_parallel_ranks_continue_on_one_rank_and_back_as_if_t
     assert one.keys() == other.keys() and len(one) == 2 * 16
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_dora_on_tensor_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"DoRA needs the norms of unsharded weights(.|\n)*use_dora"
+    ):
+        build(recipe_in(tmp_path), "--peft.use_dora", "--distributed.tp_size=2")

@@ -15,7 +15,11 @@ from transformers import (
     XLNetConfig,
 )
 
-from automodel_ckpt.models.inspect.float32_parts import float32_kept, float32_names
+from automodel_ckpt.models.inspect.float32_parts import (
+    constants_in,
+    float32_kept,
+    float32_names,
+)
 from automodel_ckpt.models.quantize import cast_to
 
 SIZES: dict[str, Any] = {
@@ -79,3 +83,30 @@ def test_parameters_that_the_model_cannot_use_in_float32_are_cast() -> None:
     assert not float32_names(model, torch.bfloat16)
     # from_pretrained reads them in float32.
     assert float32_kept(model)["BF16"] == created
+
+
+def test_factors_of_activations_in_files_are_cast_with_the_layers() -> None:
+    """MiniMax multiplies activations by decays that its files contain; in float32, the next layer would fail."""
+    config = AutoConfig.for_model(
+        "minimax",
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        block_size=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    decays = constants_in(model, torch.bfloat16)
+    assert "model.layers.0.self_attn.slope_rate" in decays
+    for parameter in model.parameters():
+        parameter.data = parameter.bfloat16()
+    for name, buffer in model.named_buffers():
+        if name in decays:
+            buffer.data = buffer.bfloat16()
+    assert model(torch.arange(8)[None], use_cache=False).logits.isfinite().all()

@@ -93,7 +93,7 @@ def test_compiled_layers_recompute_too(mode: str) -> None:
     expected_loss, expected = loss_and_gradients(model_with(None), row())
     model = model_with(mode)
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     torch._dynamo.register_backend(counter, name="counted_modes")
     try:
         compile_layers(layers_of(model), backend="counted_modes")

@@ -128,10 +128,8 @@ def test_single_layers_have_other_ranks_and_alphas() -> None:
         "layers.1.self_attn.q_proj": (3, 5 / 3),
         "layers.1.self_attn.v_proj": (8, 5 / 8),
     }
-    assert added.peft_config["rank_pattern"] == {
-        "^model.layers.0.self_attn.q_proj": 8,
-        "^model.layers.1.self_attn.q_proj": 3,
-    }
+    assert added.peft_config["rank_pattern"] == lora.rank_pattern
+    # A glob has no equal in peft's language but names.
     assert added.peft_config["alpha_pattern"] == {
         "^model.layers.1.self_attn.q_proj": 5,
         "^model.layers.1.self_attn.v_proj": 5,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.head_memory import head_bytes
 from automodel_ckpt.models.loss.loss_inputs import LogitTransform, VocabularyPart
 from tests.support import ranks
 
@@ -91,6 +91,14 @@ def test_ranks_with_parts_of_the_vocabulary_store_the_errors_of_their_columns(nu
     ranks.run(on_ranks, num_ranks)
 
 
+def test_a_second_backward_pass_fails_instead_of_scaling_twice() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, None, labels(12, 53))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        loss.backward()
+
+
 def test_hidden_states_that_change_before_the_backward_pass_are_an_error() -> None:
     hidden, weight, _ = leaves(12, 53, torch.float32)
     states = hidden * 1.0
@@ -117,7 +125,7 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    forecast = HeadSizes(num, 20_000, 64, torch.float32, "cpu", trains_weight=True, stores=True)
+    forecast = head_bytes(num, 20_000, 64, torch.float32, "cpu", trains_weight=True, stores=True)
     returned = hidden.nbytes + weight.nbytes
-    assert peak == pytest.approx(forecast.peak_bytes + returned, rel=0.15)
-    assert forecast.kept_bytes <= forecast.peak_bytes
+    assert peak == pytest.approx(forecast.peak + returned, rel=0.15)
+    assert forecast.kept <= forecast.peak

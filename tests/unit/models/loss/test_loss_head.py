@@ -19,7 +19,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import (
     CHUNK_ELEMENTS,
     linear_cross_entropy,
 )
-from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.head_memory import head_bytes
 from automodel_ckpt.models.loss.loss_head import LossHead, install_loss_head
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, TokenHits
 from automodel_ckpt.models.loss.z_loss import ZLoss
@@ -356,7 +356,9 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    forecast = HeadSizes(2000, 1000, 64, dtype, "cpu", trains_weight, stores=False).peak_bytes
+    forecast = head_bytes(
+        2000, 1000, 64, dtype, "cpu", trains_weight=trains_weight, stores=False
+    ).peak
     returned = hidden.nbytes
     if trains_weight and dtype == torch.float32:
         returned += weight.nbytes

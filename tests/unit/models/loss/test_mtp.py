@@ -132,9 +132,9 @@ def test_the_number_of_depths_is_that_of_the_config_and_exports_state_it() -> No
     ("config", "num_depths", "is_new", "message"),
     [
         (LlamaConfig(), 1, True, "not supported for this type of model"),
-        (mtp.config_of("qwen3_5_text"), None, False, "has no layers for multi-token prediction"),
-        (mtp.config_of("qwen3_next"), 2, True, "have the layers of fewer depths"),
-        (mtp.config_of("deepseek_v3"), 2, False, "the layers of another number of depths"),
+        (mtp.config_of("qwen3_5_text"), None, False, "no layers for multi-token prediction"),
+        (mtp.config_of("qwen3_next"), 2, True, "at most 1"),
+        (mtp.config_of("deepseek_v3"), 2, False, "of the base is 1"),
     ],
 )
 def test_depths_that_files_cannot_have_are_an_error(
