@@ -32,6 +32,7 @@ from automodel_ckpt.checkpoint.files.ownership import overlay_warning
 from automodel_ckpt.checkpoint.files.threads import collector_paused
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.node_directories import (
+    NOTE,
     NodeDirectories,
     check_node_options,
     open_node_directories,
@@ -50,7 +51,6 @@ from automodel_ckpt.checkpoint.parts.discovery import (
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.generation import NOTE
 from automodel_ckpt.checkpoint.run.writable import OPENING
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast

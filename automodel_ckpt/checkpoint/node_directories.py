@@ -3,6 +3,11 @@
 A checkpoint is distributed over the nodes (:mod:`.memory.nodes`), and each of them uploads its files. A start finds the
 checkpoints that the nodes have completely together, whatever nodes there are now, and sets the rest aside until it
 begins to train.
+
+A node that was absent for some time may have checkpoints that the run has abandoned meanwhile. Each start therefore
+begins a new generation. It has a random name, which the manifests of its checkpoints contain, and a record in the
+directory of each node. If records differ, the one of the latest start is valid, by its time: new nodes do not know how
+many starts there were.
 """
 
 from __future__ import annotations
@@ -12,8 +17,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +34,11 @@ from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.fetched import remove_fetched
-from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
+from automodel_ckpt.checkpoint.run.transfer_files import remove_fetched
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
@@ -64,6 +70,56 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 log = logging.getLogger("automodel_ckpt")
 
 Convert = Callable[[Exception], AutomodelError]
+NOTE = "generation"
+"""The key in the manifest's ``environment`` with the name of the generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunGeneration:
+    """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
+
+    The number is the time in nanoseconds since 1970 at which the generation began, or one more than the number of the
+    generation before. The kept checkpoints are the checkpoints of earlier generations that it continues. Without a
+    record, a run is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs
+    of the run are on this node, because rank 0 was there.
+    """
+
+    number: int = 0
+    name: str = ""
+    kept: tuple[str, ...] = ()
+    has_logs: bool = False
+
+    @classmethod
+    def read(cls, run: Path) -> RunGeneration:
+        """Read the record in the directory *run*.
+
+        When it is missing or damaged, returns the generation of a run without a record.
+        """
+        found = read_note(run, layout.GENERATION)
+        try:
+            return cls(
+                int(found["number"]),
+                str(found["name"]),
+                tuple(str(digest) for digest in found["kept"]),
+                bool(found["has_logs"]),
+            )
+        except Damaged:
+            return cls()
+
+    def write(self, run: Path) -> None:
+        """Replace the record in the directory *run*. Raises OSError."""
+        write_note(run / layout.GENERATION, asdict(self))
+
+    def is_current(self, summary: Summary) -> bool:
+        """Whether the checkpoint with this manifest is of this generation, or of an earlier one that it continues."""
+        name = summary.environment.get(NOTE, "")
+        return not self.name or name == self.name or summary.digest in self.kept
+
+    def next(self, kept: Iterable[str]) -> RunGeneration:
+        """Return the generation of the next start, which continues the checkpoints with the digests *kept*."""
+        # This node's clock may be behind the clock of the start before.
+        number = max(self.number + 1, time.time_ns())
+        return RunGeneration(number, uuid.uuid4().hex, tuple(kept))
 
 
 class NodeDirectories:

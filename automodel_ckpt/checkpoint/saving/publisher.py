@@ -162,11 +162,6 @@ class Publisher:
         report = self.report(save)
         # After publishing: until then, the newest old checkpoint is what a resume needs.
         pruned = self._run.prune(str(save.name))
-        # The next save or start tries again.
-        with contextlib.suppress(OSError):
-            from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
-
-            remove_set_aside(self._run.root)
         return replace(report, nbytes=nbytes, pruned=pruned)
 
     def notify(self, save: Save, report: SaveReport) -> None:

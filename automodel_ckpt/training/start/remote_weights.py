@@ -18,7 +18,7 @@ from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.remote.locate import locate_weights
 from automodel_ckpt.checkpoint.remote.pull import pull_weights
-from automodel_ckpt.checkpoint.run.fetched import DIRECTORY, options_for
+from automodel_ckpt.checkpoint.run.transfer_files import DIRECTORY, options_for
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
 from automodel_ckpt.parallel.ranks.agree import (

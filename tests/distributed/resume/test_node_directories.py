@@ -20,12 +20,12 @@ from automodel_ckpt.base.store_url import scratch_directory
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, node_directories
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.node_directories import RunGeneration
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run.fetched import DIRECTORY
-from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.run.transfer_files import DIRECTORY
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from automodel_ckpt.base.store_url import scratch_directory
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.node_directories import RunGeneration
 from tests.support.models import tiny
 
 
