@@ -33,8 +33,8 @@ from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.fetched import remove_fetched
 from automodel_ckpt.checkpoint.run.generation import Postponed, RunGeneration
+from automodel_ckpt.checkpoint.run.transfer_files import remove_fetched
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree

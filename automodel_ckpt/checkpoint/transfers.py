@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,12 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.fetched import own_name, remove_fetched
-from automodel_ckpt.checkpoint.run.pending import TO_STORE, clear_links
+from automodel_ckpt.checkpoint.run.transfer_files import (
+    TO_STORE,
+    clear_links,
+    own_name,
+    remove_fetched,
+)
 from automodel_ckpt.checkpoint.saving.save import SaveSettings
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
@@ -120,11 +123,8 @@ class Transfers:
 
         Returns None when it is in the run directory. Raises on all ranks what rank 0 raises.
         """
-        if not self._may_fetch:
-            return None
-        return self._fetch(
-            lambda fetcher: fetcher.fetch(self._options.restore_from, self._run.memory)
-        )
+        restore_from = self._options.restore_from
+        return self._fetch(lambda fetcher: fetcher.fetch(restore_from, self._run.memory))
 
     def fetch_up_to(self, step: int) -> Fetched | None:
         """Fetch the newest checkpoint of *step* or an earlier one, to which the run goes back while it trains.
@@ -132,21 +132,20 @@ class Transfers:
         Returns None when this machine has one that is as new, no store has a newer one, or the store cannot be read.
         Raises on all ranks what rank 0 raises.
         """
-        if self._options.remote is None:
-            return None
 
         def fetch(fetcher: Fetcher) -> Fetched | None:
             # A removal in progress could still remove what is found.
             self._run.wait()
-            newest_step = (
-                step if self._run.went_back_to is None else min(step, self._run.went_back_to)
-            )
-            return fetcher.fetch_up_to(newest_step, self._run.memory)
+            went_back_to = self._run.went_back_to
+            last = step if went_back_to is None else min(step, went_back_to)
+            return fetcher.fetch_up_to(last, self._run.memory)
 
         return self._fetch(fetch)
 
     def _fetch(self, fetch_with: Callable[[Fetcher], Fetched | None]) -> Fetched | None:
         """Call *fetch_with* on rank 0, and bring what it fetched to the other nodes that do not share the directory."""
+        if not self._may_fetch:
+            return None
         fetched: Fetched | None = None
 
         def fetch() -> Fetched | None:
@@ -154,13 +153,15 @@ class Transfers:
                 # Programs that use a checkpointer without open() have created neither.
                 self._run.hold()
                 self.open()
-            if self.fetcher is None:
-                return None
-            return fetch_with(self.fetcher)
+            return None if self.fetcher is None else fetch_with(self.fetcher)
 
         def cancel() -> None:
             if self.fetcher is not None:
                 self.fetcher.stopping.set()
+
+        def bring() -> None:
+            if fetched is not None and self._leads_other_node:
+                fetched.bring(self._run.root)
 
         try:
             with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
@@ -173,14 +174,10 @@ class Transfers:
                     remove_fetched(self._run.root)
             raise
         fetched = agree.broadcast_object(self._group, fetched)
-        if fetched is not None and self._nodes is not None:
+        if self._nodes is not None:
             with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
-                agree.while_working(self._group, partial(self._bring, fetched))
+                agree.while_working(self._group, bring)
         return fetched
-
-    def _bring(self, fetched: Fetched) -> None:
-        if self._leads_other_node:
-            fetched.bring(self._run.root)
 
     @property
     def _leads_other_node(self) -> bool:
@@ -197,26 +194,31 @@ class Transfers:
 
     def start_uploads(self, step: int | None, name: str = "") -> None:
         """Upload what the run publishes after *step*; None: a new run. The checkpoint of *step* has the name *name*."""
-        if self._options.remote is None:
+        remote = self._options.remote
+        self._use_uploads("starting the uploads", lambda uploads: self._start(uploads, step, name))
+        if remote is None or self._nodes is None or self._part_uploads is not None:
             return
-        with self._raise_on_all_ranks("starting the uploads"):
-            if self.uploads is not None:
-                self._start(self.uploads, step, name)
-        self._start_on_other_nodes()
-
-    def _start_on_other_nodes(self) -> None:
-        if self._nodes is None or self._part_uploads is not None:
-            return
-        settings = self._options.remote
-        assert settings is not None, "the nodes have separate directories"
         mine = "" if self.uploads is None else self.uploads.token
         token = agree.broadcast_object(self._group, mine)
         with self._raise_on_all_ranks("starting the uploads"):
             if self._leads_other_node:
                 from automodel_ckpt.checkpoint.remote.background import part_uploads
 
-                self._part_uploads = part_uploads(self._run.root, settings, token, self._nodes.own)
+                self._part_uploads = part_uploads(self._run.root, remote, token, self._nodes.own)
                 self._part_uploads.start()
+
+    def _use_uploads(self, doing: str, work: Callable[[Uploads], None]) -> None:
+        """Call *work* with the uploads of rank 0. All ranks wait, and raise what it raises."""
+        if self._options.remote is None:
+            return
+
+        def use() -> None:
+            if self.uploads is not None:
+                work(self.uploads)
+
+        with self._raise_on_all_ranks(doing):
+            # The ranks of other nodes must not end before: their processes upload parts.
+            agree.while_working(self._group, use)
 
     def _start(self, uploads: Uploads, step: int | None, name: str) -> None:
         if self._run.root != uploads.root:
@@ -231,11 +233,7 @@ class Transfers:
 
     def roll_back(self, step: int) -> None:
         """Continue the uploads after *step*, to which the run went back."""
-        if self._options.remote is None:
-            return
-        with self._raise_on_all_ranks("starting the uploads"):
-            if self.uploads is not None:
-                self.uploads.roll_back(step)
+        self._use_uploads("starting the uploads", lambda uploads: uploads.roll_back(step))
 
     def finish(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
@@ -243,21 +241,15 @@ class Transfers:
         Rank 0 calls *must_end* several times per second. The wait ends when it returns true. Raises
         :class:`SaveFailed` on all ranks if a checkpoint or an export is not in the store then.
         """
-        if self._options.remote is None:
-            return
 
-        def finish() -> None:
-            if self.uploads is not None:
-                self.uploads.finish(must_end)
+        def finish(uploads: Uploads) -> None:
+            uploads.finish(must_end)
+            # Checkpoints were kept for their upload.
+            self._run.prune("")
+            if self._nodes is not None:
+                self._nodes.remove_others()
 
-        with self._raise_on_all_ranks("uploading the last checkpoint"):
-            # Rank 0 waits for the parts of the other nodes.
-            agree.while_working(self._group, finish)
-            if self._is_rank0:
-                # They were kept for their upload.
-                self._run.prune("")
-                if self._nodes is not None:
-                    self._nodes.remove_others()
+        self._use_uploads("uploading the last checkpoint", finish)
 
     def finish_before_stop(
         self,
@@ -278,13 +270,10 @@ class Transfers:
         passed = max(agree.gather_objects(self._group, seconds_since_signal))
         seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
 
-        def finish() -> None:
-            if self.uploads is not None:
-                self.uploads.finish_before_stop(seconds, must_end)
-
-        with self._raise_on_all_ranks("uploading the last checkpoint"):
-            # The ranks of other nodes must not end before: their processes upload parts.
-            agree.while_working(self._group, finish)
+        self._use_uploads(
+            "uploading the last checkpoint",
+            lambda uploads: uploads.finish_before_stop(seconds, must_end),
+        )
 
     def close(self) -> None:
         """Let the uploads go on without this process. Not collective."""

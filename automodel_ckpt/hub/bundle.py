@@ -81,21 +81,28 @@ def opened(path: Path, log: Log, *, base_model: str | None = None) -> Iterator[B
     *base_model* is the name on the Hub of an adapter's base, if the base is a local directory. Raises
     :class:`CheckpointUnusable` for damaged files, and for a directory without a model.
     """
-    if os.path.lexists(path / layout.EXPORT_MANIFEST):
-        yield _of_export(path, _checkpoint_of(path), base_model)
-        return
-    if not os.path.lexists(path / layout.MANIFEST):
+    directory, checkpoint = _place(path)
+    if os.path.lexists(directory / layout.EXPORT_MANIFEST):
+        yield _of_export(directory, checkpoint, base_model)
+    elif checkpoint is None:
         # The files of a model that another program wrote, or of a trained adapter without its checkpoint.
         yield _with_manifest(_described(path, _names_in(path), None, base_model))
-        return
-    model = path / _MODEL
-    if os.path.lexists(model / layout.CONSOLIDATED / layout.EXPORT_MANIFEST):
-        yield _of_export(model / layout.CONSOLIDATED, path, base_model)
-    elif os.path.lexists(model / layout.ADAPTER_MODEL) or os.path.lexists(model / layout.HF_INDEX):
-        yield _of_checkpoint(path, base_model)
+    elif any(os.path.lexists(directory / name) for name in (layout.ADAPTER_MODEL, layout.HF_INDEX)):
+        yield _of_checkpoint(checkpoint, base_model)
     else:
-        with _exported(path, log) as export:
-            yield _of_export(export, path, base_model)
+        with _exported(checkpoint, log) as export:
+            yield _of_export(export, checkpoint, base_model)
+
+
+def _place(path: Path) -> tuple[Path, Path | None]:
+    """Return the directory with the files of the model at *path*, and its checkpoint, or None if that is unknown."""
+    if os.path.lexists(path / layout.EXPORT_MANIFEST):
+        checkpoint = path.parent.parent
+        return path, checkpoint if os.path.lexists(checkpoint / layout.MANIFEST) else None
+    if not os.path.lexists(path / layout.MANIFEST):
+        return path, None
+    export = path / _MODEL / layout.CONSOLIDATED
+    return export if os.path.lexists(export / layout.EXPORT_MANIFEST) else export.parent, path
 
 
 def described(path: Path, *, base_model: str | None = None) -> Bundle:
@@ -103,16 +110,9 @@ def described(path: Path, *, base_model: str | None = None) -> Bundle:
 
     Weights that an export would have are missing. Raises :class:`CheckpointUnusable` for a directory without a model.
     """
-    directory, checkpoint = path, None
-    if os.path.lexists(path / layout.EXPORT_MANIFEST):
-        checkpoint = _checkpoint_of(path)
-    elif os.path.lexists(path / layout.MANIFEST):
-        checkpoint = path
-        directory = path / _MODEL
-        for place in (layout.CONSOLIDATED, layout.HF_METADATA):
-            if os.path.isdir(directory / place):
-                directory /= place
-                break
+    directory, checkpoint = _place(path)
+    if checkpoint is not None and os.path.isdir(directory / layout.HF_METADATA):
+        directory /= layout.HF_METADATA
     return _described(directory, _names_in(directory), checkpoint, base_model)
 
 
@@ -142,12 +142,6 @@ def _described(
         files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
     files[layout.ADAPTER_CONFIG] = content
     return replace(bundle, base=base if is_local else None)
-
-
-def _checkpoint_of(export: Path) -> Path | None:
-    """Return the checkpoint that an export is in, or None when it is elsewhere."""
-    checkpoint = export.parent.parent
-    return checkpoint if os.path.lexists(checkpoint / layout.MANIFEST) else None
 
 
 @contextlib.contextmanager

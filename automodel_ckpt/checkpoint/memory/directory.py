@@ -125,15 +125,6 @@ def memory_of(run: Path, parent: Path) -> Path | None:
     return directory if directory.is_dir() else None
 
 
-def forget_memory(run: Path) -> None:
-    """Make the memory checkpoints of *run* unusable, because the run continues without them. Called by rank 0."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(run / layout.MEMORY)
-        log.info(
-            "checkpoints in memory of earlier starts are not used: checkpoint.memory is not set"
-        )
-
-
 def remove_memory(directory: Path) -> None:
     """Remove the directory of a run's memory checkpoints."""
     shutil.rmtree(directory, ignore_errors=True)

@@ -28,7 +28,6 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     RECEIVING,
     is_of_save,
     mark_save,
-    remove_set_aside,
 )
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.run import links
@@ -112,17 +111,13 @@ class NodeServer(ThreadingHTTPServer):
                     del self._received[other]
 
     def keep(self, names: list[str]) -> None:
-        """Remove all checkpoints except *names*, which are complete on all nodes, also those that were set aside.
-
-        What no save has written stays.
-        """
+        """Remove all checkpoints except *names*, which are complete on all nodes. What no save has written stays."""
         kept = {layout.parse_checkpoint_name(name) for name in names}
         if None in kept or not kept:
             raise Refused(HTTPStatus.BAD_REQUEST)
         for other in checkpoint_names(self.root):
             if other not in kept and is_of_save(self.root / str(other)):
                 commit.discard(commit.withdraw(self.root / str(other)))
-        remove_set_aside(self.root)
 
 
 class _Handler(BaseHTTPRequestHandler):

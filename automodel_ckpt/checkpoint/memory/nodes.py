@@ -192,10 +192,7 @@ class Nodes:
         self._do(pause, "publish", self._others, staging=staging.name, name=name)
 
     def remove_others(self, pause: Pause = time.sleep) -> None:
-        """Have the other nodes remove the checkpoints that rank 0's node does not have, and those that were set aside.
-
-        Called by rank 0.
-        """
+        """Have the other nodes remove the checkpoints that rank 0's node does not have. Called by rank 0."""
         names = [str(name) for name in checkpoint_names(self.directory)]
         if not names:
             return

@@ -74,8 +74,7 @@ def read_range(address: Address, token: str, name: str, start: int, end: int) ->
     status, data = _request(address, token, "GET", f"/{quote(name)}", headers=headers)
     if status == HTTPStatus.NOT_FOUND:
         raise FileNotFoundError(f"{address}/{name}")
-    if status != HTTPStatus.PARTIAL_CONTENT or len(data) != end - start:
-        raise _refused(address, f"reading {name}", status, data)
+    _check(address, f"reading {name}", status, data)
     return data
 
 
@@ -93,29 +92,25 @@ def send_file(address: Address, token: str, root: Path, name: str, throttle: Thr
             return _request(address, token, "PUT", f"/{quote(name)}", body, headers)
 
     end = time.monotonic() + _READY_SECONDS
-    while True:
-        status, data = _when_listening(send)
-        if status == HTTPStatus.CREATED:
-            return
-        if status != HTTPStatus.NOT_FOUND or time.monotonic() > end:
-            raise _refused(address, f"sending {name}", status, data)
+    status, data = _when_listening(send)
+    while status == HTTPStatus.NOT_FOUND and time.monotonic() <= end:
         time.sleep(_PAUSE_SECONDS)
+        status, data = _when_listening(send)
+    _check(address, f"sending {name}", status, data)
 
 
 def send_report(address: Address, token: str, file: str, data: bytes) -> None:
     """Send a report on a hang to the directory of another node, once. Raises :class:`NodeFailed`."""
     path = f"/{layout.HANGS}/{quote(file)}"
-    status, answer = _request(address, token, "PUT", path, data, timeout_seconds=_REPORT_SECONDS)
-    if status != HTTPStatus.CREATED:
-        raise _refused(address, f"sending {file}", status, answer)
+    answer = _request(address, token, "PUT", path, data, timeout_seconds=_REPORT_SECONDS)
+    _check(address, f"sending {file}", *answer)
 
 
 def command(address: Address, token: str, document: dict[str, Any]) -> None:
     """Have another node change names in its memory, as *document* describes. Raises :class:`NodeFailed`."""
     body = json.dumps(document).encode()
-    status, data = _when_listening(lambda: _request(address, token, "POST", "/", body))
-    if status != HTTPStatus.NO_CONTENT:
-        raise _refused(address, str(document), status, data)
+    answer = _when_listening(lambda: _request(address, token, "POST", "/", body))
+    _check(address, str(document), *answer)
 
 
 def _when_listening(send: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
@@ -168,9 +163,12 @@ def _blocks(descriptor: int, size: int, throttle: Throttle) -> Iterator[bytes]:
         yield block
 
 
-def _refused(address: Address, doing: str, status: int, data: bytes) -> NodeFailed:
+def _check(address: Address, doing: str, status: int, data: bytes) -> None:
+    """Raise :class:`NodeFailed` if the *status* of an answer is not a success."""
+    if status < HTTPStatus.MULTIPLE_CHOICES:
+        return
     text = data[:_MAX_TEXT_BYTES].decode(errors="replace").strip()
-    return NodeFailed(
+    raise NodeFailed(
         "another node of the run could not store its part of a checkpoint",
         where=str(address),
         value=f"{doing}: {text or HTTPStatus(status).phrase}",

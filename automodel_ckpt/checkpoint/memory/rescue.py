@@ -133,12 +133,11 @@ def _publish_first(copies: Sequence[_Copy], run: Path, wait_seconds: float) -> P
 def _copy_missing(source: Path, copy: _Copy) -> None:
     """Copy all files of *source* that the staging directory does not have. Each appears complete and durable there.
 
-    After a failure, the copies are removed. Copies of other nodes stay. Raises OSError.
+    After a failure, the next start removes what was copied. Raises OSError.
     """
     # Not below the directory that all nodes have in common: another one may publish that at any time.
     own = copy.staging.with_name(layout.staging_name(copy.final.name, uuid.uuid4().hex))
     own.mkdir()
-    copied: list[Path] = []
     try:
         for file in files_below(source):
             target = copy.staging / file
@@ -153,14 +152,7 @@ def _copy_missing(source: Path, copy: _Copy) -> None:
             # Again: another node may have copied it meanwhile, and be verifying it.
             if not target.exists():
                 os.rename(temporary, target)
-                copied.append(target)
-    except BaseException:
-        for path in copied:
-            path.unlink(missing_ok=True)
-        for folder, _, _ in os.walk(copy.staging, topdown=False):
-            # Another node may have copied files into it.
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+    except OSError:
         if not copy.is_published:
             raise
     finally:

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.pending import link, step_of
+from automodel_ckpt.checkpoint.run.transfer_files import link, step_of
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed

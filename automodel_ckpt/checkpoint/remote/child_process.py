@@ -26,7 +26,7 @@ from typing import Any
 
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
-from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.transfer_files import link, pending, step_of, unlink
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
 
 log = logging.getLogger("automodel_ckpt")

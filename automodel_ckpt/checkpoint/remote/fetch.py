@@ -23,7 +23,12 @@ from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.run import links, policy, resume
-from automodel_ckpt.checkpoint.run.fetched import DIRECTORY, options_for, own_name, remove_fetched
+from automodel_ckpt.checkpoint.run.transfer_files import (
+    DIRECTORY,
+    options_for,
+    own_name,
+    remove_fetched,
+)
 from automodel_ckpt.checkpoint.store.gone_back import GoneBack
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges, files_with_tensors
 from automodel_ckpt.checkpoint.store.store import Store, StoreError

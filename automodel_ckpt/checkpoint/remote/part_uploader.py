@@ -15,13 +15,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.remote import parts
 from automodel_ckpt.checkpoint.remote.child_process import serve
-from automodel_ckpt.checkpoint.remote.parts import (
-    PartAnswer,
-    PartRequest,
-    files_here,
-    seconds_to_next_look,
-)
+from automodel_ckpt.checkpoint.remote.parts import PartAnswer, PartRequest, files_here
 from automodel_ckpt.checkpoint.remote.push import only, send_files
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, Job, StoreLoop
 from automodel_ckpt.checkpoint.run import resume
@@ -42,8 +38,7 @@ class PartUploader(StoreLoop):
         self._answered: set[str] = set()
         self._stored: set[str] = set()
         """The digests of the checkpoints here that the store has completely."""
-        self._looks: dict[str, tuple[float, float]] = {}
-        """Since when the store is read for a checkpoint that it does not have, and when it is again, by digest."""
+        self._next_look = 0.0
         self._digests: dict[tuple[int, int, int], str] = {}
         self._answering = threading.Lock()
         self._current: tuple[str, str, int] | None = None
@@ -67,12 +62,12 @@ class PartUploader(StoreLoop):
 
     def catch_up(self) -> None:
         """Answer the requests of the coordinator. Raises what an upload raises."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + parts.LOOK_SECONDS
         for name, digest in self._checkpoints():
-            now = time.monotonic()
-            since, next_look = self._looks.get(digest, (now, now))
-            if digest in self._stored or self.stopping.is_set() or now < next_look:
+            if digest in self._stored or self.stopping.is_set():
                 continue
-            self._looks[digest] = since, now + seconds_to_next_look(now - since)
             request = PartRequest.read(self.store, name)
             if request is None:
                 self._note_if_stored(name, digest)
@@ -116,8 +111,6 @@ class PartUploader(StoreLoop):
         answer = PartAnswer(request.attempt, sent_bytes, True, tuple(files), failure)
         answer.write(self.store, name, self.job.node)
         self._answered.add(request.attempt)
-        # The wait for the other nodes begins.
-        self._looks.pop(request.digest, None)
 
     def _upload(self, name: str, request: PartRequest) -> list[str]:
         """Upload the files that this node has and the coordinator has not; return their names."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,20 +23,11 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable
 
-_POLL_SECONDS = 0.5
-_LONGEST_POLL_SECONDS = 10.0
-_WAIT_SHARE = 0.1
+LOOK_SECONDS = 2.0
+"""How often a node reads the store while it waits for another one. Requests cost money."""
 _REQUEST = "request.json"
 
 Record = TypeVar("Record", "PartRequest", "PartAnswer")
-
-
-def seconds_to_next_look(waited_seconds: float) -> float:
-    """How long to wait before the store is read again, by something that has waited for *waited_seconds*.
-
-    Requests cost money. A tenth of the wait so far delays the end by at most a tenth.
-    """
-    return min(max(_POLL_SECONDS, _WAIT_SHARE * waited_seconds), _LONGEST_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +96,10 @@ class OtherNodes:
         Raises :class:`CheckpointUnusable` if no node has one of them intact, or the checkpoint is removed meanwhile,
         InterruptedError when the process is stopped, and :class:`StoreError`.
         """
-        started = time.monotonic()
         while absent := set(missing) - self._arrived(store, checkpoint.name, missing):
             if not checkpoint.is_dir():
                 raise _unusable(checkpoint, "it was removed before it was uploaded")
-            if self.stopping.wait(seconds_to_next_look(time.monotonic() - started)):
+            if self.stopping.wait(LOOK_SECONDS):
                 raise InterruptedError(f"the upload was stopped: {len(absent)} files are missing")
 
     def _arrived(self, store: Store, name: str, missing: Collection[str]) -> set[str]:

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy, resume
-from automodel_ckpt.checkpoint.run.pending import TO_STORE, link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.transfer_files import TO_STORE, link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle

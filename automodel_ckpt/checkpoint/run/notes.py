@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import CheckpointUnusable
+
+log = logging.getLogger("automodel_ckpt")
 
 MAX_BYTES = 1 << 20
 """The limit by default: JSON takes many times its size once parsed."""
@@ -49,6 +52,15 @@ def stamp(checkpoint: Path) -> tuple[int, int, int]:
     # The inode counts because a copy can keep time and size.
     found = os.lstat(checkpoint / layout.MANIFEST)
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def forget_memory(run: Path) -> None:
+    """Make the memory checkpoints of *run* unusable, because the run continues without them. Called by rank 0."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(run / layout.MEMORY)
+        log.info(
+            "checkpoints in memory of earlier starts are not used: checkpoint.memory is not set"
+        )
 
 
 # ---------------------------------------------------------------- later validations

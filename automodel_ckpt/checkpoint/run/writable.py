@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.failures import as_failure
@@ -16,15 +15,19 @@ OPENING = "opening checkpoint.checkpoint_dir"
 
 def check_links(directory: Path) -> None:
     """Raise :class:`RecipeError` if *directory* or one of its parents is a link to nothing."""
-    dangling = dangling_link(directory)
-    if dangling is None:
+    for path in reversed([directory, *directory.parents]):
+        # Unlike Path.exists(), this is False and not an error in a directory that cannot be searched.
+        if os.path.exists(path):
+            continue
+        if os.path.islink(path):
+            target = os.path.realpath(path)
+            raise RecipeError(
+                "the run directory is a link to a directory that does not exist",
+                where=str(directory),
+                value=f"{path} is a link to {target}, which does not exist",
+                hint=f"create {target}, or use another run directory",
+            )
         return
-    raise RecipeError(
-        "the run directory is a link to a directory that does not exist",
-        where=str(directory),
-        value=str(dangling),
-        hint=f"create {dangling.target}, or use another run directory",
-    )
 
 
 def check_outside_checkpoints(directory: Path) -> None:
@@ -69,25 +72,3 @@ def check_writable(directory: Path) -> None:
     if code:
         error = OSError(code, os.strerror(code), str(existing))
         raise as_failure(error, OPENING, directory, RecipeError)
-
-
-class DanglingLink(NamedTuple):
-    """A symbolic link on the way to a file, and the path that it leads to, which does not exist."""
-
-    link: Path
-    target: Path
-
-    def __str__(self) -> str:
-        return f"{self.link} is a link to {self.target}, which does not exist"
-
-
-def dangling_link(path: Path) -> DanglingLink | None:
-    """The first dangling link among *path* and its parents, or None when there is none."""
-    for each in reversed([path, *path.parents]):
-        # Unlike Path.exists(), this is False and not an error in a directory that cannot be searched.
-        if os.path.exists(each):
-            continue
-        if not os.path.islink(each):
-            return None
-        return DanglingLink(each, Path(os.path.realpath(each)))
-    return None

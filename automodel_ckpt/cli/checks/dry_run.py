@@ -246,7 +246,7 @@ def _resume_rows(
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.parts.verify import verify
     from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.fetched import own_name
+    from automodel_ckpt.checkpoint.run.transfer_files import own_name
 
     section = loaded.config.checkpoint
     root = Path(section.checkpoint_dir).absolute()

@@ -136,7 +136,7 @@ def single_row(path: Path) -> Row:
 
 def run_row(above: Path, run: Path) -> RunRow:
     """Return the row of a run. Its name is relative to the directory *above*."""
-    from automodel_ckpt.checkpoint.run.shared_files import repeated_bytes
+    from automodel_ckpt.checkpoint.run.maintenance import repeated_bytes
 
     name = os.path.relpath(run, above)
     complete = [row for row in rows_of(run) if row.complete and "superseded" not in row.reason]

@@ -16,8 +16,8 @@ from torch import nn
 from automodel_ckpt.base.store_url import public
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.memory.directory import forget_memory
 from automodel_ckpt.checkpoint.node_directories import not_without_storage
+from automodel_ckpt.checkpoint.run.notes import forget_memory
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig

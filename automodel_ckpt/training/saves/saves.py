@@ -16,8 +16,8 @@ from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.pending import TO_HUB, clear_links
 from automodel_ckpt.checkpoint.run.timeline import SAVES
+from automodel_ckpt.checkpoint.run.transfer_files import TO_HUB, clear_links
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import (

@@ -23,9 +23,9 @@ from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run.fetched import DIRECTORY
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.run.transfer_files import DIRECTORY
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import part_uploader, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
-from automodel_ckpt.checkpoint.run.pending import pending
+from automodel_ckpt.checkpoint.run.transfer_files import pending
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.cli import ckpt

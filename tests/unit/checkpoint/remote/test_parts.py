@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.remote.child_process import UploadLoop
 from automodel_ckpt.checkpoint.remote.part_uploader import PartUploader
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
-from automodel_ckpt.checkpoint.run.pending import link, pending
+from automodel_ckpt.checkpoint.run.transfer_files import link, pending
 from automodel_ckpt.checkpoint.store.store import Store
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
 from tests.support.servers.object_store import ObjectStore
@@ -33,7 +33,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "_FIRST_PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(child_process, "_LONGEST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(child_process, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(parts, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "LOOK_SECONDS", 0.1)
 
 
 def divide(run: Path, base: Path, names: Sequence[str] = (SECOND,)) -> list[Path]:

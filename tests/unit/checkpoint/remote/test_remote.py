@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.pending import link, pending, unlink
+from automodel_ckpt.checkpoint.run.transfer_files import link, pending, unlink
 from automodel_ckpt.checkpoint.store import gone_back, transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory

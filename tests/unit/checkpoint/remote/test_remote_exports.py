@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.remote import uploader
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
-from automodel_ckpt.checkpoint.run.pending import link, pending
+from automodel_ckpt.checkpoint.run.transfer_files import link, pending
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, train, write_recipe
 

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.remote import background, fetch, uploader
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run.pending import pending
+from automodel_ckpt.checkpoint.run.transfer_files import pending
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
