@@ -121,7 +121,7 @@ def _recognized(path: Path, rows: Iterable[Row]) -> Iterator[Format]:
     head = first_bytes(path, _HEAD_BYTES) if is_file else None
     for row in rows:
         by_name = row.names is not None and any(re.fullmatch(row.names, name) for name in names)
-        by_head = None not in (row.head, head) and re.match(row.head, head)
+        by_head = row.head is not None and head is not None and re.match(row.head, head)
         if by_name or by_head:
             known = _format_at(row.place)
             if known.detect(path):
