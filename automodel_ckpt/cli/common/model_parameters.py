@@ -57,11 +57,12 @@ def compare_names(config: bytes, names: Collection[str]) -> NameDifferences | No
 
 @contextlib.contextmanager
 def _without_scipy() -> Iterator[None]:
-    """During the block, make scipy appear not to be installed, unless it is imported already.
+    """During the block, make scipy appear not to be installed, unless it or transformers is imported already.
 
     transformers imports it for the losses of object detection: 22 of the 300 MB that an import may take.
     """
-    is_hidden = _SCIPY not in sys.modules
+    # transformers remembers that scipy is there, and then fails if it is not.
+    is_hidden = not {_SCIPY, "transformers"} & sys.modules.keys()
     if is_hidden:
         # What Python does for a module that must not be imported (importlib.util.find_spec).
         sys.modules[_SCIPY] = None  # type: ignore[assignment]

@@ -25,13 +25,13 @@ from automodel_ckpt.convert.formats.format import (
 )
 from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
-from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
-from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
-from automodel_ckpt.convert.formats.torch.dcp_training_state import (
+from automodel_ckpt.convert.formats.torch.dcp import (
+    PyTorchDcp,
     optimizer_key,
     read_optimizer,
     read_scheduler,
 )
+from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
 from automodel_ckpt.convert.type_aliases import ValueDict
 

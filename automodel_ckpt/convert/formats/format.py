@@ -132,13 +132,13 @@ class Format(ABC):
     has_own_names: ClassVar[bool] = False
     """True if tensors have the names of any module that a user's program saved, not only of a known model."""
 
-    @abstractmethod
     def detect(self, path: Path) -> bool:
-        """Return whether the directory or file *path* has this format, by its file names and first bytes.
+        """Return whether *path*, which its row in ``registry.py`` matches, has this format.
 
-        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Returns False
-        if *path* cannot be read.
+        By default it has. A directory is only inspected itself, not its subdirectories, unless they are part of the
+        format. Returns False if *path* cannot be read.
         """
+        return True
 
     @abstractmethod
     def open(self, path: Path) -> Source:

@@ -24,9 +24,8 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_rang
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import Counters, Parameters, TrainingState
 from automodel_ckpt.convert.formats.nested_state import without_wrappers
-from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp, plain_model_names
+from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp, plain_model_names, read_optimizer
 from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
-from automodel_ckpt.convert.formats.torch.dcp_training_state import read_optimizer
 from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.formats.torch.torch_files import (
     LIGHTNING_VERSION,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from automodel_ckpt.base.other_weights import POINTER
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.convert.formats.files import first_bytes, names_in
 from automodel_ckpt.convert.formats.format import Format
@@ -24,7 +25,7 @@ class Row(NamedTuple):
     """A format, a class or an instance at *place*, and when it is asked.
 
     Its module is imported if a name in a directory, or the name of a file, matches *names*, or the first bytes of a
-    file match *head*. Only then, :meth:`Format.detect` decides.
+    file match *head*. Then :meth:`Format.detect` decides.
     """
 
     place: str
@@ -59,22 +60,22 @@ FORMATS = (
     Row("torch.torch_files:TorchModelDirectory", r"pytorch_model\.bin(\.index\.json)?"),
     # The oldest of the formats that one directory can have, as BERT's directory does: a directory, or an index file.
     Row("tensorflow.tensorflow:TensorFlowCheckpoint", r".*\.index"),
-    Row("unsupported_files:VerlShards", r"model_world_size_.*"),
+    Row("unsupported_files:VerlShards", r"model_world_size_\d+_rank_\d+\.pt"),
     # Beside lit_model.pth, there can be the Hugging Face files that it was made from.
     Row("unsupported_files:LitGptModel", r"lit_model\.pth"),
     Row("unsupported_files:OtherWeights", r".*"),
     # Single files. The first bytes count more than the suffix .safetensors.
     Row("gguf.gguf_file:GgufFile", head=rb"GGUF"),
-    Row("unsupported_files:NUMPY", head=_ZIP),
+    Row("unsupported_files:NumpyArchive", head=_ZIP),
     Row("lightning:LightningFile", head=_ZIP),
     Row("torch.torch_files:TorchFile", head=_ZIP),
     Row("unsupported_files:ZIP", head=_ZIP),
     Row("nemo.nemo:NemoFile", head=_TAR),
     Row("nemo.tensorrt_llm:QnemoFile", head=_TAR),
     Row("unsupported_files:TAR", head=_TAR),
-    Row("unsupported_files:PICKLE", head=rb"\x80"),
-    Row("unsupported_files:HDF5", head=rb"\x89HDF"),
-    Row("unsupported_files:LFS_POINTER", head=rb"version "),
+    Row("unsupported_files:PICKLE", head=rb"\x80[\x02-\x05]"),
+    Row("unsupported_files:HDF5", head=rb"\x89HDF\r\n\x1a\n"),
+    Row("unsupported_files:LFS_POINTER", head=re.escape(POINTER)),
     Row("hugging_face:SafetensorsFile", head=rb""),
     Row("unsupported_files:UNKNOWN", head=rb""),
 )
@@ -121,7 +122,7 @@ def _recognized(path: Path, rows: Iterable[Row]) -> Iterator[Format]:
     head = first_bytes(path, _HEAD_BYTES) if is_file else None
     for row in rows:
         by_name = row.names is not None and any(re.fullmatch(row.names, name) for name in names)
-        by_head = None not in (row.head, head) and re.match(row.head, head)
+        by_head = row.head is not None and head is not None and re.match(row.head, head)
         if by_name or by_head:
             known = _format_at(row.place)
             if known.detect(path):

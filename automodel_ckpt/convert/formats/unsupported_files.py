@@ -6,88 +6,71 @@ Single files are recognized by their first bytes, directories by names of files.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from automodel_ckpt.base.other_weights import (
-    POINTER,
     TORCH_SCRIPT,
     is_torch_script,
     kind_of_file,
     weights_of_another_program,
 )
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import first_bytes, is_gzip, is_tar, names_in
+from automodel_ckpt.convert.formats.files import first_bytes
 from automodel_ckpt.convert.formats.format import UnsupportedFormat
 
 _HEAD_BYTES = 512
 
 
-_VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt", re.ASCII)
+class UnsupportedFile(UnsupportedFormat):
+    """A kind of file that its first bytes in ``registry.py`` identify."""
 
-
-class FileByContent(UnsupportedFormat):
-    """A file that is recognized by its first bytes: *matches* them. *detect* raises OSError if it cannot be read."""
-
-    def __init__(self, name: str, hint: str, matches: Callable[[bytes], bool]) -> None:
+    def __init__(self, name: str, hint: str) -> None:
         self.name = name  # type: ignore[misc]
         self.hint = hint  # type: ignore[misc]
-        self.matches = matches
+
+
+class NumpyArchive(UnsupportedFormat):
+    """A zip archive of NumPy arrays."""
+
+    name = "an archive of NumPy arrays"
+    hint = "save its arrays with safetensors.numpy.save_file, and import that"
 
     def detect(self, path: Path) -> bool:
-        return path.is_file() and self.matches(first_bytes(path, _HEAD_BYTES))
+        return first_zip_entry(first_bytes(path, _HEAD_BYTES)).endswith((".npy", ".npz"))
 
 
 def first_zip_entry(head: bytes) -> str:
     """Return the name of a zip archive's first entry (source: the format's local file header), or an empty string."""
-    if not _is_zip(head):
+    if head[:4] != b"PK\x03\x04":
         return ""
     return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
 
 
-def _is_zip(head: bytes) -> bool:
-    return head[:4] == b"PK\x03\x04"
-
-
-NUMPY = FileByContent(
-    "an archive of NumPy arrays",
-    "save its arrays with safetensors.numpy.save_file, and import that",
-    lambda head: first_zip_entry(head).endswith((".npy", ".npz")),
-)
-ZIP = FileByContent(
-    "a zip archive", "unpack it, and import the directory of the model's files", _is_zip
-)
+ZIP = UnsupportedFile("a zip archive", "unpack it, and import the directory of the model's files")
 # An archive that is neither a model of NeMo nor of TensorRT-LLM, or too damaged to recognize one.
-TAR = FileByContent(
+TAR = UnsupportedFile(
     "a tar or gzip archive",
     "unpack it (tar), and use the directory; a .nemo file contains model_config.yaml: if this is one, take it "
     "from another copy",
-    lambda head: is_gzip(head) or is_tar(head),
 )
-# The opcode PROTO and a protocol number. torch.save writes protocol 2.
-PICKLE = FileByContent(
+PICKLE = UnsupportedFile(
     "a pickle, such as torch.save wrote before PyTorch 1.6",
     "save it again in the format of PyTorch 1.6 and later, and use that file: "
     "python -c \"import torch; torch.save(torch.load('FILE', weights_only=True), 'FILE.pt')\"",
-    lambda head: head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
 )
-HDF5 = FileByContent(
+HDF5 = UnsupportedFile(
     "HDF5, as Keras writes",
     "load it with the program that wrote it, and save it as safetensors",
-    lambda head: head[:8] == b"\x89HDF\r\n\x1a\n",
 )
 # What a clone of a repository has in the place of a large file if Git LFS is not installed.
-LFS_POINTER = FileByContent(
+LFS_POINTER = UnsupportedFile(
     "a pointer of Git LFS in the place of the file",
     "download the file itself: git lfs pull, or hf download",
-    lambda head: head.startswith(POINTER),
 )
-UNKNOWN = FileByContent(
+UNKNOWN = UnsupportedFile(
     "unknown",
     "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file",
-    lambda head: True,
 )
 
 
@@ -99,10 +82,6 @@ class VerlShards(UnsupportedFormat):
         "merge the ranks: python -m verl.model_merger merge --backend fsdp --local_dir DIRECTORY --target_dir MERGED; "
         "MERGED has Hugging Face files"
     )
-
-    def detect(self, path: Path) -> bool:
-        names = [path.name] if path.is_file() else names_in(path)
-        return any(_VERL_RANK.fullmatch(name) for name in names)
 
 
 class OtherWeights(UnsupportedFormat):
@@ -140,4 +119,4 @@ class LitGptModel(UnsupportedFormat):
     )
 
     def detect(self, path: Path) -> bool:
-        return "lit_model.pth" in names_in(path)
+        return path.is_dir()

@@ -40,9 +40,6 @@ def write(export: Export, *, prefix: str | None = None) -> ExportReport:
     run = read_run_state(root) if is_checkpoint(root) else None
     state_dict = state_dict_of(export, export.source, prefix)
     export.warn(*export.source.notes, *_warnings(run, state_dict, prefix))
-    if run is not None:
-        for text in _group_lines(run):
-            export.log(text)
     publish_archive(export, _content(state_dict, run))
     return export.report(len(state_dict))
 
@@ -59,22 +56,6 @@ def _warnings(
             f"the parameter {renamed!r} has another name in the model's files: load the state dict with a "
             "transformers model of this version"
         )
-
-
-def _group_lines(run: RunState) -> Iterator[str]:
-    """Describe the groups that the optimizer of the LightningModule must have."""
-    first = 0
-    for number, group in enumerate(run.groups):
-        if not group.parameters:
-            yield f"optimizer group {number}: no parameters"
-            continue
-        last = first + len(group.parameters) - 1
-        decay = group.options.get("weight_decay")
-        yield (
-            f"optimizer group {number}: parameters {first} to {last}, weight_decay {decay}, "
-            f"from {group.parameters[0]} to {group.parameters[-1]}"
-        )
-        first = last + 1
 
 
 def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> ValueDict:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
@@ -21,12 +22,8 @@ from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
-from automodel_ckpt.convert.names.dimensions import dimensions_of_config
-from automodel_ckpt.convert.names.tensorrt_llm import (
-    DividedTensor,
-    divided_tensors,
-    rows_of_rank,
-)
+from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
+from automodel_ckpt.convert.names.tensorrt_llm import divided_tensors, rows_of_rank
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.convert.type_aliases import FileDict, Files, Shape, ValueDict, Values
@@ -64,127 +61,116 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
     sizes = [(tensor.dtype, tensor.nbytes) for tensor in opened.tensors.values()]
     dtype = export.cast_code or ("BF16" if main_dtype(sizes) == "BF16" else "F16")
     files = export.config_and_tokenizer(dtype)
-    model = _Model(export, files, num_ranks, dtype)
+    hugging_face, config = _config(files, _DTYPES[dtype], num_ranks, export.where)
+    export.check_language_model(hugging_face, "TensorRT-LLM")
+    dimensions = dimensions_of_config(hugging_face, export.where)
+    # All tensors are described before anything is written.
+    if num_ranks < 1:
+        raise _wrong("--tensor-parallel", num_ranks, "use a positive number of ranks")
+    known = {name for rule in divided_tensors(dimensions) for name in rule.hugging_face}
+    for name in sorted(opened.tensors.keys() - known)[:1]:
+        raise _unusable("TensorRT-LLM's Llama has no such tensor", name, export.where)
+    ranks = [list(_rank_tensors(export, dimensions, rank, num_ranks)) for rank in range(num_ranks)]
     export.log_casts((tensor.dtype, dtype) for tensor in opened.tensors.values())
-    _publish(export, model, _small_files(model.config, files), is_file=is_file)
+    # The digests of each stored tensor are compared once, not for every rank.
+    write_rank = partial(_write_rank, opened.root, dtype, set())
+    contents = _small_files(config, files)
+    if is_file:
+        with export.published("the .qnemo file") as file:
+            writer = TarWriter(file)
+            for name, content in contents.items():
+                writer.add_bytes(name, content)
+            for rank, tensors in enumerate(ranks):
+                writer.add_streamed(f"rank{rank}.safetensors", partial(write_rank, tensors))
+            writer.finish()
+    else:
+        with export.published_directory("the checkpoint of TensorRT-LLM") as staging:
+            write_side_files(contents, staging)
+            for rank, tensors in enumerate(ranks):
+                with open(staging / f"rank{rank}.safetensors", "xb") as file:
+                    write_rank(tensors, file)
     return export.report(len(opened.tensors))
 
 
-class _Model:
-    """The tensors of each rank, and the config. Raises :class:`CheckpointUnusable` if they do not match the source."""
-
-    def __init__(self, export: Export, files: Files, num_ranks: int, dtype: str) -> None:
-        self.dtype = dtype
-        self.num_ranks = num_ranks
-        self._source = export.source
-        self._where = export.where
-        hugging_face, self.config = _config(files, _DTYPES[dtype], num_ranks, self._where)
-        export.check_language_model(hugging_face, "TensorRT-LLM")
-        self._dimensions = dimensions_of_config(hugging_face, self._where)
-        if num_ranks < 1 or rows_of_rank(self._dimensions, 0, num_ranks) is None:
-            text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
-            raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
-        self._rules = list(divided_tensors(self._dimensions))
-        known = {name for rule in self._rules for name in rule.hugging_face}
-        for name in sorted(self._source.tensors.keys() - known)[:1]:
-            raise _unusable("TensorRT-LLM's Llama has no such tensor", name, self._where)
-        # The digests of each stored tensor are compared once, not for every rank.
-        self._checked: set[str] = set()
-
-    def rank_tensors(self, rank: int) -> Iterator[_RankTensor]:
-        """Yield the tensors of a rank."""
-        for rule in self._rules:
-            sources = [self._stored(name) for name in rule.hugging_face]
-            yield self._rank_tensor(rule, sources, rank)
-
-    def _stored(self, name: str) -> Tensor:
-        tensors, tied = self._source.tensors, self._source.tied
-        # Tied embeddings are written twice, as NVIDIA's exporter does.
-        stored = tensors.get(name) or tensors.get(tied.get(name, ""))
-        if stored is None and name == "lm_head.weight":
-            stored = tensors.get("model.embed_tokens.weight")
-        if stored is None:
-            raise _unusable("a tensor of the model is missing", name, self._where)
-        if stored.dtype not in ORDINARY_FLOATS:
-            text = f"{name}: {stored.dtype}"
-            raise _unusable("a tensor is not of a floating-point dtype", text, self._where)
-        return stored
-
-    def _rank_tensor(
-        self, rule: DividedTensor, sources: Sequence[Tensor], rank: int
-    ) -> _RankTensor:
+def _rank_tensors(
+    export: Export, dimensions: Dimensions, rank: int, num_ranks: int
+) -> Iterator[_RankTensor]:
+    """Yield the tensors of a rank. Raises :class:`CheckpointUnusable` if the source does not match *dimensions*."""
+    heads = rows_of_rank(dimensions, rank, num_ranks)
+    if heads is None:
+        text = f"{dimensions.num_heads} heads, {dimensions.num_query_groups} groups"
+        raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
+    for rule in divided_tensors(dimensions):
+        sources = [_stored(export, name) for name in rule.hugging_face]
         first = sources[0]
         if rule.division == "equal":
-            return _RankTensor(rule.name, first.shape, [(first, first.box)])
+            yield _RankTensor(rule.name, first.shape, [(first, first.box)])
+            continue
         if any(len(tensor.shape) != 2 for tensor in sources):
-            raise _unusable("a tensor is not a matrix", first.fqn, self._where)
-        num_rows, num_columns = first.shape
+            raise _unusable("a tensor is not a matrix", first.fqn, export.where)
+        height, width = first.shape
+        rows, columns = [range(height)], range(width)
         if rule.division == "columns":
-            own = self._share(first, num_columns, rank)
-            box = Box((0, own.start), (num_rows, len(own)))
-            return _RankTensor(rule.name, box.sizes, [(first, box)])
-        if rule.division == "qkv":
-            rows = self._heads(sources, rank)
+            columns = _share(first.fqn, width, rank, num_ranks)
         elif rule.division == "rows":
-            rows = [self._share(first, num_rows, rank)]
-        else:
+            rows = [_share(first.fqn, height, rank, num_ranks)]
+        elif rule.division == "vocabulary":
             # The last ranks have rows of zeros, if the ranks do not divide the vocabulary.
-            size = -(-num_rows // self.num_ranks)
-            begin = min(rank * size, num_rows)
-            rows = [range(begin, min(begin + size, num_rows))]
+            size = -(-height // num_ranks)
+            rows = [range(height)[rank * size : (rank + 1) * size]]
+        else:
+            rows = [heads[0], heads[1], heads[1]]
+            numbers = (dimensions.num_heads, *[dimensions.num_query_groups] * 2)
+            for tensor, number in zip(sources, numbers, strict=True):
+                if tensor.shape != (number * dimensions.head_size, width):
+                    what = "a tensor does not match the heads of config.json"
+                    raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", export.where)
         parts: list[tuple[Tensor, Box]] = []
         for tensor, own in zip(sources, rows, strict=True):
-            parts.append((tensor, Box((own.start, 0), (len(own), num_columns))))
-        height = size if rule.division == "vocabulary" else sum(map(len, rows))
-        return _RankTensor(rule.name, (height, num_columns), parts)
+            parts.append((tensor, Box((own.start, columns.start), (len(own), len(columns)))))
+        num_rows = size if rule.division == "vocabulary" else sum(map(len, rows))
+        yield _RankTensor(rule.name, (num_rows, len(columns)), parts)
 
-    def _share(self, tensor: Tensor, num_features: int, rank: int) -> range:
-        """Return a rank's part of the features of a tensor. Raises :class:`RecipeError` if it has a rest."""
-        size, rest = divmod(num_features, self.num_ranks)
-        if rest:
-            hint = f"use a size that divides {num_features} features of {tensor.fqn}"
-            raise _wrong("--tensor-parallel", self.num_ranks, hint)
-        return range(rank * size, (rank + 1) * size)
 
-    def _heads(self, sources: Sequence[Tensor], rank: int) -> list[range]:
-        """Return a rank's rows of queries, keys and values."""
-        dimensions = self._dimensions
-        rows = rows_of_rank(dimensions, rank, self.num_ranks)
-        assert rows is not None, "the constructor has checked them"
-        num_groups = dimensions.num_query_groups
-        all_heads = (dimensions.num_heads, num_groups, num_groups)
-        for tensor, num_heads in zip(sources, all_heads, strict=True):
-            if tensor.shape != (num_heads * dimensions.head_size, sources[0].shape[1]):
-                what = "a tensor does not match the heads of config.json"
-                raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", self._where)
-        queries, keys = rows
-        return [queries, keys, keys]
+def _stored(export: Export, name: str) -> Tensor:
+    tensors, tied = export.source.tensors, export.source.tied
+    # Tied embeddings are written twice, as NVIDIA's exporter does.
+    stored = tensors.get(name) or tensors.get(tied.get(name, ""))
+    if stored is None and name == "lm_head.weight":
+        stored = tensors.get("model.embed_tokens.weight")
+    if stored is None:
+        raise _unusable("a tensor of the model is missing", name, export.where)
+    if stored.dtype not in ORDINARY_FLOATS:
+        what = "a tensor is not of a floating-point dtype"
+        raise _unusable(what, f"{name}: {stored.dtype}", export.where)
+    return stored
 
-    def write_rank(self, file: BinaryIO, rank: int) -> None:
-        """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
-        tensors = list(self.rank_tensors(rank))
-        entries = [(tensor.name, self.dtype, tensor.shape) for tensor in tensors]
-        header, _ = build_header(entries, {"format": "pt"})
-        file.write(header)
-        for tensor in tensors:
-            for block in self._blocks(tensor):
-                file.write(block)
 
-    def _blocks(self, tensor: _RankTensor) -> Iterator[memoryview]:
-        sizes = [nbytes_of(self.dtype, box.sizes) for _, box in tensor.parts]
-        num_zeros = nbytes_of(self.dtype, tensor.shape) - sum(sizes)
+def _share(fqn: str, num_features: int, rank: int, num_ranks: int) -> range:
+    """Return a rank's part of the features of a tensor. Raises :class:`RecipeError` if there is a rest."""
+    size, rest = divmod(num_features, num_ranks)
+    if rest:
+        hint = f"use a size that divides {num_features} features of {fqn}"
+        raise _wrong("--tensor-parallel", num_ranks, hint)
+    return range(rank * size, (rank + 1) * size)
+
+
+def _write_rank(
+    root: Path, dtype: str, checked: set[str], tensors: Sequence[_RankTensor], file: BinaryIO
+) -> None:
+    """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
+    header, _ = build_header([(each.name, dtype, each.shape) for each in tensors], {"format": "pt"})
+    file.write(header)
+    for tensor in tensors:
         # Only a tensor with one part has zeros.
+        num_zeros = nbytes_of(dtype, tensor.shape)
+        num_zeros -= sum(nbytes_of(dtype, box.sizes) for _, box in tensor.parts)
         for stored, box in tensor.parts:
-            is_checked = stored.fqn in self._checked
-            yield from tensor_blocks(
-                self._source.root,
-                stored,
-                self.dtype,
-                box,
-                is_checked=is_checked,
-                num_zeros=num_zeros,
+            is_checked = stored.fqn in checked
+            file.writelines(
+                tensor_blocks(root, stored, dtype, box, is_checked=is_checked, num_zeros=num_zeros)
             )
-            self._checked.add(stored.fqn)
+            checked.add(stored.fqn)
 
 
 # ---------------------------------------------------------------- files
@@ -203,28 +189,6 @@ def _small_files(config: bytes, files: Files) -> FileDict:
     return {"config.json": config} | {
         f"huggingface_tokenizer/{name}": files[name] for name in names
     }
-
-
-def _publish(export: Export, model: _Model, contents: Files, *, is_file: bool) -> None:
-    """Write the archive, or without *is_file* the directory."""
-    # All tensors are described before anything is written.
-    for rank in range(model.num_ranks):
-        for _ in model.rank_tensors(rank):
-            pass
-    if not is_file:
-        with export.published_directory("the checkpoint of TensorRT-LLM") as staging:
-            write_side_files(contents, staging)
-            for rank in range(model.num_ranks):
-                with open(staging / f"rank{rank}.safetensors", "xb") as file:
-                    model.write_rank(file, rank)
-        return
-    with export.published("the .qnemo file") as file:
-        writer = TarWriter(file)
-        for name, content in contents.items():
-            writer.add_bytes(name, content)
-        for rank in range(model.num_ranks):
-            writer.add_streamed(f"rank{rank}.safetensors", partial(model.write_rank, rank=rank))
-        writer.finish()
 
 
 def _wrong(option: str, value: Any, hint: str) -> RecipeError:

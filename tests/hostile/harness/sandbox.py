@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.convert.formats.registry import FORMATS
 from tools.bench.memory import give_back_free_memory
 
 # Of processor time: how long a case takes by the clock is up to what else the machine does.
@@ -215,6 +217,10 @@ def run(reader: Callable[[], int], root: Path, *, forbidden: Sequence[str] = ())
     # An import records the environment, for which git is started once per process. In the child, no program may be
     # started.
     environment()
+    # Nor may it read files of the package's libraries, which the readers of formats import when they are asked.
+    readers = {f"formats.{row.place.partition(':')[0]}" for row in FORMATS}
+    for name in (*sorted(readers), "imports.import_checkpoint", "targets.flow"):
+        importlib.import_module(f"automodel_ckpt.convert.{name}")
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as output:
         with warnings.catch_warnings():

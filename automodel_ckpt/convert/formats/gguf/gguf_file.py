@@ -23,11 +23,9 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.decoded import decoded_directory
-from automodel_ckpt.convert.formats.files import first_bytes
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.gguf.header import (
     F32,
-    MAGIC,
     GgufHeader,
     TensorInfo,
     read_gguf_header,
@@ -85,9 +83,6 @@ class GgufFile(Format):
     """A file that begins with ``GGUF``. The bytes of tensors are not read, unless they have to be decoded."""
 
     name = "GGUF"
-
-    def detect(self, path: Path) -> bool:
-        return path.is_file() and first_bytes(path, len(MAGIC)) == MAGIC
 
     def open(self, path: Path) -> Source:
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""

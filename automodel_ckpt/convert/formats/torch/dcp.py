@@ -1,17 +1,33 @@
-"""PyTorch DCP: a directory of ``.metadata`` and ``.distcp`` files, in which another program saved a state dict."""
+"""PyTorch DCP: a directory of ``.metadata`` and ``.distcp`` files, in which another program saved a state dict.
+
+The training state is read, too. Programs save the state dict of an optimizer with the names of its parameters, in one
+of two forms (source: torch.distributed.checkpoint.state_dict, torch 2.13):
+
+* nested, as ``get_optimizer_state_dict`` returns it: ``state`` -> FQN -> entry, and ``param_groups``, a list of
+  mappings with the FQNs under ``params``;
+* flattened, with ``StateDictOptions(flatten_optimizer_state_dict=True)``: the keys ``state.FQN.ENTRY`` and
+  ``param_groups.FQN.OPTION``, as torchtitan and NeMo AutoModel save it.
+
+DCP flattens both to names in ``.metadata``, which also has the path of keys of each name. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import (
     check_regular_files,
+    faults_of,
     names_in,
     renamed,
     reports,
@@ -20,31 +36,49 @@ from automodel_ckpt.convert.formats.format import (
     Counters,
     Format,
     Inventory,
+    OptimizerState,
     Parameters,
     TensorSummary,
     TrainingState,
 )
 from automodel_ckpt.convert.formats.nested_state import (
+    OPTIMIZER_KEYS,
     Keys,
     keys_of_model,
     names_without_wrappers,
+    without_wrappers,
 )
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_content,
     read_tensors,
+    read_values,
 )
-from automodel_ckpt.convert.formats.torch.dcp_training_state import (
-    COUNTER_KEYS,
-    SCHEDULER_KEYS,
-    optimizer_key,
-    read_counters,
-    read_training_state,
+from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
+    Key,
+    damaged_optimizer,
+    named_state,
+    number_of,
 )
+from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
 from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
+from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
 DATA_SUFFIX = ".distcp"
+_SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
+# Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
+_COUNTER_KEYS = ("train_state", "trainer_state", "train_progress")
+_COUNTERS = {
+    "step": "step",
+    "global_step": "step",
+    "epoch": "epoch",
+    "epochs": "epoch",
+    "consumed_samples": "consumed_samples",
+    "samples_seen": "consumed_samples",
+    "num_samples": "consumed_samples",
+}
+"""The names of counters, and the field of :class:`Counters` for each."""
 
 
 class PyTorchDcp(Format):
@@ -158,7 +192,7 @@ def _model_names(content: DcpContent) -> Mapping[str, str]:
     if keys and len(set(below.values())) == len(below):
         return below
     optimizer = optimizer_key(content)
-    others = {optimizer, "dataloader", *SCHEDULER_KEYS, *COUNTER_KEYS} if optimizer else set()
+    others = {optimizer, "dataloader", *_SCHEDULER_KEYS, *_COUNTER_KEYS} if optimizer else set()
     found = {}
     for fqn in content.tensors:
         outer, *inner = content.paths.get(fqn, (fqn,))
@@ -170,3 +204,163 @@ def _model_names(content: DcpContent) -> Mapping[str, str]:
         ):
             found[fqn] = fqn
     return found
+
+
+# ---------------------------------------------------------------- the training state
+
+
+def read_optimizer(
+    directory: Path,
+    content: DcpContent,
+    key: str,
+    weights: TensorMap,
+    *,
+    rename: Callable[[str], str] = without_wrappers,
+) -> OptimizerState | None:
+    """Return the state of the optimizer under *key*, or None when there is none.
+
+    *weights* are the model's tensors, and *rename* converts the FQNs in the state to their names. Raises
+    :class:`CheckpointUnusable` if the state does not belong to them, or if it numbers its parameters.
+    """
+    entries, grouped = _optimizer(content, key)
+    if not entries and not grouped:
+        return None
+    where = directory / layout.DCP_METADATA
+    numbered = [fqn for fqn in entries if fqn.isdecimal()]
+    if numbered:
+        raise unusable(
+            "the optimizer's state numbers its parameters instead of naming them",
+            where,
+            f"state.{numbered[0][:20]}",
+            "save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns",
+        )
+    stored = {*grouped.values(), *(name for entry in entries.values() for name in entry.values())}
+    with damaged_optimizer(where):
+        loaded = _loaded(directory, content, stored)
+        state: dict[Key, ValueDict] = {}
+        for fqn, entry in entries.items():
+            state[fqn] = {what: loaded[name] for what, name in entry.items()}
+        options = {}
+        for path, name in grouped.items():
+            is_number = isinstance(loaded[name], Tensor)
+            options[path] = number_of(loaded[name], directory) if is_number else loaded[name]
+        groups = _groups(options)
+        names = {fqn: rename(fqn) for group in groups for fqn in group["params"]}
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        return named_state(state, groups, names, shapes, root=directory, where=where)
+
+
+def read_training_state(
+    directory: Path, content: DcpContent, weights: TensorMap
+) -> TrainingState | None:
+    """Return the training state in the same state dict as the model, or None when there is no optimizer."""
+    key = optimizer_key(content)
+    if key is None:
+        return None
+    counters = read_counters(directory, content)
+    used = {key, *_SCHEDULER_KEYS, *_COUNTER_KEYS, *_COUNTERS}
+    omitted = dict.fromkeys(str(_path(content, fqn)[0]) for fqn in content.values)
+    return TrainingState(
+        step=counters.step,
+        epoch=counters.epoch,
+        consumed_samples=counters.consumed_samples,
+        optimizer=read_optimizer(directory, content, key, weights),
+        scheduler=read_scheduler(directory, content),
+        omitted=tuple(name for name in omitted if name not in used and name.isprintable()),
+    )
+
+
+def read_counters(directory: Path, content: DcpContent) -> Counters:
+    """Return the step, epoch and samples that the program saved with the model, such as torchtitan's train_state."""
+    fields = {}
+    for fqn in (*content.tensors, *content.values):
+        *outer, last = _path(content, fqn)
+        if last in _COUNTERS and (not outer or (len(outer) == 1 and outer[0] in _COUNTER_KEYS)):
+            fields[fqn] = _COUNTERS[str(last)]
+    found: dict[str, object] = {}
+    for fqn, value in _loaded(directory, content, fields).items():
+        with contextlib.suppress(Fault):  # not a number
+            found[fields[fqn]] = number_of(value, directory)
+    return Counters.of(*map(found.get, ("step", "epoch", "consumed_samples")))
+
+
+def optimizer_key(content: DcpContent) -> str | None:
+    """Return the key of the nested state dict that has an optimizer's state, or None when there is none."""
+    return next((key for key in OPTIMIZER_KEYS if _optimizer(content, key)[0]), None)
+
+
+def read_scheduler(directory: Path, content: DcpContent) -> ValueDict | None:
+    """Return the plain values of the LR scheduler's state, or None when there is none."""
+    names = [fqn for fqn in content.values if _path(content, fqn)[0] in _SCHEDULER_KEYS]
+    if not names:
+        return None
+    state: dict[Any, Any] = {}
+    for fqn, value in _loaded(directory, content, names).items():
+        path = _path(content, fqn)
+        if len(path) > 1:
+            state[str(path[-1])] = value
+        elif isinstance(value, dict):
+            state |= value
+    with faults_of(directory / layout.DCP_METADATA):
+        return plain_values(state)
+
+
+def _loaded(directory: Path, content: DcpContent, names: Collection[str]) -> ValueDict:
+    """Return the tensors, as descriptions, and the values of these *names*."""
+    described = {name: content.tensors[name] for name in names if name in content.tensors}
+    items = {name: content.values[name] for name in names if name in content.values}
+    tensors = read_tensors(directory, DcpContent(described, {}))
+    return {tensor.fqn: tensor for tensor in tensors} | dict(read_values(directory, items))
+
+
+# ---------------------------------------------------------------- names
+
+
+def _path(content: DcpContent, fqn: str) -> Keys:
+    return content.paths.get(fqn, (fqn,))
+
+
+def _optimizer(
+    content: DcpContent, key: str
+) -> tuple[dict[str, dict[str, str]], dict[tuple[str, str], str]]:
+    """Return the names in ``.metadata`` of an optimizer's state under *key*: {FQN: {entry: name}}, and its groups.
+
+    The latter are by (index or FQN, option), or ("", "") where the list of groups is one value.
+    """
+    entries: dict[str, dict[str, str]] = {}
+    grouped: dict[tuple[str, str], str] = {}
+    for fqn in (*content.tensors, *content.values):
+        # Nested or flattened, the keys make up the same text. Neither an entry nor an option has a dot.
+        outer, _, keys = ".".join(map(str, _path(content, fqn))).partition(".")
+        kind, _, rest = keys.partition(".")
+        owner, _, last = rest.rpartition(".")
+        if outer != key:
+            continue
+        if kind == "state" and owner:
+            entries.setdefault(owner, {})[last] = fqn
+        elif kind == "param_groups":
+            grouped[owner, last] = fqn
+    return entries, grouped
+
+
+def _groups(grouped: Mapping[tuple[str, str], Any]) -> list[ValueDict]:
+    """Return ``param_groups``, from one value, from an option of each group, or from one of each parameter."""
+    if ("", "") in grouped:
+        groups: list[ValueDict] = grouped["", ""]
+        return groups
+    by_owner: dict[str, ValueDict] = {}
+    for (owner, option), value in grouped.items():
+        if owner:
+            by_owner.setdefault(owner, {})[option] = value
+        else:
+            by_owner[option] = value
+    if all(map(str.isdecimal, by_owner)):
+        return [by_owner[number] for number in sorted(by_owner, key=int)]
+    # Parameters with the same options are in one group, in the order in which they are stored.
+    found: dict[str, ValueDict] = {}
+    for fqn, options in by_owner.items():
+        plain = plain_values(options)
+        # Plain values have the same text if and only if they are equal, also lists.
+        group = found.setdefault(repr(sorted(plain.items())), {**plain, "params": []})
+        group["params"].append(fqn)
+    return list(found.values())

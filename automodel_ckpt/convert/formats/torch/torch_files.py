@@ -188,7 +188,7 @@ def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Ar
             memoryview(content) as everything,
         ):
             end = len(everything) if nbytes is None else start + nbytes
-            if PICKLE.matches(bytes(everything[start : start + 2])):
+            if bytes(everything[start : start + 1]) == b"\x80":
                 PICKLE.open(path)  # raises an error with the command that converts it
             # The views must be released before the map can be closed.
             with everything[start:end] as data:
