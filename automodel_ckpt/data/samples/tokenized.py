@@ -356,7 +356,7 @@ class Truncation:
     seq_length: int
     num_seen: int = field(default=0, init=False)
     counts: Integers = field(default_factory=lambda: np.zeros(3, np.int64), init=False)
-    """The numbers of samples that were truncated or skipped, and of those with an empty completion."""
+    """The numbers of samples that were truncated, skipped, or have an empty completion."""
     notes: Counter[str] = field(default_factory=Counter, init=False)
 
     @classmethod
@@ -440,7 +440,7 @@ def too_long(
 
 
 class EarlierTruncation(Truncation):
-    """Counts the samples that an encoder has truncated itself, and skips those that have lost all labels."""
+    """Counts the samples that an encoder has truncated itself, and skips samples that have lost all labels."""
 
     def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         self.num_seen += 1
