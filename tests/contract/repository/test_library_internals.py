@@ -270,7 +270,9 @@ def test_torch_still_waits_for_workers_and_signals_them_when_its_iterator_ends()
     iterator: Any = vars(dataloader)["_MultiProcessingDataLoaderIter"]
     source = inspect.getsource(iterator._shutdown_workers)
     assert "w.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)" in source
-    assert "w.terminate()" in source, "data/batches/micro_batches.py need not end the workers itself"
+    assert "w.terminate()" in source, (
+        "data/batches/micro_batches.py need not end the workers itself"
+    )
 
 
 def test_torch_still_wraps_the_steps_of_optimizers_without_the_mark_hooked() -> None:
