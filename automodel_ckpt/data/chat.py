@@ -102,7 +102,11 @@ def messages(
         is_default = field == _DEFAULT_FIELD
         if is_default and not rows.has_field(field) and rows.has_field(_OTHER_FIELD):
             field = _OTHER_FIELD
-        return conversations(template, rows, [field], tools_field, turns_after_changes)
+        [column] = rows.columns([field])
+        tools = _tools_in(rows, tools_field)
+        return conversations_of(
+            template, rows, lambda row: (turns_after_changes(column[row]), tools[row])
+        )
 
     log.info("%s: the assistant's tokens are found by %s", path, template.method)
     if template.renderer.writes_the_date:
@@ -124,27 +128,9 @@ def messages(
     )
 
 
-def conversations(
-    template: ChatTemplate,
-    rows: Rows,
-    fields: Sequence[str],
-    tools_field: str,
-    turns: Callable[..., list[dict[str, Any]]],
-) -> Samples:
-    """Make a sample of each row: *turns* makes a conversation of the row's values of *fields*.
-
-    If *turns* returns no message, the sample has no token. Raises :class:`RecipeError` with the row's location for a
-    row that cannot be used as a conversation.
-    """
-    columns = rows.columns(fields)
-    tools: list[Any] = [None] * len(columns[0])
-    if rows.has_field(tools_field):
-        tools = rows.values(tools_field)
-
-    def conversation(row: int) -> tuple[Turns, Any]:
-        return turns(*(column[row] for column in columns)), tools[row]
-
-    return conversations_of(template, rows, conversation)
+def _tools_in(rows: Rows, field: str) -> list[Any]:
+    """The tools of each row; None without any."""
+    return rows.values(field) if rows.has_field(field) else [None] * rows.num_rows
 
 
 def conversations_of(
@@ -243,8 +229,12 @@ class PairEncoder:
     def _encode(self, rows: Rows) -> Samples:
         fields = [self.prompt_field, self.completion_field]
         if rows.contain_messages(fields):
-            return conversations(
-                self._message_template, rows, fields, "tools", prompt_and_completion
+            columns = rows.columns(fields)
+            tools = _tools_in(rows, "tools")
+            return conversations_of(
+                self._message_template,
+                rows,
+                lambda row: (prompt_and_completion(*(each[row] for each in columns)), tools[row]),
             )
         template = self._pair_template
         prompts, completions, *systems = rows.texts(self._text_fields)

@@ -347,15 +347,13 @@ class ImageTextCollator:
                 value=f"{len(tokens)} tokens including {media}; seq_length {limit}",
                 hint="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
             )
-        cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
-        is_short_enough = not cuts_image and any(labeled[1:limit])
-        if sample.truncation == "right" and is_short_enough:
+        cuts_media = any(token in self.image_token_ids for token in tokens[limit:])
+        if sample.truncation == "right" and not cuts_media and any(labeled[1:limit]):
             return True
-        why = f"it has {len(tokens)} tokens, seq_length is {limit}"
-        if sample.truncation == "right":
-            effect = "cut an image or an audio" if cuts_image else "remove all labels"
-            why = f"truncating its {len(tokens)} tokens to {limit} would {effect}"
-        self._report_skipped(sample, why)
+        why = (
+            "" if sample.truncation == "skip" else ", and truncation would cut media or all labels"
+        )
+        self._report_skipped(sample, f"it has {len(tokens)} tokens, seq_length is {limit}{why}")
         return False
 
     def _report_skipped(self, sample: ImageText, why: str) -> None:

@@ -54,9 +54,7 @@ def squad(
             is_valid = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
             if not is_valid or (not texts and no_answer is None):
                 raise RecipeError(
-                    "a question has no answer"
-                    if is_valid
-                    else "the answers are not in SQuAD's format",
+                    "a question has no answer in SQuAD's format",
                     where=rows.place(row),
                     value=each,
                     hint='use {"text": ["..."], "answer_start": [0]}; for questions without an answer, set '

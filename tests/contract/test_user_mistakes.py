@@ -145,7 +145,9 @@ MISTAKES = {
     "images of nothing": images(
         "no.jsonl", r"a data file cannot be read[\s\S]*no.jsonl[\s\S]*ENOENT"
     ),
-    "images of a subset": images("a.jsonl", "has no subsets", "--dataset.name=x", a__jsonl=IMAGE),
+    "images of a subset": images(
+        "a.jsonl", "no subsets and no revision", "--dataset.name=x", a__jsonl=IMAGE
+    ),
     "no image there": images(
         "a.jsonl", r"image cannot be read[\s\S]*a.jsonl:\d[\s\S]*No such file", a__jsonl=IMAGE * 8
     ),

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from automodel_ckpt.cli.launch import recipe_import
-from automodel_ckpt.data.batches import workers
+from automodel_ckpt.data.batches import micro_batches
 from automodel_ckpt.data.rows import preparation as row_workers
 
 FORKS = Path(row_workers.__file__).parents[2] / "base" / "python_child.py"
@@ -78,7 +78,7 @@ class One(Dataset[int]):
 
 
 def read_in_a_worker() -> None:
-    assert list(workers.run_workers(One(), 1, shuffle=False)) == [1]
+    assert list(micro_batches.run_workers(One(), 1, shuffle=False)) == [1]
 
 
 def compute_in_workers() -> None:
@@ -99,7 +99,7 @@ def import_before_forks() -> None:
 @pytest.mark.parametrize(
     ("module", "fork"),
     [
-        (workers, read_in_a_worker),
+        (micro_batches, read_in_a_worker),
         (row_workers, compute_in_workers),
         (recipe_import, import_before_forks),
     ],

@@ -188,10 +188,8 @@ def isolated_rng() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def read_all(
-    reader: SampleReader, requests: Iterable[Request], num_workers: int
-) -> Generator[Batch]:
-    """Yield the micro-batches of *requests* in order, read by *num_workers* processes, or in this one for 0.
+def read_all(reader: Any, requests: Iterable[Any], num_workers: int) -> Generator[Any]:
+    """Yield ``reader[request]`` for *requests* in order, read by *num_workers* processes, or in this one for 0.
 
     Reading in this process advances its random generators; :func:`isolated_rng` restores them. Raises
     :class:`AutomodelError` for a sample that cannot be read.

@@ -236,7 +236,7 @@ class ChatTemplate:
     def located(self, turns: Turns, tools: Any) -> tuple[str, list[Span], list[str]]:
         """Render a conversation. Returns the text, the spans of the assistant's text that get labels, and notes.
 
-        With :attr:`last_only`, the spans inside generation markers are still those of all turns.
+        With :attr:`last_only`, the spans inside generation markers are still the spans of all turns.
         """
         renderer = self.renderer
         if renderer.has_markers:

@@ -275,38 +275,30 @@ def usable_rows(
 
     Raises :class:`RecipeError` if no row is left.
     """
-    left_out: dict[str, Any] = {}
-    has_limits = min_seconds is not None or max_seconds is not None
+    is_used = np.ones(source.num_rows, np.bool_)
     if skip_empty:
         texts = source.values(columns.text_field)
-        is_empty = [not columns.transcript(text).strip() for text in texts]
-        left_out["without a transcript"] = np.array(is_empty, np.bool_)
-    if has_limits:
+        is_used &= np.array([bool(columns.transcript(text).strip()) for text in texts], np.bool_)
+    if min_seconds is not None or max_seconds is not None:
         seconds = _durations(source, columns.audio_field)
-        left_out[f"shorter than {min_seconds} s"] = seconds < (min_seconds or 0.0)
         longest = np.inf if max_seconds is None else max_seconds
-        left_out[f"longer than {max_seconds} s"] = seconds > longest
-    is_used = np.ones(source.num_rows, np.bool_)
-    reasons = []
-    for reason, rows in left_out.items():
-        if number := int((is_used & rows).sum()):
-            reasons.append(f"{number} {reason}")
-        is_used &= ~rows
-    if has_limits:
-        hours = float(seconds[is_used].sum()) / 3600
-        log.info("%s: %.2f hours of audio", source.path, hours)
-    if not is_used.any():
+        is_used &= (seconds >= (min_seconds or 0.0)) & (seconds <= longest)
+        log.info("%s: %.2f hours of audio", source.path, float(seconds[is_used].sum()) / 3600)
+    numbers: list[int] = np.flatnonzero(is_used).tolist()
+    if not numbers:
         raise RecipeError(
             "no row is left to train on",
             where="dataset",
-            value=", ".join(reasons) or "0 rows",
+            value=counted(len(is_used), "row"),
             hint="check dataset.text_field, min_seconds and max_seconds",
         )
-    if not reasons:
+    if len(numbers) == len(is_used):
         return None
-    num_left_out = counted(int((~is_used).sum()), "row")
-    log.info("%s: %s left out: %s", source.path, num_left_out, ", ".join(reasons))
-    return list(np.flatnonzero(is_used).tolist())
+    log.info(
+        "%s: %d of %s left out: without a transcript, too short or too long",
+        *(source.path, len(is_used) - len(numbers), counted(len(is_used), "row")),
+    )
+    return numbers
 
 
 def _durations(source: Source, field: str) -> Any:

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,7 @@ import transformers
 from torch.utils.data import Dataset
 
 from automodel_ckpt.base.units import counted, counted_are
-from automodel_ckpt.data.batches.micro_batches import Failure, run_workers
+from automodel_ckpt.data.batches.micro_batches import Failure, read_all
 from automodel_ckpt.data.batches.packing import (
     PackedDataset,
     Packs,
@@ -199,20 +198,14 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
 def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Integers:
     num_samples = counted(len(dataset), "sample")
     log.info("counting the tokens of %s with images, to pack them", num_samples)
-    measuring = _Measuring(dataset, collate)
-    items: Any = (measuring[number] for number in range(len(dataset)))
     # torch warns about more workers than cores, and they would not be faster.
     num_workers = min(num_workers, len(os.sched_getaffinity(0)))
-    if num_workers:
-        items = run_workers(measuring, num_workers, shuffle=False)
     lengths = np.zeros(len(dataset), dtype=np.int64)
     show = progress("images", len(dataset))
-    with closing(items):
-        for number, length in enumerate(items):
-            if isinstance(length, Failure):
-                raise length.error
-            lengths[number] = length
-            show(1)
+    found = read_all(_Measuring(dataset, collate), range(len(dataset)), num_workers)
+    for number, length in enumerate(found):
+        lengths[number] = length
+        show(1)
     num_skipped = int((lengths == 0).sum())
     if num_skipped:
         log.warning("%d of %d samples are skipped: they are too long", num_skipped, len(dataset))
@@ -225,9 +218,6 @@ class _Measuring(Dataset[Any]):
     def __init__(self, dataset: Any, collate: ImageTextCollator) -> None:
         self.dataset = dataset
         self.collate = collate
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, number: int) -> int | Failure:
         try:

@@ -40,11 +40,13 @@ class Row:
 
 
 class RowStream(IterableDataset[Row]):
-    """Iterates over *rows*, a stream of a :class:`Source`, shuffled within blocks of *block* rows; its state is exact.
+    """Iterates over at most *max_samples* rows of *source*, shuffled within blocks of *block* rows; its state is exact.
 
-    The state is the state of *rows* at the start of the block and the number of rows yielded since, so a resume reads
-    less than one block again, and continues in the same order. :meth:`prepare` tokenizes a row; each rank calls it
-    only for its own part of the stream. Raises :class:`RecipeError` if *block* is less than 1.
+    Logs how samples that are too long are handled, because their number is not known in advance.
+
+    The state is the state of :attr:`rows` at the start of the block and the number of rows yielded since. So a resume
+    reads less than one block again, and continues in the same order. :meth:`prepare` tokenizes a row; each rank calls
+    it only for its own part of the stream. Raises :class:`RecipeError` if *block* is less than 1.
     """
 
     identity: str | None = None
@@ -54,23 +56,33 @@ class RowStream(IterableDataset[Row]):
 
     def __init__(
         self,
-        rows: Any,
+        source: Source,
         encode: Encode,
         policy: Truncation,
-        source: Source,
+        *,
         block: int,
+        max_samples: int | None,
         kind: type[TokenizedDataset] = TokenizedDataset,
     ) -> None:
         require_range("shuffle_block", block, 1)
-        self.rows = rows
-        self.encode = encode
-        self.policy = policy
-        self.source = source
-        self.block = block
-        self.kind = kind
-        self._start: State = {"rows": rows.state_dict(), "first": 0, "given": 0, "block": block}
+        self.rows: Any = source.stream()
+        if max_samples is not None:
+            self.rows = self.rows.take(at_most(max_samples, max_samples))
+        self.encode, self.policy, self.source = encode, policy, source
+        self.block, self.kind = block, kind
+        rows = self.rows.state_dict()
+        self._start: State = {"rows": rows, "first": 0, "given": 0, "block": block}
         self._state = dict(self._start)
         self.set_order(0, 0, shuffle=False)
+        handlings = {"error": "rejected", "right": "truncated"}
+        if policy.limit is not None:
+            log.info(
+                "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in "
+                "advance",
+                source.path,
+                policy.seq_length,
+                handlings.get(policy.policy, "used without labels"),
+            )
 
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
         """Set the order of the rows in each block: a function of *seed*, *epoch*, *shuffle* and the block."""
@@ -137,31 +149,3 @@ class RowStream(IterableDataset[Row]):
         if isinstance(self.rows, RecordStream) and state["rows"].keys() != start.keys():
             # Saved by a version that read these files with the library datasets: its state has another format.
             self._state["rows"] = self.rows.state_after(state["first"])
-
-
-def row_stream(
-    source: Source,
-    encode: Encode,
-    policy: Truncation,
-    *,
-    block: int,
-    max_samples: int | None,
-    kind: type[TokenizedDataset] = TokenizedDataset,
-) -> RowStream:
-    """Make a stream of at most *max_samples* rows of *source*.
-
-    Logs how samples that are too long are handled, because their number is not known in advance.
-    """
-    rows = source.stream()
-    if max_samples is not None:
-        rows = rows.take(at_most(max_samples, max_samples))
-    handlings = {"error": "rejected", "right": "truncated"}
-    if policy.limit is not None:
-        log.info(
-            "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in "
-            "advance",
-            source.path,
-            policy.seq_length,
-            handlings.get(policy.policy, "used without labels"),
-        )
-    return RowStream(rows, encode, policy, source, block, kind)

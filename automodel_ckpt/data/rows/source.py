@@ -99,32 +99,16 @@ class Source(Rows):
     @cached_property
     def files(self) -> list[Path]:
         """The files of the source if :attr:`is_file`. Raises :class:`RecipeError` if they cannot be read."""
-        if self.name is not None:
-            hint = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
-            raise RecipeError(
-                "a data file has no subsets", where="dataset.name", value=self.name, hint=hint
-            )
-        self._require_no_revision()
         # First: a misspelled path of a directory is no file with splits that matter.
         files = files_of(self.several or [self.path])
-        if self._split_names() != ["train"]:
+        if self.name is not None or self.revision is not None or self._split_names() != ["train"]:
             raise RecipeError(
-                "a data file has only the split train",
-                where="dataset.split",
-                value=f"{self.split} ({self.path})",
-                hint="remove dataset.split, or select a part of the file, such as train[:90%]",
+                "a data file has only the split train, no subsets and no revision",
+                where="dataset.split, dataset.name, dataset.revision",
+                value=f"{self.split}, {self.name}, {self.revision} ({self.path})",
+                hint="remove these keys, or select a part of the file: dataset.split train[:90%]",
             )
         return files
-
-    def _require_no_revision(self) -> None:
-        if self.revision is not None:
-            hint = "remove dataset.revision: only data sets of the Hub have revisions"
-            raise RecipeError(
-                "local data has no revision",
-                where="dataset.revision",
-                value=self.revision,
-                hint=hint,
-            )
 
     @property
     def folder(self) -> Path:
@@ -313,7 +297,13 @@ class Source(Rows):
             if is_hub_name(self.path):
                 check_access(self.path, self.revision, kind="dataset", where="dataset.path")
             return {"path": str(path), "name": self.name, "revision": self.revision}
-        self._require_no_revision()
+        if self.revision is not None:
+            raise RecipeError(
+                "local data has no revision",
+                where="dataset.revision",
+                value=self.revision,
+                hint="remove dataset.revision: only data sets of the Hub have revisions",
+            )
         # datasets would leave out a subdirectory that cannot be read.
         self._in_directory()
         saved = saved_table(path)
@@ -373,13 +363,6 @@ class Source(Rows):
             log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
     def _cannot_read(self, error: Exception) -> RecipeError:
-        if Path(self.path).expanduser().is_dir() and not self._in_directory():
-            return RecipeError(
-                "the directory contains no data file",
-                where="dataset.path",
-                value=self.path,
-                hint=f"put files named *{', *'.join(LOADERS)} there, or use another directory",
-            )
         if known := explained(error, self.path, "dataset.path", "dataset"):
             return known
         reason: BaseException = error
@@ -390,8 +373,8 @@ class Source(Rows):
             "the data set cannot be read",
             where="dataset.path, dataset.name, dataset.split",
             value=f"{self.path}, {self.name}, {self.split} ({lines[0]})",
-            hint="check these settings; a Hub name requires the network or a filled cache, "
-            f"relative paths start at {Path.cwd()}",
+            hint=f"check these settings; a directory needs files named *{', *'.join(LOADERS)}, a Hub name the network "
+            f"or a filled cache; relative paths start at {Path.cwd()}",
         )
 
 

@@ -6,7 +6,6 @@ rows decide. If they allow two, the recipe has to.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -144,15 +143,13 @@ class Labels:
         return [number for number in numbers if number is not None]
 
     def _unknown(self, value: Any) -> UnusableSample:
-        near = difflib.get_close_matches(str(value), self.names, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
         others = ""
         if isinstance(value, bool) or whole_number(value) is not None:
             others = ", or set dataset.label_values: indices (false is 0)"
         return UnusableSample(
             "a label is not one of classification.labels",
             value,
-            f"{guess}the labels are {self.listed()}; correct this sample, or add its label{others}",
+            f"the labels are {self.listed()}; correct this sample, or add its label{others}",
         )
 
     def listed(self) -> str:

@@ -16,7 +16,7 @@ from automodel_ckpt.data.collate import Key
 from automodel_ckpt.data.rows.arguments import ROW_DEFAULTS, RowOptions
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.preparation import Encode, prepare
-from automodel_ckpt.data.rows.row_stream import RowStream, row_stream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation
@@ -54,7 +54,7 @@ def samples_of(
     given = ROW_DEFAULTS | options
     source = Source.of(path, given["name"], given["split"], given["revision"])
     if given["streaming"]:
-        stream = row_stream(
+        stream = RowStream(
             source,
             encode,
             policy,

@@ -297,7 +297,7 @@ class TokenizedDataset(SampleArrays):
 
 def report_counts(
     what: str,
-    counts: Sequence[int] | Integers,
+    counts: Integers,
     num_samples: int,
     notes: Mapping[str, int],
     limit: str,
@@ -355,9 +355,8 @@ class Truncation:
     policy: str
     seq_length: int
     num_seen: int = field(default=0, init=False)
-    num_cut: int = field(default=0, init=False)
-    num_left_out: int = field(default=0, init=False)
-    num_empty: int = field(default=0, init=False)
+    counts: Integers = field(default_factory=lambda: np.zeros(3, np.int64), init=False)
+    """The numbers of samples that were truncated, skipped, or have an empty completion."""
     notes: Counter[str] = field(default_factory=Counter, init=False)
 
     @classmethod
@@ -369,11 +368,6 @@ class Truncation:
     def limit(self) -> int | None:
         """The maximum tokens of a sample; None without a limit."""
         return None if self.seq_length == UNLIMITED else self.seq_length
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The numbers of samples that were truncated or skipped, and of those with an empty completion."""
-        return self.num_cut, self.num_left_out, self.num_empty
 
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, POLICIES)
@@ -401,11 +395,11 @@ class Truncation:
             truncated = self._truncated(sample, where)
             # The first token is never predicted.
             if not any(truncated.labelled[1:]):
-                self.num_left_out += 1
+                self.counts += (0, 1, 0)
                 return []
             remaining.append(truncated)
-        self.num_cut += any(len(sample.tokens) > self.seq_length for sample in samples)
-        self.num_empty += any(sample.is_empty for sample in samples)
+        is_cut = any(len(sample.tokens) > self.seq_length for sample in samples)
+        self.counts += (is_cut, 0, any(sample.is_empty for sample in samples))
         return remaining
 
     def _truncated(self, sample: TokenizedSample, where: Where) -> TokenizedSample:
@@ -446,13 +440,13 @@ def too_long(
 
 
 class EarlierTruncation(Truncation):
-    """Counts the samples that an encoder has truncated itself, and skips those that have lost all labels."""
+    """Counts the samples that an encoder has truncated itself, and skips samples that have lost all labels."""
 
     def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         self.num_seen += 1
         # A sample of texts with one token each has no labels either.
         remaining = [sample for sample in samples if any(sample.labelled) or not sample.is_cut]
-        self.num_left_out += len(samples) - len(remaining)
-        self.num_cut += sum(sample.is_cut for sample in remaining)
-        self.num_empty += sum(sample.is_empty for sample in remaining)
+        num_cut = sum(sample.is_cut for sample in remaining)
+        num_empty = sum(sample.is_empty for sample in remaining)
+        self.counts += (num_cut, len(samples) - len(remaining), num_empty)
         return remaining

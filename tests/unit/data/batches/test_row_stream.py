@@ -199,7 +199,7 @@ def test_long_samples_are_cut_counted_or_refused_with_their_row(
     [
         ({"split": "train[:50%]"}, "a stream cannot read part of a split"),
         ({"split": "dev"}, "a data file has only the split train"),
-        ({"name": "easy"}, "a data file has no subsets"),
+        ({"name": "easy"}, "no subsets"),
         ({"shuffle_block": 0}, "is out of range"),
         ({"max_samples": 0}, "is out of range"),
     ],

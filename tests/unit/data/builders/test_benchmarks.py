@@ -67,13 +67,13 @@ def test_a_question_without_answer_needs_one_from_the_recipe(
     path = write(
         tmp_path / "squad.jsonl", SQUAD, SQUAD | {"answers": {"text": [], "answer_start": []}}
     )
-    with pytest.raises(RecipeError, match=r"a question has no answer\n.*squad\.jsonl:2"):
+    with pytest.raises(RecipeError, match=r"no answer in SQuAD's format\n.*squad\.jsonl:2"):
         squad(tokenizer, path)
     assert parts(tokenizer, squad(tokenizer, path, no_answer="unknown")[1])[1] == " unknown</s>"
 
 
 def test_answers_of_another_shape_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="not in SQuAD's format"):
+    with pytest.raises(RecipeError, match="no answer in SQuAD's format"):
         squad(tokenizer, write(tmp_path / "squad.jsonl", SQUAD | {"answers": ["a golden statue"]}))
 
 

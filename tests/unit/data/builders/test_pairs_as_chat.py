@@ -81,7 +81,7 @@ def test_questions_of_squad_have_a_prompt_of_choice(tokenizer: Any, tmp_path: Pa
 
 
 def test_a_local_file_has_no_revision(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="local data has no revision"):
+    with pytest.raises(RecipeError, match="no subsets and no revision"):
         squad(tokenizer, write(tmp_path, SQUAD), revision="main")
     with pytest.raises(RecipeError, match="local data has no revision"):
         hellaswag(tokenizer, str(tmp_path), revision="main")

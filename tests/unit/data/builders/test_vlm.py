@@ -402,7 +402,7 @@ def test_cutting_keeps_images_whole_and_leaves_out_what_it_cannot_cut(
     assert "sample 0 of" in caplog.text and "skipped" in caplog.text
     with caplog.at_level(logging.WARNING):
         replaced = cut(10)
-    assert "would cut an image" in caplog.text
+    assert "truncation would cut media" in caplog.text
     image_token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     num_image_tokens = [
         int((batch["input_ids"] == image_token).sum()) for batch in (replaced, whole)

@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from automodel_ckpt.data.rows.row_files import RecordStream
-from automodel_ckpt.data.rows.row_stream import row_stream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import RecordRows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import Truncation
@@ -215,7 +215,7 @@ def test_a_state_of_the_library_that_earlier_versions_used_is_continued_at_its_r
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_lines(ROWS))
     own, other = (
-        row_stream(Source(str(path)), str, Truncation("error", 8), block=2, max_samples=None)
+        RowStream(Source(str(path)), str, Truncation("error", 8), block=2, max_samples=None)
         for _ in range(2)
     )
     other.rows.load_state_dict(other.rows.state_after(2))

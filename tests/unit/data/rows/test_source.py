@@ -14,7 +14,7 @@ import datasets  # type: ignore[import-untyped]
 import pyarrow  # type: ignore[import-untyped]
 import pytest
 
-from automodel_ckpt.data.rows.row_stream import row_stream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import Truncation
 from automodel_ckpt.errors import RecipeError
@@ -66,7 +66,7 @@ def test_an_unknown_split_or_subset_is_refused(
 
 def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
     path = str(directory / "train.jsonl")
-    with pytest.raises(RecipeError, match="a data file has no subsets"):
+    with pytest.raises(RecipeError, match="no subsets"):
         Source(path, name="easy").fingerprint()
     with pytest.raises(RecipeError, match="a data file has only the split train"):
         Source(path, split="train[:1]+dev[:1]").texts(["text"])
@@ -124,7 +124,7 @@ def test_a_zstd_file_of_several_frames_is_continued_at_a_row(tmp_path: Path) -> 
 
 
 def first_samples(source: Source) -> None:
-    list(row_stream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
+    list(RowStream(source, lambda rows: [], Truncation("error", 8), block=10, max_samples=None))
 
 
 LINES = b'{"text": "a"}\n' * 40
@@ -216,7 +216,9 @@ def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None
 def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         (directory / name).unlink()
-    with pytest.raises(RecipeError, match=r"the directory contains no data file[\s\S]*\*\.tsv"):
+    with pytest.raises(
+        RecipeError, match=r"the data set cannot be read[\s\S]*any data files[\s\S]*\*\.tsv"
+    ):
         Source(str(directory)).texts(["text"])
     (directory / "train.tsv").write_text("question\tanswer\nNamibia\tNA\n1\t2\n")
     assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
