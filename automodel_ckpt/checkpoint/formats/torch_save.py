@@ -104,8 +104,9 @@ def _stored_boxes(sharding: Sharding, shape: tuple[int, ...]) -> _Boxes:
     ranks: list[int] = []
     boxes: list[Box] = []
     for coordinate in sharding.coordinates():
-        box = sharding.stored_box(shape, coordinate)
-        if box is not None:
+        box = sharding.box(shape, coordinate)
+        # An empty part of a tensor that is partitioned is not stored.
+        if not (sharding.split and 0 in box.sizes):
             ranks.append(sharding.offset(coordinate))
             boxes.append(box)
     form = (len(boxes), len(shape))
