@@ -83,7 +83,7 @@ def write_model(directory: Path) -> None:
     """Write a tiny random Llama with a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.support.public import train_tokenizer
+    from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
     tokenizer = train_tokenizer(vocab_size=300)
     config = LlamaConfig(

@@ -29,7 +29,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
-from tests.support.public import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.servers.command_server import CommandServer
 
 LABELS = ("json", "tarfile", "zipfile")

@@ -20,7 +20,7 @@ from transformers import (
 from automodel_ckpt import CheckpointOptions
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.errors import RecipeError
-from tests.support.public import CheckpointCallback
+from automodel_ckpt.integrations.transformers import CheckpointCallback
 
 NUM_SAMPLES = 20
 STEPS_PER_EPOCH = 5

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.data.batches.packing import PackedDataset
 from tests.support.gpu import DEVICE, needs_gpu, only_gpu
-from tests.support.public import PackedDataset
 from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours, plain
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from automodel_ckpt.data.token_files import megatron, nanogpt
 from automodel_ckpt.errors import RecipeError
-from tests.support.public import megatron, nanogpt
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/megatron/tokens"
 HEADER = 9 + 8 + 1 + 8 + 8

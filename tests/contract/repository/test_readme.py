@@ -39,7 +39,7 @@ def make_model(directory: Path) -> None:
     """A small Llama with its tokenizer, as files of Hugging Face."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.support.public import train_tokenizer
+    from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
     tokenizer = train_tokenizer(vocab_size=512)
     config = LlamaConfig(

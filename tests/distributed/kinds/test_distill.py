@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.fixtures.distill.make_reference_losses import (
     BATCH,
     CASES,
@@ -25,7 +26,6 @@ from tests.fixtures.distill.make_reference_losses import (
     tiny_llama,
 )
 from tests.support import ranks
-from tests.support.public import train_tokenizer
 from tests.support.runs.training import build, steps_of
 from tests.support.runs.training import train as run
 

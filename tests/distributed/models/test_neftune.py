@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from automodel_ckpt.base.rng import StatefulRNG
 from tests.distributed.kinds.test_training import lines, lines_of_steps, run, run_each
 from tests.distributed.parallel.test_router_loss import ONE_STEP, one_step
 from tests.support import ranks
-from tests.support.public import StatefulRNG
 from tests.support.runs.training import (
     RECIPE,
     VALIDATION,

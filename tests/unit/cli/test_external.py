@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from tests.support.models.shards import checkpoint_in
-from tests.support.public import consolidate
 
 Capture = pytest.CaptureFixture[str]
 AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"

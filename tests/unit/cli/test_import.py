@@ -18,12 +18,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from automodel_ckpt.checkpoint import Manifest, discover
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify_deep
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
 from tests.support.models.shards import bits, checkpoint_in
-from tests.support.public import open_weights, verify_deep
 
 Capture = pytest.CaptureFixture[str]
 AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.cli.ckpt import main
-from tests.support.public import export_problems
 from tests.support.servers.hub_server import (
     PART_BYTES,
     TOKEN,

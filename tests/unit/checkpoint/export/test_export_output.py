@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest, discover
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.errors import RecipeError
 from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
-from tests.support.public import consolidate
 
 Patch = pytest.MonkeyPatch
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from tests.support.models import tiny
-from tests.support.public import verify, verify_deep
 
 _MOST = 1000
 

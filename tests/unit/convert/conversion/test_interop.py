@@ -23,10 +23,11 @@ from torch.distributed.checkpoint import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.convert.open import open_source
 from tests.support import ranks
 from tests.support.models import tiny
 from tests.support.models.shards import bits
-from tests.support.public import consolidate, open_source
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "automodel"
 

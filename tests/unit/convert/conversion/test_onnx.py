@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.targets.flow import export_to
 from tests.support.models.llamas import llama_checkpoint
-from tests.support.public import export_to
 
 Capture = pytest.CaptureFixture[str]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 
 TRAINER = Path(__file__).parents[3] / "fixtures" / "trainer" / "checkpoint-5"

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.formats.format import TrainingState
+from automodel_ckpt.convert.formats.registry import detect_run
 from tests.support.external_tensors import moments, no_parameters, values
-from tests.support.public import TrainingState, detect_run
 
 RUN = Path(__file__).parents[3] / "fixtures" / "automodel" / "run"
 SOURCE = RUN / "epoch_0_step_4"

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.formats.registry import detect, formats_in
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
-from tests.support.public import detect, formats_in, open_source, open_weights
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "deepspeed"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "expected.safetensors").exists())

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.format import ModelParameter, TrainingState
+from automodel_ckpt.convert.formats.registry import detect
 from tests.support.external_tensors import moments, no_parameters, values
-from tests.support.public import ModelParameter, TrainingState, detect
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 LIGHTNING = FIXTURES / "lightning"

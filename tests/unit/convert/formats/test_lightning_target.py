@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.format import ModelParameter
+from automodel_ckpt.convert.formats.registry import detect
 from tests.support import ranks
 from tests.support.json_rows import Rows, recipe
 from tests.support.models.llamas import llama_checkpoint
-from tests.support.public import ModelParameter, detect
 from tests.support.runs.continued import losses_of
 from tests.support.runs.training import train, write_recipe
 

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
-from tests.support.public import open_source, open_weights
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "nemo"
 EXPECTED = load_file(FIXTURES / "state.safetensors")

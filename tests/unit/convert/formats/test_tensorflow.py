@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
-from tests.support.public import open_source, open_weights
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "tensorflow"
 NOT_WEIGHTS = {"global_step", "save_counter", "bert/encoder/layer_0/kernel/adam_m"}

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.formats.registry import detect
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
-from tests.support.public import detect, open_source, open_weights
 
 
 def state_dict() -> dict[str, torch.Tensor]:

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.formats.registry import detect
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
 from tests.support.models.llamas import llama_checkpoint
-from tests.support.public import detect, open_weights
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "modelopt"
 CASES = [("plain", 1), ("plain", 4), ("tied", 2)]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.data.hellaswag import hellaswag
+from automodel_ckpt.data.squad import squad
 from automodel_ckpt.errors import RecipeError
-from tests.support.public import hellaswag, squad
 
 SQUAD = {
     "id": "5733be284776f41900661182",

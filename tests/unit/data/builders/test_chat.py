@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.data.chat import messages
+from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
-from tests.support.public import messages, prompt_completion, train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.unit.data.toys import labeled, write
 
 PLAIN = """{%- if tools %}<s>tools{{ tools | tojson }}</s>

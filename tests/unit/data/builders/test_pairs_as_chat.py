@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.data.hellaswag import hellaswag
+from automodel_ckpt.data.squad import squad
+from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
-from tests.support.public import hellaswag, prompt_completion, squad
 
 TEMPLATE = """{%- for m in messages %}<s>{{ m.role }}
 {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant

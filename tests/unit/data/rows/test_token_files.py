@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from automodel_ckpt.data.batches.packing import PackedDataset
+from automodel_ckpt.data.mixture import mixture
+from automodel_ckpt.data.token_files import megatron, nanogpt
 from automodel_ckpt.errors import RecipeError
-from tests.support.public import PackedDataset, megatron, mixture, nanogpt
 
 MEGATRON = Path(__file__).parents[3] / "fixtures/megatron/tokens"
 EXPECTED = json.loads((MEGATRON / "expected.json").read_text())

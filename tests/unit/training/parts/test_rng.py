@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support.public import StatefulRNG
+from automodel_ckpt.base.rng import StatefulRNG
 
 
 def draws() -> list[float]:
