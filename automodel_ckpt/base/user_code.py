@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from automodel_ckpt.errors import AutomodelError, Problem
 
@@ -72,8 +72,10 @@ def _called_wrongly(error: BaseException) -> str | None:
         if _owner(name) != "user":
             continue
         found: object = module
-        for part in match[1].split("."):
-            found = getattr(found, part, None)
+        # A module's own __getattr__ can raise anything.
+        with suppress(Exception):
+            for part in match[1].split("."):
+                found = getattr(found, part, None)
         if isinstance(found, types.FunctionType) and _owner(found.__module__) == "user":
             code = found.__code__
             places[f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"] = None
