@@ -14,7 +14,6 @@ from automodel_ckpt.checkpoint.memory import directory as memory_directory
 from automodel_ckpt.checkpoint.memory.directory import (
     GENERATION,
     MemoryRecord,
-    forget_memory,
     memory_of,
     remove_orphans,
 )
@@ -23,6 +22,7 @@ from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk, keep_on_disk
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.checkpoint.run.notes import forget_memory
 from automodel_ckpt.errors import RecipeError
 from tests.support.models import tiny
 

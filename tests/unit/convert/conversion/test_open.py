@@ -184,7 +184,7 @@ def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> N
     for name, what in (
         ("nowhere", "no such directory"),
         ("empty", "there are no shards here"),
-        ("broken", "the index of the weights is not a JSON mapping"),
+        ("broken", "the index of the weights has no weight_map of file names"),
         ("elsewhere", "the index names a file outside of its directory"),
         ("missing", "a file of weights is missing"),
         ("twice", "two files hold the tensor 'w'"),
