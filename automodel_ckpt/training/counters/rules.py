@@ -11,7 +11,29 @@ from typing import Any, Literal
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
-from automodel_ckpt.training.counters.step_scheduler import check_saved, is_count, is_number
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number that ranks can sum in float64, which is exact below 2**53."""
+    # Not isinstance, which accepts booleans.
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite float."""
+    return type(value) is float and math.isfinite(value)
+
+
+def check_saved(is_valid: bool, state: object) -> None:
+    """Raise :class:`CheckpointUnusable` for a *state* that is not valid."""
+    if not is_valid:
+        raise CheckpointUnusable(
+            "the saved step counters are invalid",
+            where="step_scheduler",
+            value=ascii(state)[:200],
+            hint="resume from another checkpoint (checkpoint.restore_from)",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,20 @@ Steps are optimizer steps and count from 1. Epochs count from 0. A step that end
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.counters.rules import (
+    AutoInterval,
+    EarlyStopping,
+    SpikeDetector,
+    check_saved,
+    is_count,
+    is_number,
+)
 from automodel_ckpt.training.values.records import ClockReading, Control
-
-if TYPE_CHECKING:
-    from automodel_ckpt.training.counters.rules import AutoInterval, EarlyStopping, SpikeDetector
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +92,6 @@ def divides(every: int | None, count: int) -> bool:
     return every is not None and count % every == 0
 
 
-def is_count(value: object) -> bool:
-    """Whether a value is a whole number that ranks can sum in float64, which is exact below 2**53."""
-    # Not isinstance, which accepts booleans.
-    return type(value) is int and 0 <= value < 2**53
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a finite float."""
-    return type(value) is float and math.isfinite(value)
-
-
-def check_saved(is_valid: bool, state: object) -> None:
-    """Raise :class:`CheckpointUnusable` for a *state* that is not valid."""
-    if not is_valid:
-        raise CheckpointUnusable(
-            "the saved step counters are invalid",
-            where="step_scheduler",
-            value=ascii(state)[:200],
-            hint="resume from another checkpoint (checkpoint.restore_from)",
-        )
-
-
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
 
@@ -159,7 +140,10 @@ class StepScheduler:
         self.save_was_due = False
         self.nonfinite_steps = 0
         """Consecutive steps, up to the newest one, with a loss or gradient norm that was not finite, if counted."""
-        self._follow_rules(cadence)
+        stopping, spike, mtbf = cadence.early_stopping, cadence.on_spike, cadence.mtbf_seconds
+        self.early_stopping = None if stopping is None else EarlyStopping(stopping)
+        self.spikes = None if spike is None else SpikeDetector(spike)
+        self._auto = None if mtbf is None else AutoInterval(mtbf)
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -174,24 +158,6 @@ class StepScheduler:
         """Whether the clock of rank 0 after the newest step is known: false from finish_step() to apply_clock()."""
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
-
-    def _follow_rules(self, cadence: Cadence) -> None:
-        """Create what follows the rules of the recipe. Without them, their modules are not imported."""
-        self.early_stopping: EarlyStopping | None = None
-        if cadence.early_stopping is not None:
-            from automodel_ckpt.training.counters.rules import EarlyStopping
-
-            self.early_stopping = EarlyStopping(cadence.early_stopping)
-        self.spikes: SpikeDetector | None = None
-        if cadence.on_spike is not None:
-            from automodel_ckpt.training.counters.rules import SpikeDetector
-
-            self.spikes = SpikeDetector(cadence.on_spike)
-        self._auto: AutoInterval | None = None
-        if cadence.mtbf_seconds is not None:
-            from automodel_ckpt.training.counters.rules import AutoInterval
-
-            self._auto = AutoInterval(cadence.mtbf_seconds)
 
     def is_finished(self) -> bool:
         """Whether the run has no further step."""

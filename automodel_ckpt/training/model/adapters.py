@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from automodel_ckpt.base.units import size_text
@@ -25,7 +24,6 @@ from automodel_ckpt.models.inspect.repository import base_directory
 from automodel_ckpt.models.layers.adapter import (
     Adapted,
     add_adapters,
-    copy_saved_modules,
     widen_trained,
 )
 from automodel_ckpt.models.layers.lora import Lora
@@ -33,7 +31,6 @@ from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.training.model.deferred_model import DeferredModel
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options
 
 log = logging.getLogger("automodel_ckpt")
@@ -108,19 +105,6 @@ def adapt(request: ModelRequest, model: nn.Module, num_base_rows: int | None) ->
     if request.keeps_masters:
         widen_trained(adapted.model)
     return adapted
-
-
-def with_copies(deferred: DeferredModel) -> DeferredModel:
-    """Let the modules of ``modules_to_save`` begin as copies of the modules of the base."""
-    materialise = deferred.materialise
-    if materialise is None:
-        return deferred
-
-    def materialise_both(shared: nn.Module, device: torch.device) -> None:
-        materialise(shared, device)
-        copy_saved_modules(shared)
-
-    return dataclasses.replace(deferred, materialise=materialise_both)
 
 
 def adapter_assets(

@@ -24,7 +24,7 @@ from automodel_ckpt.models.inspect.forward import (
     side_effect_free,
 )
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
-from automodel_ckpt.training.model.probes import ProbedModel, choose_document_kernel
+from automodel_ckpt.training.model.row_sharing import ProbedModel, choose_document_kernel
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.measure.flop_count import FlopCount
     from automodel_ckpt.parallel.context_parallel import ContextParallel
     from automodel_ckpt.training.model.pipeline import PipelineStage
-    from automodel_ckpt.training.model.probes import Rows
+    from automodel_ckpt.training.model.row_sharing import Rows
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -129,10 +129,10 @@ def _change_model(
     _use_fp8(request, model)
     adapted = None
     if request.config.peft is not None:
-        from automodel_ckpt.training.model.adapters import adapt, with_copies
+        from automodel_ckpt.training.model.adapters import adapt
 
         adapted = adapt(request, model, num_base_rows)
-        deferred = with_copies(replace(deferred, model=adapted.model))
+        deferred = _with_copies(replace(deferred, model=adapted.model))
     else:
         if getattr(model, "is_quantized", False):
             from automodel_ckpt.models.quantize import check_not_quantized
@@ -399,6 +399,21 @@ def build_trainable(request: ModelRequest) -> Trainable:
         embedding_noise=add_embedding_noise(request, model),
         mtp=install_mtp(request, model, probed["context"]),
     )
+
+
+def _with_copies(deferred: DeferredModel) -> DeferredModel:
+    """Let the modules of ``modules_to_save`` begin as copies of the modules of the base."""
+    from automodel_ckpt.models.layers.adapter import copy_saved_modules
+
+    materialise = deferred.materialise
+    if materialise is None:
+        return deferred
+
+    def materialise_both(shared: nn.Module, device: torch.device) -> None:
+        materialise(shared, device)
+        copy_saved_modules(shared)
+
+    return replace(deferred, materialise=materialise_both)
 
 
 def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | None:

@@ -24,7 +24,7 @@ from automodel_ckpt.models.inspect.forward import (
     attention_of,
     forward_parameters,
 )
-from automodel_ckpt.training.model.probes import probe_with_masks
+from automodel_ckpt.training.model.row_sharing import probe_with_masks
 
 _SIZES = {
     "llama": {"num_key_value_heads": 2},
