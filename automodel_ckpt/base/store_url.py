@@ -56,11 +56,6 @@ def is_store_url(text: str) -> bool:
     return match is not None and match[1].lower() in _LIBRARIES
 
 
-def needs_credentials(url: str) -> bool:
-    """Whether requests to the store at *url* are made with the user's credentials."""
-    return url.partition("://")[0].lower() not in ("file", "memory")
-
-
 def extra_of(url: str) -> str:
     """Return the extra of this package that installs the library for *url*. Empty if there is none."""
     _, extra = _LIBRARIES.get(url.partition("://")[0], ("", ""))

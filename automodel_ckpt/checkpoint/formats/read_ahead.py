@@ -91,7 +91,7 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
             slot = number % num_slots
             await_copies(slot)
             memory = staging.part(slot, block.staged_bytes)
-            # The error of the calling thread is raised after those of earlier blocks, too.
+            # Errors of earlier blocks are raised before the error of the calling thread.
             executor = pool if block.reads_elsewhere else calling_thread
             reading = executor.submit(_read, block, memory, torch.is_inference_mode_enabled())
             waiting.append((block, memory, slot, reading))

@@ -41,11 +41,6 @@ class Exports:
         self._wait_for_save = wait_for_save
 
     @property
-    def only_at_end(self) -> bool:
-        """Whether the last checkpoint of a run is exported, and not each one."""
-        return self._settings.makes_export(last=True) and not self.of_each_checkpoint
-
-    @property
     def of_each_checkpoint(self) -> bool:
         """Whether each checkpoint is exported."""
         return self._settings.makes_export(last=False)

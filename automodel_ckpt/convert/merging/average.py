@@ -283,8 +283,8 @@ def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[FileDict, list[str
         changes = config_changes(found, expected, there="there")
         if expected and found and changes.function:
             notes.append(
-                f"config.json of {path} describes a model that computes something else than {first}, whose config the "
-                f"average gets: {_some(changes.function)}"
+                f"config.json of {path} describes a model that computes something else than {first}. The average "
+                f"gets the config of {first}: {_some(changes.function)}"
             )
     return files, notes
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -601,16 +600,6 @@ def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporte
     assert exporter.checkpointer.wait_for_save() and not leftover.exists()
     assert [report.step for report in exporter.reports] == [1, 2]
     assert [export_of(report).exists() for report in exporter.reports] == [False, False]
-
-
-def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
-    assets = {"model": SimpleNamespace(nbytes=0)}
-    for when, at_end in (("final", True), ("every", False), ("never", False)):
-        saver = tiny.checkpointer(tmp_path, save_consolidated=when, assets=assets)
-        assert saver.exports.only_at_end == at_end
-        saver.disable_exports()
-        assert not saver.exports.only_at_end
-        saver.close()
 
 
 def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
