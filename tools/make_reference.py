@@ -151,11 +151,16 @@ def ckpt_page() -> str:
         "# ckpt",
         "",
         "Looks after checkpoints: on the CPU, without a network, from any directory.",
-        "",
     ]
     (commands,) = [
         action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]
+    printing = [
+        f"`{name}`"
+        for name, command in commands.choices.items()
+        if any(map(_prints_json, command._actions))
+    ]
+    lines += [f"With `--json`, these commands print JSON: {', '.join(printing)}.", ""]
     for name, command in commands.choices.items():
         lines += [
             f"## ckpt {name}",
@@ -165,7 +170,8 @@ def ckpt_page() -> str:
             "| argument | meaning |",
             "|---|---|",
         ]
-        lines += [row for action in command._actions if (row := _argument_row(action))] + [""]
+        shown = [action for action in command._actions if not _prints_json(action)]
+        lines += [row for action in shown if (row := _argument_row(action))] + [""]
     return "\n".join(lines)
 
 
@@ -274,13 +280,20 @@ def names_page() -> str:
         "What transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtune call a setting,",
         "and the key of a recipe for it. A recipe with one of these names is rejected with the same hint.",
         "",
-        "| name | key here | note |",
+        "| key here | names elsewhere | note |",
         "|---|---|---|",
     ]
+    names: dict[tuple[str, str], list[str]] = {}
     for name, counterpart in sorted(OTHER_NAMES.items()):
         keys = ", ".join(f"`{key}`" for key in counterpart.keys)
-        lines.append(f"| `{name}` | {keys} | {_cell(counterpart.note)} |")
+        names.setdefault((keys, counterpart.note), []).append(f"`{name}`")
+    for (keys, note), elsewhere in sorted(names.items()):
+        lines.append(f"| {keys} | {', '.join(elsewhere)} | {_cell(note)} |")
     return "\n".join(lines) + "\n"
+
+
+def _prints_json(action: argparse.Action) -> bool:
+    return action.option_strings == ["--json"] and action.help == "print JSON"
 
 
 def _argument_row(action: argparse.Action) -> str:
