@@ -287,20 +287,6 @@ class Negative(transformers.LlavaProcessor):
         return super().__call__(images=inverted, text=text, **options)
 
 
-def negative_processor(directory: str) -> Negative:
-    """The processor of :func:`llava` in a directory, of another class."""
-    found = transformers.LlavaProcessor.from_pretrained(directory)
-    return Negative(
-        found.image_processor,
-        found.tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
-        chat_template=found.chat_template,
-    )
-
-
 def write_conversations(directory: Path, num: int = 20) -> Path:
     """Conversations about images of one colour, of different sizes; every fifth is text alone."""
     generator = np.random.default_rng(1)
