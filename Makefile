@@ -98,8 +98,7 @@ format: $(STAMP)  ## format the code and sort its imports
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
-	@$(BIN)/python -m tools.bench.startup
+bench: $(STAMP)  ## cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.checkpoint --docs $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 
@@ -176,11 +175,11 @@ trees: $(STAMP)  ## every kind of training in every format and layout, on one ra
 mutants: $(STAMP)  ## change the code in 40 places and count what no test notices: MUTANTS_ARGS="automodel_ckpt/data tests/unit/data"
 	@$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
 
-clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our exports: half an hour, 8 GB in .clients
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients
+clients: $(STAMP)  ## vLLM, llama.cpp and AutoModel load our exports: part of `make interop`, half an hour, 8 GB in .peers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop automodel compressed_tensors llama_cpp
 
 interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints that we read, and read ours: an hour, 20 GB in .peers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(NEWEST)* $(TRITON) $(TORCHAO) $(HARNESS) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(NEWEST)* $(TRITON) $(TORCHAO) $(HARNESS) .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
@@ -35,8 +36,10 @@ from tools import features
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-ARGUMENT_HEADER = ("| argument | type | default | meaning |", "|---|---|---|---|")
-SHARED = 3
+EXAMPLES = "automodel_ckpt.examples.data."
+RAISES = re.compile(r"\s*Raises\s+:class:[^\n]*(\n[^\n]*)*\Z")
+"""What a docstring says about exceptions at its end, which a recipe's author does not need."""
+SHARED = 2
 """Builders with the same argument, from which the page describes it once."""
 GENERATED = "<!-- Written by tools/make_reference.py from the code: change that, then run it. -->"
 
@@ -148,11 +151,16 @@ def ckpt_page() -> str:
         "# ckpt",
         "",
         "Looks after checkpoints: on the CPU, without a network, from any directory.",
-        "",
     ]
     (commands,) = [
         action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]
+    printing = [
+        f"`{name}`"
+        for name, command in commands.choices.items()
+        if any(map(_prints_json, command._actions))
+    ]
+    lines += [f"With `--json`, these commands print JSON: {', '.join(printing)}.", ""]
     for name, command in commands.choices.items():
         lines += [
             f"## ckpt {name}",
@@ -162,7 +170,8 @@ def ckpt_page() -> str:
             "| argument | meaning |",
             "|---|---|",
         ]
-        lines += [row for action in command._actions if (row := _argument_row(action))] + [""]
+        shown = [action for action in command._actions if not _prints_json(action)]
+        lines += [row for action in shown if (row := _argument_row(action))] + [""]
     return "\n".join(lines)
 
 
@@ -177,47 +186,90 @@ def data_page() -> str:
     for paragraph in DATA:
         lines += ["", f"* {paragraph}"]
     builders = list(builders_of("dataset"))
-    shared = _shared_arguments(builders)
+    own_builders = [each for each in builders if not each.name.startswith(EXAMPLES)]
+    shared = _shared_arguments(own_builders)
+    rows = [each for each in shared if each in typing.get_type_hints(RowOptions)]
     lines += [
         "",
         "## Shared arguments",
         "",
-        "Most builders have these. Each builder lists them by name.",
+        "Each builder lists the shared arguments that it has, with its default where it is another one.",
         "",
+        *_argument_table(each for each in shared.values() if each.name not in rows),
+        "",
+        "### Row options",
+        "",
+        "Which rows a builder reads, and when.",
+        "",
+        *_argument_table(shared[name] for name in rows),
     ]
-    of_rows = [each for each in shared if each.name in typing.get_type_hints(RowOptions)]
-    others = [each for each in shared if each not in of_rows]
-    lines += [*ARGUMENT_HEADER, *map(_argument_cells, others), "", "### Row options", ""]
-    lines += ["Which rows a builder reads, and when.", "", *ARGUMENT_HEADER]
-    lines += map(_argument_cells, of_rows)
+    for builder in own_builders:
+        lines += ["", *_builder_section(builder, shared, rows)]
+    lines += [
+        "",
+        "## Data of the examples",
+        "",
+        f"Modules of `{EXAMPLES[:-1]}`; `ckpt-train --help dataset.NAME` prints their arguments.",
+        "",
+        "| builder | samples |",
+        "|---|---|",
+    ]
     for builder in builders:
-        lines += ["", f"## {builder.short_name}", "", f"`_target_: {builder.name}`"]
-        for paragraph in (builder.summary, *builder.text.split("\n\n")):
-            lines += ["", markdown(paragraph)] if paragraph else []
-        own = [each for each in builder.arguments if each not in shared]
-        lines += ["", *ARGUMENT_HEADER, *map(_argument_cells, own)] if own else []
-        also = [f"`{each.name}`" for each in builder.arguments if each in shared]
-        rows = [f"`{name}`" for name in typing.get_type_hints(RowOptions)]
-        if set(rows) <= set(also):
-            also = [*(name for name in also if name not in rows), "the [row options](#row-options)"]
-        lines += ["", f"Shared arguments: {', '.join(also)}."] if also else []
+        if builder not in own_builders:
+            name = builder.name.removeprefix(EXAMPLES)
+            lines.append(f"| `{name}` | {_cell(markdown(builder.summary))} |")
     elsewhere = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
     lines += ["", "## Other builders", "", f"Without `--trust`: {elsewhere}.", ""]
     return "\n".join(lines)
 
 
-def _shared_arguments(builders: list[BuilderHelp]) -> list[Argument]:
-    """The arguments that three or more builders have with the same meaning, type and default, one per name."""
-    counts = Counter(each for builder in builders for each in builder.arguments)
-    most_frequent = {each.name: each for each, _ in reversed(counts.most_common())}
-    found = [each for each in most_frequent.values() if counts[each] >= SHARED]
-    return sorted(found, key=lambda each: -counts[each])
+def _shared_arguments(builders: list[BuilderHelp]) -> dict[str, Argument]:
+    """The described arguments that several builders have, with the most frequent default; by name."""
+    counts = Counter(each for builder in builders for each in builder.arguments if each.text)
+    most_frequent: dict[str, Argument] = {}
+    for argument, _ in counts.most_common():
+        most_frequent.setdefault(argument.name, argument)
+    users = Counter(each.name for each in counts.elements())
+    return {name: each for name, each in most_frequent.items() if users[name] >= SHARED}
 
 
-def _argument_cells(each: Argument) -> str:
-    default = "*required*" if each.default is None else f"`{each.default}`"
-    cells = (f"`{each.name}`", each.kind, default, each.text or "see above")
-    return "| " + " | ".join(map(_cell, cells)) + " |"
+def _builder_section(
+    builder: BuilderHelp, shared: dict[str, Argument], row_options: list[str]
+) -> Iterator[str]:
+    yield from (f"## {builder.short_name}", "", f"`_target_: {builder.name}`")
+    for paragraph in (builder.summary, *builder.text.split("\n\n")):
+        text = RAISES.sub("", paragraph).strip()
+        if text:
+            yield from ("", markdown(text))
+    own, described, also = [], [], []
+    for each in builder.arguments:
+        usual = shared.get(each.name)
+        default = f" ({each.kind}, default `{each.default}`)"
+        if usual == each:
+            also.append(f"`{each.name}`")
+        elif usual and (usual.text, usual.kind) == (each.text, each.kind):
+            also.append(f"`{each.name}` (`{each.default}`)")
+        elif each.text:
+            own.append(each)
+        else:
+            described.append(f"`{each.name}`{default if each.default else ''}")
+    if own:
+        yield from ("", *_argument_table(own))
+    if described:
+        yield from ("", f"Described above: {', '.join(described)}.")
+    rows = [f"`{name}`" for name in row_options]
+    if set(rows) <= set(also):
+        also = [*(name for name in also if name not in rows), "the [row options](#row-options)"]
+    if also:
+        yield from ("", f"Shared arguments: {', '.join(also)}.")
+
+
+def _argument_table(arguments: Iterable[Argument]) -> Iterator[str]:
+    yield from ("| argument | type | default | meaning |", "|---|---|---|---|")
+    for each in arguments:
+        default = "*required*" if each.default is None else f"`{each.default}`"
+        cells = (f"`{each.name}`", each.kind, default, each.text)
+        yield "| " + " | ".join(map(_cell, cells)) + " |"
 
 
 def names_page() -> str:
@@ -228,13 +280,20 @@ def names_page() -> str:
         "What transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtune call a setting,",
         "and the key of a recipe for it. A recipe with one of these names is rejected with the same hint.",
         "",
-        "| name | key here | note |",
+        "| key here | names elsewhere | note |",
         "|---|---|---|",
     ]
+    names: dict[tuple[str, str], list[str]] = {}
     for name, counterpart in sorted(OTHER_NAMES.items()):
         keys = ", ".join(f"`{key}`" for key in counterpart.keys)
-        lines.append(f"| `{name}` | {keys} | {_cell(counterpart.note)} |")
+        names.setdefault((keys, counterpart.note), []).append(f"`{name}`")
+    for (keys, note), elsewhere in sorted(names.items()):
+        lines.append(f"| {keys} | {', '.join(elsewhere)} | {_cell(note)} |")
     return "\n".join(lines) + "\n"
+
+
+def _prints_json(action: argparse.Action) -> bool:
+    return action.option_strings == ["--json"] and action.help == "print JSON"
 
 
 def _argument_row(action: argparse.Action) -> str:

@@ -83,9 +83,9 @@ def write_model(directory: Path) -> None:
     """Write a tiny random Llama with a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from automodel_ckpt.examples.data.python_docs import train_tokenizer
+    from tests.support.models.small_tokenizer import small_tokenizer
 
-    tokenizer = train_tokenizer(vocab_size=300)
+    tokenizer = small_tokenizer(vocab_size=300)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,

@@ -29,7 +29,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
+from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.servers.command_server import CommandServer
 
 LABELS = ("json", "tarfile", "zipfile")
@@ -56,7 +56,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=32,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer = train_tokenizer(300)
+    tokenizer = small_tokenizer(300)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(directory)
     return directory

@@ -6,21 +6,14 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt import load_recipe
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.monitoring import GenerationConfig
-from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.measure.evaluated_model import Completions
-from automodel_ckpt.training.model.trainable import Trainable
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.support.servers.command_server import CommandServer
 
@@ -171,25 +164,15 @@ def test_a_wrong_section_is_reported(recipe: Path, tmp_path: Path, also: str, wh
     ids=str,
 )
 def test_every_key_of_generation_changes_the_completions(
-    recipe: Path, changed: dict[str, Any]
+    recipe: Path, commands: CommandServer, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     """The keys of the section ``generation``, one by one."""
-    model = recipe.parent / "chat"
-    before = completions_with(model)
-    assert completions_with(model) == before
-    after = completions_with(model, **changed)
+    short = ("--step_scheduler.max_steps=2", "--checkpoint.save_consolidated=false")
+    found = []
+    for name, settings in (("before", {}), ("after", changed)):
+        section = {"prompts": ["Hello"], "max_new_tokens": 5} | settings
+        also = f"generation: {json.dumps(section)}\n"
+        run = trained(commands, recipe, tmp_path / name, *short, also=also)
+        found.append(completions_of(run)[2])
+    before, after = found
     assert after != before
-    assert completions_with(model, **changed) == after
-
-
-def completions_with(model: Path, **settings: Any) -> list[Any]:
-    """The completions of a model that no run trains, with these keys of the section."""
-    recipe = SimpleNamespace(
-        trainable=Trainable(AutoModelForCausalLM.from_pretrained(model)),
-        preprocessor=AutoTokenizer.from_pretrained(model),
-        layout=SimpleNamespace(device=torch.device("cpu"), world_size=1),
-        rng=StatefulRNG(0, 0, (1,)),
-    )
-    section = GenerationConfig(**({"prompts": ["Hello"], "max_new_tokens": 5} | settings))
-    made = Completions(section, recipe)
-    return [(each.prompt, each.text, each.num_tokens) for each in made.at(3)]

@@ -711,7 +711,6 @@ class OneValue:
     """There is nothing to choose from."""
 
 
-EVERY_STEP = ("--step_scheduler.ckpt_every_steps=1",)
 PRETRAINED = ("--model.from_config=null",)
 VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
 VALIDATED_OFTEN = (*VALIDATED, "--step_scheduler.val_every_steps=1")

@@ -187,7 +187,7 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     monkeypatch.setattr(
         endurance, "command", lambda *run: [*long(*run), "--validation_dataset.max_samples=16"]
     )
-    done = endurance.run(kills=1, seed=SEED, seconds=SECONDS, steps=8)
+    done = endurance.run(points=1, seed=SEED, seconds=SECONDS, steps=8)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 
 

@@ -19,8 +19,8 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.callables import allowlist
 from automodel_ckpt.config.callables.trust import Rejected, Trust, check_name
 from automodel_ckpt.errors import EXIT_USAGE
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.hostile.harness import bombs, gadgets, sandbox
+from tests.support.models.small_tokenizer import small_tokenizer
 
 KNOWN = (
     "transformers.exporters.utils.import_dotted_path",
@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> gadgets.Place:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return train_tokenizer(400)
+    return small_tokenizer(400)
 
 
 @pytest.fixture(scope="module")

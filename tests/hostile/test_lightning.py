@@ -14,36 +14,9 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
-from tests.hostile.harness import bombs, sandbox
-
-from .test_torch_files import NAMES, content
+from tests.hostile.harness import bombs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lightning"
-# HOSTILE=all (make hostile) runs every file; else every eighth.
-CHOSEN = NAMES if bombs.EVERY else NAMES[1::8]
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-@pytest.mark.parametrize("file", ["meta.pt", "__1_0.distcp", ".metadata"])
-def test_a_hostile_file_in_a_distributed_checkpoint_does_no_harm(
-    name: str, file: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    source = shutil.copytree(FIXTURES / "distributed", run / "source")
-    marker = tmp_path / "executed"
-    (source / file).write_bytes(content(name, marker))
-    outcome = sandbox.run(lambda: ckpt.main(["import", str(source), str(run / "imported")]), run)
-    report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
-    assert not outcome.violations, report
-    assert not marker.exists()
-    assert os.listdir(tmp_path) == ["run"]
-    assert "Traceback" not in outcome.text, report
-    assert "this is a bug" not in outcome.text, report
-    # Weights do not depend on meta.pt: the directory is then one of PyTorch DCP.
-    assert outcome.code == (0 if file == "meta.pt" else 3), report
-    assert outcome.seconds < sandbox.SECONDS, report
-    assert outcome.extra_bytes < sandbox.EXTRA_BYTES, report
 
 
 class Hostile:

@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.utils.data import Dataset
 
-from automodel_ckpt.cli.launch import recipe_import
-from automodel_ckpt.data.batches import micro_batches
-from automodel_ckpt.data.rows import preparation as row_workers
+import automodel_ckpt
 
-FORKS = Path(row_workers.__file__).parents[2] / "base" / "python_child.py"
+FORKS = Path(automodel_ckpt.__file__).parent / "base" / "python_child.py"
 
 PROGRAM = """
 import gc, os, runpy, sys
@@ -67,48 +64,3 @@ def test_a_child_does_not_destroy_what_it_inherits(protected: bool) -> None:
         "destroyed in the parent",
     ]
     assert "child collects: True" in lines and "second child collects: False" in lines
-
-
-class One(Dataset[int]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, _index: int) -> int:
-        return 1
-
-
-def read_in_a_worker() -> None:
-    assert list(micro_batches.run_workers(One(), 1, shuffle=False)) == [1]
-
-
-def compute_in_workers() -> None:
-    assert list(row_workers.in_order(lambda start, stop: start + stop, [(0, 1), (1, 2)], 2)) == [
-        1,
-        3,
-    ]
-
-
-def import_before_forks() -> None:
-    def fail() -> None:
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        recipe_import.import_before_forks(fail)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("module", "fork"),
-    [
-        (micro_batches, read_in_a_worker),
-        (row_workers, compute_in_workers),
-        (recipe_import, import_before_forks),
-    ],
-    ids=["data loader", "rows", "ranks"],
-)
-def test_every_place_that_forks_protects_its_children(
-    module: object, fork: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr(module, "freeze_in_forked_processes", lambda: calls.append(True))
-    fork()  # type: ignore[operator]
-    assert calls

@@ -44,11 +44,9 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Manifest, discover
 from automodel_ckpt.checkpoint.parts.verify import verify
 from tools.bench import consolidate
-from tools.bench.memory import growth
 from tools.bench.report import as_text, write_page
 from tools.bench.rounds import (
     Group,
-    Memory,
     Row,
     as_json,
     cold,
@@ -251,7 +249,7 @@ class Bench:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
 
-    def measure(self, root: Path, num_rounds: int) -> tuple[list[Group], list[Memory]]:
+    def measure(self, root: Path, num_rounds: int) -> list[Group]:
         nbytes = self.nbytes * self.size
         saving = Group("saving, compared with a write and fsync", nbytes, list(self.saving_rows()))
         self.rounds(saving, num_rounds, root, os.sync)
@@ -259,21 +257,7 @@ class Bench:
         self.keep(kept)
         loading = Group("loading, cold", nbytes, list(self.loading_rows(kept)))
         self.rounds(loading, num_rounds, kept, partial(cold, data_files(kept)))
-        return [saving, loading], self.memories(root, kept)
-
-    def memories(self, root: Path, kept: Path) -> list[Memory]:
-        """Measure for each of our rows by how much the memory grows, on the rank where it grows most."""
-        kinds = {"saving": self.saving_rows(), "loading": self.loading_rows(kept)}
-        found = []
-        for kind, rows in kinds.items():
-            for row in rows:
-                if not row.ours:
-                    continue
-                grown = torch.tensor(growth(partial(self.timed, row, root / "out")))
-                dist.all_reduce(grown, dist.ReduceOp.MAX)
-                name = f"{kind}, a rank of {self.size}, {row.name}"
-                found.append(Memory(name, float(grown) / 1e6))
-        return found
+        return [saving, loading]
 
     def rounds(
         self, group: Group, num_rounds: int, root: Path, prepare: Callable[[], object]
@@ -322,17 +306,16 @@ def on_forked_ranks(num_ranks: int, task: Task, arguments: argparse.Namespace, r
 
 def _measure(arguments: argparse.Namespace, root: Path) -> Any:
     """What a rank measures, without the functions of the rows."""
-    groups, memories = Bench(arguments.size).measure(root, arguments.runs)
-    rows = [
+    groups = Bench(arguments.size).measure(root, arguments.runs)
+    return [
         (group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows])
         for group in groups
     ]
-    return rows, memories
 
 
-def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], list[Memory]]:
+def by_ranks(arguments: argparse.Namespace, root: Path) -> list[Group]:
     """What real ranks measure."""
-    groups, memories = on_forked_ranks(arguments.ranks, _measure, arguments, root)
+    groups = on_forked_ranks(arguments.ranks, _measure, arguments, root)
     return [
         Group(
             title,
@@ -340,7 +323,7 @@ def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], li
             [Row(name, print, is_ours, seconds=seconds) for name, is_ours, seconds in rows],
         )
         for title, nbytes, rows in groups
-    ], memories
+    ]
 
 
 def main() -> None:
@@ -360,10 +343,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.directory) as root:
         (Path(root) / "ranks").mkdir()
-        groups, memory = by_ranks(arguments, Path(root) / "ranks")
+        groups = by_ranks(arguments, Path(root) / "ranks")
         shutil.rmtree(Path(root) / "ranks")
-        more, other = consolidate.measure(Path(root), arguments.size, arguments.runs)
-    results = as_json([*groups, more], [*memory, *other], arguments.size)
+        groups.append(consolidate.measure(Path(root), arguments.size, arguments.runs))
+    results = as_json(groups, arguments.size)
     print(as_text(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -18,9 +18,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from tools.bench.rounds import (
     ROOT,
     Group,
-    Memory,
     Row,
-    anonymous_megabytes,
     data_files,
     fsync_all,
     in_this_process,
@@ -28,9 +26,6 @@ from tools.bench.rounds import (
     warm,
 )
 from tools.bench.sources import write_source
-
-_TORCH = "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files"
-_OURS = "from automodel_ckpt.checkpoint.export.consolidate import consolidate"
 
 
 def sources(root: Path, size: int) -> dict[str, Path]:
@@ -119,36 +114,13 @@ def _row(
     )
 
 
-def measure(root: Path, size: int, num_rounds: int) -> tuple[Group, list[Memory]]:
-    """Measure all rows, and the memory that a consolidation takes."""
+def measure(root: Path, size: int, num_rounds: int) -> Group:
+    """Measure all rows."""
     found = sources(root / "sources", size)
     inputs = [path for source in found.values() for path in data_files(source)]
     nbytes = sum(path.stat().st_size for path in data_files(found["2 shards"]))
     group = Group("consolidating, compared with cp and fsync", nbytes, list(rows(found)))
     warm(inputs)
     rounds(group, num_rounds, root / "out", os.sync, in_this_process)
-    memory = memories(found, root / "out")
     shutil.rmtree(root / "sources")
-    return group, memory
-
-
-def memories(found: dict[str, Path], output: Path) -> list[Memory]:
-    """Anonymous memory of fresh processes."""
-    code = "consolidate(sys.argv[1], sys.argv[2], cast_dtype=sys.argv[3], log=lambda _: None)"
-    measured = []
-    for name, cast in (("2 shards", ""), ("dim 1", ""), ("F32", "bf16")):
-        shutil.rmtree(output, ignore_errors=True)
-        label = f"consolidating, ours: {name}{', cast to BF16' if cast else ''}"
-        measured.append(Memory(label, anonymous_megabytes(_OURS, code, found[name], output, cast)))
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir()
-    source = found["2 shards"] / "model"
-    numbers = source / ".hf_metadata/fqn_to_file_index_mapping.json"
-    code = (
-        "numbers = json.load(open(sys.argv[3]))\n"
-        "consolidate_safetensors_files(sys.argv[1], sys.argv[2], numbers, num_threads=5)"
-    )
-    theirs = anonymous_megabytes(_TORCH, code, source, output, numbers)
-    measured.append(Memory("consolidating, torch: 2 shards", theirs))
-    shutil.rmtree(output)
-    return measured
+    return group

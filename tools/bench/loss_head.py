@@ -9,15 +9,22 @@ a round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
 
+from tools.bench.memory import reset_peak, status_megabytes
 from tools.bench.report import write_block
-from tools.bench.rounds import machine
-from tools.bench.steps import Figures, arguments, figures_of, in_a_process
+from tools.bench.rounds import ROOT, machine
 
 WAYS = ("full", "chunks")
 PARTS = (1.0, 0.2)
+Figures = dict[str, float]
+"""``seconds`` of a step, and the ``megabytes`` of its peak above the memory before it."""
 Found = dict[tuple[str, float], list[Figures]]
 """(way, part of the positions with a label) -> the figures of each round."""
 
@@ -52,6 +59,46 @@ def measure(way: str, labelled: float, vocabulary: int, hidden: int, tokens: int
     return figures_of(step, tokens, reset=reset)
 
 
+def figures_of(
+    step: Callable[[int], None], num_tokens: int, *, reset: Callable[[], None]
+) -> Figures:
+    """Measure ``step(num_tokens)`` after a small step to warm up; *reset* frees the gradients of that one."""
+    step(4)
+    reset()
+    reset_peak()
+    before = status_megabytes("VmRSS")
+    started = time.perf_counter()
+    step(num_tokens)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "megabytes": status_megabytes("VmHWM") - before}
+
+
+def arguments(description: str | None, defaults: Mapping[str, int]) -> argparse.Namespace:
+    """Parse the command line: a number for each of *defaults*, and ``--docs``.
+
+    ``one`` is the list of values that :func:`in_a_process` passed to this process; None in the first process.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--docs", action="store_true", help="write the figures to docs/performance.md"
+    )
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_a_process(*one: object) -> Figures:
+    """Run this module with the arguments of this process and ``--one``; return the JSON that it prints."""
+    values = [str(value) for value in one]
+    command = [sys.executable, "-m", "tools.bench.loss_head", *sys.argv[1:], "--one", *values]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
+    found: Figures = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
     """Measure and print the figures as a table."""
     given = arguments(__doc__, DEFAULTS)
@@ -62,7 +109,7 @@ def main() -> None:
     found: Found = {(way, part): [] for part in PARTS for way in WAYS}
     for _ in range(given.rounds):
         for way, part in found:
-            found[way, part].append(in_a_process("tools.bench.loss_head", way, part))
+            found[way, part].append(in_a_process(way, part))
     block = as_markdown(found, *sizes)
     print(block)
     if given.docs:

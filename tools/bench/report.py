@@ -10,11 +10,6 @@ from tools.bench.rounds import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 
-_MEMORY = (
-    "Saving and loading: in addition to training's, on the rank that needs most. Consolidating: in addition to the "
-    "interpreter's."
-)
-
 
 def as_text(results: dict[str, Any]) -> str:
     """Format the results for a terminal."""
@@ -26,9 +21,6 @@ def as_text(results: dict[str, Any]) -> str:
             lines.append(
                 f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{group['nbytes'] / 1e9 / seconds:7.2f}"
             )
-    if results["memory"]:
-        lines += ["", f"{'anonymous memory':56}{'MB':>8}"]
-        lines += [f"  {entry['name']:54}{entry['megabytes']:8.0f}" for entry in results["memory"]]
     return "\n".join(lines)
 
 
@@ -58,9 +50,6 @@ def as_markdown(results: dict[str, Any]) -> str:
             parts.append(
                 f"| {name} | {row['ratio']:.2f} | {statistics.median(row['seconds']):.2f} |"
             )
-    if results["memory"]:
-        parts += ["", "### Anonymous memory", "", _MEMORY, "", "| | MB |", "|---|---|"]
-        parts += [f"| {entry['name']} | {entry['megabytes']:.0f} |" for entry in results["memory"]]
     return "\n".join(parts)
 
 

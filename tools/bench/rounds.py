@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -149,32 +146,6 @@ def data_files(directory: Path) -> list[Path]:
     )
 
 
-_WATCH = """
-import json, re, sys, threading
-def anonymous():
-    with open("/proc/self/status") as file:
-        return int(re.search(r"RssAnon:\\s+(\\d+)", file.read())[1])
-{setup}
-start, peak, done = anonymous(), [0], threading.Event()
-def watch():
-    while not done.wait(0.002):
-        peak[0] = max(peak[0], anonymous())
-thread = threading.Thread(target=watch)
-thread.start()
-{code}
-done.set(); thread.join()
-print(json.dumps(max(0, peak[0] - start)))
-"""
-
-
-def anonymous_megabytes(setup: str, code: str, *arguments: object) -> float:
-    """How much anonymous memory (RssAnon) a fresh interpreter takes for *code* beyond what it held after *setup*."""
-    script = _WATCH.format(setup=setup, code=code)
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    return float(json.loads(done.stdout.splitlines()[-1])) / 1024
-
-
 def parse_size(text: str) -> int:
     """Bytes of ``64M``, ``1G``, ``1.5GB`` (powers of ten) or a plain number."""
     number = text.upper().removesuffix("B")
@@ -182,21 +153,12 @@ def parse_size(text: str) -> int:
     return int(float(number.rstrip("KMG")) * factor)
 
 
-@dataclass
-class Memory:
-    """Anonymous memory that something takes over its interpreter, in megabytes."""
-
-    name: str
-    megabytes: float
-
-
-def as_json(groups: Iterable[Group], memory: Iterable[Memory], size: int) -> dict[str, Any]:
+def as_json(groups: Iterable[Group], size: int) -> dict[str, Any]:
     """All that was measured."""
     return {
         "size": size,
         "machine": machine(),
         "groups": [group.plain() for group in groups],
-        "memory": [asdict(entry) for entry in memory],
     }
 
 
@@ -216,10 +178,3 @@ def machine() -> dict[str, str]:
         "kernel": f"{system.sysname} {system.release}",
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def machine_text() -> str:
-    """Where and when it was measured, and how busy the machine was before, as the head of a table."""
-    here = machine()
-    load = os.getloadavg()[0]
-    return f"{here['cores']} cores ({here['processor']}) under load {load:.1f}, {here['kernel']}, {here['date']}"

@@ -22,10 +22,10 @@ CANNOT_RUN = 3
 
 
 class Campaign(NamedTuple):
-    """What a campaign runs, why it cannot run here (None: it can), and what it is about."""
+    """What a campaign runs, what finds why it cannot run here (None: it can), and what it is about."""
 
     run: Callable[[argparse.Namespace], Iterable[Record]]
-    unsupported: Callable[[], str | None]
+    unsupported: Callable[[], str | None] | None
     help: str
 
 
@@ -52,31 +52,12 @@ def _no_power() -> str | None:
     return "; ".join(reason for reason in reasons if reason) if all(reasons) else None
 
 
-def _faults(options: argparse.Namespace) -> list[Record]:
-    return [faults.run(OURS, **_limits(options), only=options.only)]
-
-
-def _flips(options: argparse.Namespace) -> list[Record]:
-    # An asynchronous save writes the same files.
-    return [flips.run(OURS, **_limits(options))]
-
-
-def _endurance(options: argparse.Namespace) -> list[Record]:
-    return [endurance.run(kills=options.points, seed=options.seed, seconds=options.seconds)]
-
-
-def _signals(options: argparse.Namespace) -> list[Record]:
+def _signals(options: argparse.Namespace) -> Iterator[Record]:
     with tempfile.TemporaryDirectory() as directory:
         commands = CommandServer(Path(directory)).begin()
         try:
-            return [
-                signals.run(
-                    commands,
-                    points_wanted=options.points,
-                    seed=options.seed,
-                    seconds=options.seconds,
-                )
-            ]
+            limits = {"seed": options.seed, "seconds": options.seconds}
+            yield signals.run(commands, points_wanted=options.points, **limits)
         finally:
             commands.end()
 
@@ -110,21 +91,28 @@ CAMPAIGNS = {
     "power-incremental": _power(
         OURS_INCREMENTAL, "power cuts where saves share files with the checkpoint before (root)"
     ),
-    "faults": Campaign(_faults, no_calls, "each call failing with ENOSPC and EIO"),
-    "flips": Campaign(_flips, lambda: None, "flipped bits, damaged files"),
+    "faults": Campaign(
+        lambda options: [faults.run(OURS, **_limits(options), only=options.only)],
+        no_calls,
+        "each call failing with ENOSPC and EIO",
+    ),
+    # An asynchronous save writes the same files.
+    "flips": Campaign(
+        lambda options: [flips.run(OURS, **_limits(options))], None, "flipped bits, damaged files"
+    ),
     "endurance": Campaign(
-        _endurance,
-        lambda: None,
+        lambda options: [endurance.run(**_limits(options))],
+        None,
         "the trainer killed again and again; --points is the number of kills",
     ),
     "signals": Campaign(
         _signals,
-        lambda: None,
+        None,
         "SIGTERM, SIGUSR1, SIGINT in every phase of a training, to a rank or the launcher",
     ),
     "baseline": Campaign(
         _baseline,
-        lambda: None,
+        None,
         "kills, power cuts and flips of torch's DCP and safetensors, for comparison; counts only",
     ),
 }
@@ -140,7 +128,7 @@ def main() -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options = _parser().parse_args()
     campaign = CAMPAIGNS[options.campaign]
-    if reason := campaign.unsupported():
+    if campaign.unsupported and (reason := campaign.unsupported()):
         print(f"{options.campaign} cannot run here: {reason}")
         return CANNOT_RUN
     return max(record.finish() for record in campaign.run(options))

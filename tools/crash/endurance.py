@@ -208,10 +208,12 @@ def _other(mine: Any, right: Any) -> bool:
     return mine != right and _LEFT_OPEN not in (mine, right)
 
 
-def run(*, kills: int, seed: int, seconds: float, steps: int = 200) -> Record:
-    """The campaign; *points* of its record are the kills, and the finished runs."""
+def run(*, points: int, seed: int, seconds: float, steps: int = 200) -> Record:
+    """The campaign with *points* kills; those of its record are the kills, and the finished runs."""
     chance = random.Random(seed)
-    record = Record("endurance", {"kills": kills, "seed": seed, "seconds": seconds, "steps": steps})
+    record = Record(
+        "endurance", {"points": points, "seed": seed, "seconds": seconds, "steps": steps}
+    )
     base = Path(tempfile.mkdtemp(prefix="endurance-"))
     end = time.monotonic() + seconds
     try:
@@ -219,9 +221,9 @@ def run(*, kills: int, seed: int, seconds: float, steps: int = 200) -> Record:
             record.add("undisturbed", [f"exit code {code}"], log=_tail(base / "undisturbed"))
             return record
         right, run_number = result_of(base / "undisturbed", steps), 0
-        while record.outcomes["killed"] < kills and time.monotonic() < end:
+        while record.outcomes["killed"] < points and time.monotonic() < end:
             run_number += 1
-            _to_the_end(base / f"killed-{run_number}", right, record, chance, kills, steps)
+            _to_the_end(base / f"killed-{run_number}", right, record, chance, points, steps)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return record

@@ -52,7 +52,6 @@ class Part:
 
 
 PARTS = {
-    "ceilings": Part("ceilings", 90),
     "tests": Part("gpu_tests", 300),
     "lora": Part("lora", 270),
     "packing": Part("packing", 120),

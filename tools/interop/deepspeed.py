@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.external_tensors import values
-from tools.clients.environments import TORCH, Environment
+from tools.interop.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
 _FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "deepspeed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.clients.environments import TORCH, Environment
+from tools.interop.environments import TORCH, Environment
 from tools.interop.losses import losses_check, tensors_check
 from tools.interop.program import Check, Program, Workplace
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.support.runs.continued import losses_of
-from tools.clients.environments import TORCH, Environment
+from tools.interop.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
 _ROOT = Path(__file__).resolve().parents[2]

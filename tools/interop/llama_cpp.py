@@ -15,8 +15,8 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.targets.flow import export_to
-from tools.clients.environments import Environment
-from tools.clients.gguf_models import MODELS, TinyModel
+from tools.interop.environments import Environment
+from tools.interop.gguf_models import MODELS, TinyModel
 from tools.interop.program import Check, Program, Workplace
 
 _ASK = Path(__file__).resolve().parent / "scripts" / "llama_cpp_answers.py"

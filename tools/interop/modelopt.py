@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, compare
 from automodel_ckpt.convert.open import open_source
-from tools.clients.environments import TORCH, Environment
+from tools.interop.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, compare
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
-from tools.clients.environments import TORCH, Environment
+from tools.interop.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
 _HERE = Path(__file__).resolve().parent

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.clients.environments import TORCH, Environment
-from tools.clients.gguf_models import MODELS
+from tools.interop.environments import TORCH, Environment
+from tools.interop.gguf_models import MODELS
 from tools.interop.program import Check, Program, Workplace
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.cli import ckpt
-from tools.clients.environments import Environment, own_variables
+from tools.interop.environments import Environment, own_variables
 
 _TIMEOUT_SECONDS = 1800
 

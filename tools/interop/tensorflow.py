@@ -9,7 +9,7 @@ import numpy as np
 
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.formats.registry import detect
-from tools.clients.environments import Environment
+from tools.interop.environments import Environment
 from tools.interop.program import Check, Program, Workplace
 
 _ROOT = Path(__file__).resolve().parents[2]

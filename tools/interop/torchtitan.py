@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tools.clients.environments import TORCH, Environment
+from tools.interop.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
 _HERE = Path(__file__).resolve().parent

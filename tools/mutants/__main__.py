@@ -30,7 +30,7 @@ from tools.mutants.operators import Mutation, mutations
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs" / "mutants.json"
 # Only at the top of the repository: tests/golden/runs is needed.
-_NOT_COPIED = {".git", ".venv", ".venv-oldest", ".clients", ".mypy_cache", ".ruff_cache", "runs"}
+_NOT_COPIED = {".git", ".venv", ".venv-oldest", ".peers", ".mypy_cache", ".ruff_cache", "runs"}
 _UNCHANGED_TIMES_LONGER = 4
 
 

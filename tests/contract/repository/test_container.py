@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files.ownership import overlay_warning
 from automodel_ckpt.cli.train import main
 from tests.support import ranks
 from tests.support.models import tiny
@@ -88,8 +87,6 @@ def on_an_overlay(base: Path) -> int | str:
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         return done.stderr.strip()
-    assert overlay_warning(base / "new" / "run") is None
-    assert "overlay" in (overlay_warning(merged / "not" / "there yet") or "")
     logging.basicConfig(level="WARNING", stream=sys.stdout, force=True)
     checkpointer = tiny.checkpointer(merged / "run")
     checkpointer.open()

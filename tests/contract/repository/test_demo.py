@@ -34,7 +34,7 @@ def test_the_demo_runs_to_its_end(
     monkeypatch.delitem(sys.modules, "tools.demo", raising=False)
     demo: Any = importlib.import_module("tools.demo")
     monkeypatch.setattr(demo, "subprocess", Starting(commands))
-    demo.main([])
+    demo.main()
     said = capfd.readouterr().out
     assert "all 30 steps agree in epoch, loss, grad_norm" in said
     assert "the exported weights are the same bytes" in said

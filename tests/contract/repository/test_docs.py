@@ -225,7 +225,8 @@ def test_the_reference_is_what_the_code_says() -> None:
 def test_every_test_and_campaign_that_a_guarantee_names_is_there() -> None:
     page = (DOCS / "guarantees.md").read_text()
     table = page[page.index("| event |") : page.index("## How it is measured")]
-    rows = [row.strip("| \n").split(" | ") for row in table.splitlines()[2:] if row.startswith("|")]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    rows = [line.strip("| ").split(" | ") for line in lines if not line.startswith("| event ")]
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     campaigns = {*re.findall(r'"([\w-]+) --points', (ROOT / "Makefile").read_text())}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -236,7 +237,7 @@ def test_every_test_and_campaign_that_a_guarantee_names_is_there() -> None:
         ran = set(re.findall(r"`make (\w+)`", shown_by))
         assert ran <= targets, f"{event}: {ran - targets}"
         named = set(re.findall(r"`([a-z-]+)`", shown_by)) & campaigns
-        assert tests or ran or named or shown_by == "the same", event
+        assert tests or ran or named, event
 
 
 def test_what_troubleshooting_quotes_is_what_the_program_says() -> None:

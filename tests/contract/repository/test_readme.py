@@ -39,9 +39,9 @@ def make_model(directory: Path) -> None:
     """A small Llama with its tokenizer, as files of Hugging Face."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from automodel_ckpt.examples.data.python_docs import train_tokenizer
+    from tests.support.models.small_tokenizer import small_tokenizer
 
-    tokenizer = train_tokenizer(vocab_size=512)
+    tokenizer = small_tokenizer(vocab_size=512)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,

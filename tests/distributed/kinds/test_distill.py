@@ -13,7 +13,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.errors import AutomodelError, RecipeError
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.fixtures.distill.make_reference_losses import (
     BATCH,
     CASES,
@@ -26,6 +25,7 @@ from tests.fixtures.distill.make_reference_losses import (
     tiny_llama,
 )
 from tests.support import ranks
+from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.runs.training import build, steps_of
 from tests.support.runs.training import train as run
 
@@ -301,7 +301,7 @@ def test_other_vocabularies_are_errors_before_weights_are_read_unless_they_are_p
     other_size = "the teacher has another vocabulary than the student"
     assert rejected(path, flag) == (name, other_size)
     assert rejected(path, f"--{name}={tmp_path / 'nowhere'}") == (name, "no such directory")
-    tokenizer = train_tokenizer(300)
+    tokenizer = small_tokenizer(300)
     tiny_llama(16, seed=3, vocabulary=300).save_pretrained(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
     with_tokenizer = (

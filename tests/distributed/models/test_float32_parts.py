@@ -24,11 +24,11 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from tests.support import ranks
+from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.runs.parallel import VOCABULARY, global_batch, layout_here, train_steps
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 
@@ -490,7 +490,7 @@ def mixture(directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     read.save_pretrained(directory)
-    train_tokenizer(vocab_size=300).save_pretrained(directory)
+    small_tokenizer(vocab_size=300).save_pretrained(directory)
 
 
 class ConvertsSecretly(nn.Module):

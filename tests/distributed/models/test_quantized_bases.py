@@ -23,11 +23,11 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.training.model.deferred_model import build_deferred
 from tests.support import ranks
+from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.runs.parallel import layout_here
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 
@@ -127,7 +127,7 @@ def make_base(directory: Path, family: str, method: str) -> Path:
     """Write a model in bfloat16 whose layers are quantized."""
     torch.manual_seed(4)
     config = CONFIGS[family]
-    train_tokenizer(300).save_pretrained(directory)
+    small_tokenizer(300).save_pretrained(directory)
     make: Any = AutoModelForCausalLM.from_config
     make(config, dtype=torch.bfloat16).save_pretrained(directory)
     quantize, settings = FORMATS[method]

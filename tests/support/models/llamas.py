@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.shards import cut, write_assets, write_checkpoint
+from tests.support.models.small_tokenizer import small_tokenizer
 
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -42,7 +42,7 @@ def llama_checkpoint(
 
     *base* is where its base in bfloat16 is written. The tensor *lost* is not stored.
     """
-    tokenizer = train_tokenizer(vocab_size)
+    tokenizer = small_tokenizer(vocab_size)
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=vocab_size + 4,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
+from tests.support.models.small_tokenizer import small_tokenizer
 
 CONFIGURATION = """\
 import os
@@ -60,7 +60,7 @@ def make_remote_model(directory: Path, *, model_type: str = "twin") -> Path:
         "AutoModelForCausalLM": "modeling_twin.TwinForCausalLM",
     }
     (directory / "config.json").write_text(json.dumps(config))
-    train_tokenizer(300).save_pretrained(directory)
+    small_tokenizer(300).save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     tokenizer = json.loads(path.read_bytes())
     tokenizer["tokenizer_class"] = "TwinTokenizer"

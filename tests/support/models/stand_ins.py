@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
+from tests.support.models.small_tokenizer import small_tokenizer
 
 _SIZES = {
     "hidden_size": 32,
@@ -206,7 +206,7 @@ def write_stand_ins(directory: Path, recipe: str) -> list[str]:
 
 def write_model(path: Path, config: dict[str, Any], chat_template: str | None) -> None:
     """A model with fresh weights and a tokenizer, as ``save_pretrained`` leaves them."""
-    tokenizer = train_tokenizer(300)
+    tokenizer = small_tokenizer(300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<eot>"]})
     tokenizer.chat_template = chat_template
     ids = {

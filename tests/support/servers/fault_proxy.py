@@ -77,11 +77,6 @@ class FaultProxy:
         """Answer listings as they were when they were last requested before; empty where there was no request."""
         self._is_frozen = is_frozen
 
-    @property
-    def num_active(self) -> int:
-        """How many requests are being forwarded."""
-        return len(self._tasks)
-
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)

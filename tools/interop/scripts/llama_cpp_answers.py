@@ -6,11 +6,33 @@ the result a list of {"tokens": for each text, "greedy": for each prompt, "logpr
 
 import json
 import sys
+import urllib.request
 from pathlib import Path
 
-# This script runs in the environment of llama.cpp, from any directory.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "clients"))
-from ask_llama_cpp import post, serve
+import xllamacpp
+
+
+def serve(path):
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx = 256
+    params.n_parallel = 1
+    params.warmup = False
+    params.verbosity = -1
+    params.cpuparams.n_threads = 1
+    # As precise as transformers in single precision; the cache of keys and values is half precision by default.
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return xllamacpp.Server(params)
+
+
+def post(server, path, body):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(
+        server.listening_address + path, data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
 
 
 def ask(job):

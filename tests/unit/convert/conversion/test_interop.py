@@ -1,7 +1,7 @@
 """Checkpoints of PyTorch's and NeMo AutoModel's own writers are read here, and ours by PyTorch's readers.
 
 What AutoModel wrote lies in tests/fixtures/automodel, with the script that made it. Its readers, and other clients that
-need a separate environment, are `make clients`.
+need a separate environment, are `make interop`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GGUF files hold the keys and the tensors that llama.cpp asks for; what it would compute otherwise is refused.
 
-That llama.cpp then gives the same tokens is shown by `make clients`.
+That llama.cpp then gives the same tokens is shown by `make interop`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.llamas import LLAMA_3_ROPE
-from tools.clients.gguf_models import MODELS, TinyModel
+from tools.interop.gguf_models import MODELS, TinyModel
 
 Capture = pytest.CaptureFixture[str]
 BY_NAME = {model.name: model for model in MODELS}

@@ -1,4 +1,4 @@
-"""Virtual environments for clients: one directory each, made anew when what it should hold has changed."""
+"""Virtual environments for other programs: one directory each, made anew when what it should hold has changed."""
 
 from __future__ import annotations
 

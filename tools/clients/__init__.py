@@ -1,1 +1,0 @@
-"""Other programs, each in a separate environment, load what this one exports (`make clients`)."""
