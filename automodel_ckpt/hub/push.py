@@ -31,8 +31,6 @@ from automodel_ckpt.hub.repository import (
 
 NUM_THREADS = 5
 """Large files that are uploaded at the same time by default."""
-_CURVES = "training_curves.svg"
-"""A picture that earlier versions uploaded with the card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +138,4 @@ def _obsolete(
     except (ValueError, KeyError, TypeError):
         # Somebody else's: then nothing is removed.
         return []
-    return sorted(({*names, _CURVES} & before.keys()) - files.keys())
+    return sorted((set(names) & before.keys()) - files.keys())
