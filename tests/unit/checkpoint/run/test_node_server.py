@@ -210,15 +210,13 @@ def test_the_answer_to_a_canceled_command_is_not_taken_for_the_next_one(tmp_path
         assert process.pid != first
 
 
-def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
+def test_a_process_that_was_killed_is_started_again_before_the_next_save(tmp_path: Path) -> None:
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         first = process.pid
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: process.pid != first)
-        assert listens(process.address)
-        second = process.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(second, 0)
+        wait_until(lambda: not listens(process.address))
+        process.start_again()
+        assert process.pid != first and listens(process.address)
 
 
 def write_report(run: Path, file: str, text: str = "state") -> None:
@@ -293,12 +291,9 @@ def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> Non
     assert list(outside.iterdir()) == []
 
 
-def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(NodeFailed, match=r"(?i)address"):
         NodeProcess(tmp_path, "192.0.2.1", TOKEN)
-    monkeypatch.setattr(node_process, "_WATCH_SECONDS", 600.0)
     commanded = {"do": "keep", "names": [NAME], "to": []}
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         process.kill()
