@@ -108,10 +108,8 @@ def without_token() -> Iterator[None]:
 # ---------------------------------------------------------------- which commit a name is
 
 
-def resolve_commit(
-    name: str, revision: str | None = None, *, kind: Kind = "model", where: str
-) -> str | None:
-    """Return the commit that *revision* of a repository is now. None: the main branch.
+def resolve_commit(name: str, revision: str | None = None, *, where: str) -> str | None:
+    """Return the commit that *revision* of a model's repository is now. None: the main branch.
 
     One request, without the retries of the library. Without a network, the commit is the one in the cache, and the
     process is offline from then on. None when the repository has no commit that could be determined.
@@ -124,19 +122,19 @@ def resolve_commit(
         raise RecipeError(
             "this is not a branch, tag or commit", where=where, value=revision, hint="correct it"
         )
-    cached = cached_commit(name, revision, kind)
+    cached = cached_commit(name, revision)
     if constants.HF_HUB_OFFLINE:
         if cached is None:
-            raise _error(_not_cached(name, kind), name, revision, where)
+            raise _error(_not_cached(name, "model"), name, revision, where)
         return cached
-    commit = _commit_or_offline(name, revision, kind, where, cached)
+    commit = _commit_or_offline(name, revision, "model", where, cached)
     if not constants.HF_HUB_OFFLINE:
-        _note_commit(name, revision or MAIN, kind, commit)
+        _note_commit(name, revision or MAIN, commit)
     return commit
 
 
-def check_access(name: str, revision: str | None = None, *, kind: Kind, where: str) -> str | None:
-    """Check by one request that a repository can be read, for a library with its own cache; return its commit.
+def check_access(name: str, revision: str | None = None, *, where: str) -> str | None:
+    """Check by one request that a data set can be read, for a library with its own cache; return its commit.
 
     Without a network, the process is offline from then on. Returns None then, and if the repository has no commit that
     could be determined. Raises :class:`RecipeError`, for the key *where*.
@@ -145,19 +143,16 @@ def check_access(name: str, revision: str | None = None, *, kind: Kind, where: s
 
     if constants.HF_HUB_OFFLINE:
         return None
-    return _commit_or_offline(name, revision, kind, where, None, has_own_cache=True)
+    return _commit_or_offline(name, revision, "dataset", where, None)
 
 
 def _commit_or_offline(
-    name: str,
-    revision: str | None,
-    kind: Kind,
-    where: str,
-    cached: str | None,
-    *,
-    has_own_cache: bool = False,
+    name: str, revision: str | None, kind: Kind, where: str, cached: str | None
 ) -> str | None:
-    """Request the commit of a repository. Without a network, go offline if its files can be in a cache."""
+    """Request the commit of a repository. Without a network, go offline if its files can be in a cache.
+
+    Data sets are in the cache of their own library.
+    """
     try:
         return _requested_commit(name, revision or MAIN, kind)
     except Exception as error:  # each version of the library has its own exceptions
@@ -167,7 +162,7 @@ def _commit_or_offline(
         if cached is not None and cached == revision and not problem.is_temporary:
             # A deleted repository, for example: its files in the cache belong to this commit.
             return cached
-        if not problem.is_temporary or (cached is None and not has_own_cache):
+        if not problem.is_temporary or (cached is None and kind == "model"):
             raise _error(problem, name, revision, where) from error
         cause = problem.cause or problem.what
         used = "caches" if cached is None else f"commit {cached[:12]} in the cache"
@@ -176,12 +171,12 @@ def _commit_or_offline(
         return cached
 
 
-def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:
-    """Return the commit of a repository in the library's cache, or None when it is not there."""
+def cached_commit(name: str, revision: str | None = None) -> str | None:
+    """Return the commit of a model's repository in the library's cache, or None when it is not there."""
     revision = revision or MAIN
     if not is_revision_name(revision):
         return None
-    directory = _cache_of(name, kind)
+    directory = _cache_of(name)
     if _COMMIT.fullmatch(revision) is None:
         try:
             revision = (directory / "refs" / revision).read_text().strip()
@@ -191,14 +186,14 @@ def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") 
     return revision if has_files else None
 
 
-def _note_commit(name: str, revision: str, kind: Kind, commit: str | None) -> None:
+def _note_commit(name: str, revision: str, commit: str | None) -> None:
     """Write into the library's cache which commit a branch or tag is, for later starts without a network.
 
     The library does so where it is called with the name. After :func:`resolve_commit`, it is called with the commit.
     """
     if commit is None or commit == revision:
         return
-    path = _cache_of(name, kind) / "refs" / revision
+    path = _cache_of(name) / "refs" / revision
     # Later starts cannot use a cache that cannot be written.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,12 +202,12 @@ def _note_commit(name: str, revision: str, kind: Kind, commit: str | None) -> No
         staged.replace(path)
 
 
-def _cache_of(name: str, kind: Kind) -> Path:
-    """Return the directory of a repository in the library's cache."""
+def _cache_of(name: str) -> Path:
+    """Return the directory of a model's repository in the library's cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind))
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
 
 
 def go_offline(cause: str) -> None:

@@ -174,25 +174,17 @@ class CheckpointLoader:
         self, request: resume.Request, fetched: Streamed | None
     ) -> tuple[Path, Manifest] | None:
         run = self._run
-        skipped: list[resume.Rejected] = []
+        skipped: dict[Path, str] = {}
         for path in request.candidates:
             manifest, problems = self._examine(path, self.on_nodes.get(path, fetched))
             # *problems* are from all ranks: a rank that could read everything must skip the
             # checkpoint, too.
             if manifest is not None and not problems:
                 return path, manifest
-            name = layout.parse_checkpoint_name(path.name)
-            rejected = resume.Rejected(
-                path,
-                step=name.step if name else None,
-                complete=manifest is not None,
-                compatible=True,
-                problems=tuple(problems),
-            )
-            skipped.append(rejected)
+            skipped[path] = "; ".join(f"{p.what} ({p.where}: {p.value})" for p in problems)
             if self._is_rank0:
                 shown = run.display_path(path)
-                log.warning("Skipping checkpoint %s: %s", shown, rejected.reason())
+                log.warning("Skipping checkpoint %s: %s", shown, skipped[path])
                 if manifest is not None and path.parent == run.root:
                     note_verifications(run.root, {path.name: False})
         if not skipped:
@@ -201,7 +193,7 @@ class CheckpointLoader:
         if request.by_name:
             what = "the checkpoint to restore from cannot be used"
         hint = "restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-        if not any(os.path.lexists(each.path / layout.MANIFEST) for each in skipped):
+        if not any(os.path.lexists(path / layout.MANIFEST) for path in skipped):
             hint = (
                 "without MANIFEST.json, these are files of another program, or an incomplete copy: `ckpt show` names "
                 "the format, and `ckpt import` (or init_from.path) takes the weights; "
@@ -209,7 +201,7 @@ class CheckpointLoader:
         raise CheckpointUnusable(
             what,
             where=str(run.path),
-            value="\n" + resume.rejection_table(skipped),
+            value="".join(f"\n{path}: {reason}" for path, reason in skipped.items()),
             hint=f"{hint}or start a new run in another checkpoint.checkpoint_dir",
         )
 

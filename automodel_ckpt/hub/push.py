@@ -7,7 +7,7 @@ upload transferred are not transferred again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,8 @@ from automodel_ckpt.hub.repository import (
     MAIN,
     Content,
     HubAddress,
-    HubError,
-    Listed,
     client,
-    differences,
     has_token,
-    listed,
     missing_token,
     reporting,
     size_of,
@@ -31,8 +27,6 @@ from automodel_ckpt.hub.repository import (
 
 NUM_THREADS = 5
 """Large files that are uploaded at the same time by default."""
-_CURVES = "training_curves.svg"
-"""A picture that earlier versions uploaded with the card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +47,13 @@ def push(
     private: bool = True,
     num_threads: int = NUM_THREADS,
 ) -> Pushed:
-    """Upload *files* (local files or contents, by path in the repository) to a branch, and check them there.
+    """Upload *files* (local files or contents, by path in the repository) to a branch.
 
     A repository or branch that does not exist is created, the repository *private*. Files of the model that the branch
     had before are removed by the same commit. Others are kept.
 
     Raises:
-        HubError: if the Hub fails or rejects the upload, or has other files than those that were uploaded.
+        HubError: if the Hub fails or rejects the upload.
         RecipeError: if the repository is public and *private* is set.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -78,13 +72,12 @@ def push(
             hint="to publish the model: --public (in a recipe, hub.private: false)",
         )
     with reporting(address, "the upload"):
-        before = _listed_or_created(api, address)
+        before = _names_in(api, address)
         head = str(api.repo_info(address.repo, revision=address.branch).sha)
-        if not differences(files, before):
-            return Pushed(head, 0, True)
         operations: list[Any] = [CommitOperationAdd(*each) for each in files.items()]
         for name in _obsolete(address.repo, head, before, files):
             operations.append(CommitOperationDelete(name))
+        # The library leaves out what the branch has already, and makes no commit if that is all.
         done = api.create_commit(
             address.repo,
             operations,
@@ -94,40 +87,27 @@ def push(
             # Another commit meanwhile is an error: it may have removed or replaced some of the files.
             parent_commit=head,
         )
-        commit = str(done.oid)
-        problems = differences(files, listed(api, address.repo, commit))
-    if problems:
-        raise HubError(
-            "the repository does not have what was uploaded",
-            where=f"{address.repo}@{commit[:12]}",
-            value="; ".join(problems[:3]),
-            hint="push again",
-        )
-    nbytes = sum(size_of(each) for name, each in files.items() if name not in before)
-    return Pushed(commit, nbytes, False)
+    commit = str(done.oid)
+    nbytes = sum(size_of(content) for name, content in files.items() if name not in before)
+    return Pushed(commit, nbytes, was_there=commit == head)
 
 
-def _listed_or_created(api: Any, address: HubAddress) -> dict[str, Listed]:
+def _names_in(api: Any, address: HubAddress) -> set[str]:
     """List the files of a branch, which is created if necessary. Raises the library's exceptions."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
-        return listed(api, address.repo, address.branch)
+        return set(api.list_repo_files(address.repo, revision=address.branch))
     except RevisionNotFoundError:
         if address.branch == MAIN:
             raise
     # From the main branch, a new branch would show another model until the commit.
     first = api.list_repo_commits(address.repo)[-1].commit_id
     api.create_branch(address.repo, branch=address.branch, revision=first, exist_ok=True)
-    return listed(api, address.repo, address.branch)
+    return set(api.list_repo_files(address.repo, revision=address.branch))
 
 
-def _obsolete(
-    repo: str,
-    head: str,
-    before: Mapping[str, Listed],
-    files: Mapping[str, Content],
-) -> list[str]:
+def _obsolete(repo: str, head: str, before: Set[str], files: Mapping[str, Content]) -> list[str]:
     """List the files of the model that the branch has now, and that are not uploaded again."""
     if layout.EXPORT_MANIFEST not in before:
         return []
@@ -140,4 +120,4 @@ def _obsolete(
     except (ValueError, KeyError, TypeError):
         # Somebody else's: then nothing is removed.
         return []
-    return sorted(({*names, _CURVES} & before.keys()) - files.keys())
+    return sorted((before & set(names)) - files.keys())

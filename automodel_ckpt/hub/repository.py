@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,18 +168,6 @@ def listed(api: Any, repo: str, revision: str) -> dict[str, Listed]:
             sha256 = entry.lfs.sha256 if entry.lfs is not None else None
             found[entry.path] = Listed(entry.size, sha256, git_id)
     return found
-
-
-def differences(files: Mapping[str, Content], found: Mapping[str, Listed]) -> list[str]:
-    """Describe the *files* that a repository does not have with the same content."""
-    problems = []
-    for name, content in files.items():
-        remote = found.get(name)
-        if remote is None:
-            problems.append(f"{name} is missing")
-        elif differs(content, remote):
-            problems.append(f"{name} differs")
-    return problems
 
 
 def differs(content: Content, remote: Listed) -> bool:

@@ -192,7 +192,7 @@ def test_what_was_read_by_its_commit_is_in_the_cache_for_a_start_without_a_netwo
 def test_offline_by_choice(server: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "not in the cache, and HF_HUB_OFFLINE is set" in problem("a/model")
-    check_access("a/data", kind="dataset", where="dataset.path")
+    check_access("a/data", where="dataset.path")
     assert not server.requests and cached_commit("a/model", "../../refs") is None
 
 
@@ -216,11 +216,11 @@ def test_a_data_set_that_is_not_reachable_is_left_to_its_library(
     server: HubServer, home: Path
 ) -> None:
     server.add("a/data", {"train.csv": b"x"}, "dataset")
-    check_access("a/data", kind="dataset", where="dataset.path")
+    check_access("a/data", where="dataset.path")
     with pytest.raises(RecipeError, match="there is no such data set"):
-        check_access("a/none", kind="dataset", where="dataset.path")
+        check_access("a/none", where="dataset.path")
     server.fault = lambda request: error(429, Retry_After="60")
-    check_access("a/data", kind="dataset", where="dataset.path")
+    check_access("a/data", where="dataset.path")
     assert constants.HF_HUB_OFFLINE
     # What the library raises then states the first cause.
     absent = explained(FileNotFoundError("not cached"), "a/data", "dataset.path", "dataset")

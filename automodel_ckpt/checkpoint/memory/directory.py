@@ -21,7 +21,6 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import text
-from automodel_ckpt.checkpoint.files.ownership import untouched_seconds
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
@@ -35,8 +34,6 @@ _MAX_BYTES = 4096
 _PRIVATE = 0o700
 GENERATION = "memory_generation"
 """The key in the manifest's ``environment`` with the generation that saved a memory checkpoint."""
-UNREACHABLE_SECONDS = 7 * 86400.0
-"""If the disk of a run cannot be found, its memory checkpoints are removed when untouched for a week."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +130,8 @@ def remove_memory(directory: Path) -> None:
 def remove_orphans(parent: Path) -> None:
     """Remove this user's directories of memory checkpoints in *parent* that no run refers to any more.
 
-    The memory checkpoints of a live run stay, since its run directory may be visible only in another container. If the
-    parent of a run directory is missing, because its disk is not mounted, they stay until untouched for a week.
+    The memory checkpoints of a live run stay, since its run directory may be visible only in another container. They
+    also stay if the parent of a run directory is missing, because its disk is not mounted.
     """
     for entry in os.scandir(parent):
         directory = Path(entry.path)
@@ -142,7 +139,7 @@ def remove_orphans(parent: Path) -> None:
             continue
         owner = _owner(directory)
         with contextlib.suppress(OSError, AutomodelError):
-            if owner is not None and _is_orphan(directory, *owner):
+            if owner is not None and _is_orphan(*owner):
                 lease = Lease(directory)
                 remove_memory(directory)
                 lease.release()
@@ -158,8 +155,11 @@ def _owner(directory: Path) -> tuple[Path, str] | None:
     return None
 
 
-def _is_orphan(directory: Path, run: Path, identity: str) -> bool:
-    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now."""
+def _is_orphan(run: Path, identity: str) -> bool:
+    """Whether no run refers to the memory checkpoints of *identity*, which *run* had.
+
+    Raises OSError where that is unknown now.
+    """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.stat(run / layout.MEMORY)
         # A record that cannot be read may have the identity.
@@ -169,7 +169,7 @@ def _is_orphan(directory: Path, run: Path, identity: str) -> bool:
         # A run that was renamed is found in the same parent directory.
         return all(_identity(path) != identity for path in run.parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        return untouched_seconds(directory) > UNREACHABLE_SECONDS
+        return False
 
 
 def is_outdated(parent: Path, identity: str, run: Path) -> bool:

@@ -35,8 +35,6 @@ STALLED_SECONDS = 30.0
 START_SECONDS = 120.0
 """How long a process may take until it listens: a shared file system may take a minute to read Python's files."""
 _NUM_THREADS = 8
-_WATCH_SECONDS, _LONGEST_WATCH_SECONDS = 1.0, 60.0
-"""How often a thread looks whether the process has ended, and how often it tries to start it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Settings:
 class NodeProcess:
     """The process, from the side of the rank that has started it. One thread at a time runs commands.
 
-    Another thread starts it again when it was killed: other nodes read from it between saves, too.
+    The next command starts it again when it was killed.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class NodeProcess:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self.start_again()
-        threading.Thread(target=self._watch, name="node-process-watch", daemon=True).start()
 
     @property
     def address(self) -> Address:
@@ -98,17 +95,6 @@ class NodeProcess:
             # At the same port after a failure: the other nodes know it.
             port = self._ask(process, self._settings, lambda: None, START_SECONDS)
             self._settings = replace(self._settings, port=port)
-
-    def _watch(self) -> None:
-        """Start the process again when it has ended, until :meth:`close`."""
-        pause = _WATCH_SECONDS
-        while not self._closed.wait(pause):
-            try:
-                self.start_again()
-                pause = _WATCH_SECONDS
-            except (OSError, NodeFailed):
-                log.debug("the node process could not be started again", exc_info=True)
-                pause = min(2 * pause, _LONGEST_WATCH_SECONDS)
 
     def send_reports(self, targets: Sequence[Address]) -> None:
         """Send the reports on hangs in the directory to *targets* from now on.

@@ -145,6 +145,13 @@ class Nodes:
         numbers = [(self.own + offset) % count for offset in range(1, self.replicas + 1)]
         return [self.nodes[number].address for number in numbers]
 
+    def start_again(self) -> None:
+        """Start the process of this node unless it runs: others read from it. Called by every rank. Raises OSError, and
+        :class:`~.requests.NodeFailed`.
+        """
+        if self._process is not None:
+            self._process.start_again()
+
     def share_hang_reports(self) -> None:
         """Let each node have the reports on hangs of all nodes. Called by every rank. Raises OSError, and
         :class:`~.requests.NodeFailed`.
@@ -157,8 +164,9 @@ class Nodes:
     def create(self, staging: Path, directories: Iterable[str]) -> None:
         """Create the directory of a save on this node, with empty *directories* in it. Called by every rank.
 
-        Raises OSError.
+        Raises OSError, and :class:`~.requests.NodeFailed`.
         """
+        self.start_again()
         for directory in (layout.PARTS, *directories):
             os.makedirs(staging / directory, exist_ok=True)
 
@@ -168,8 +176,6 @@ class Nodes:
         Raises :class:`~.requests.NodeFailed`.
         """
         assert self._process is not None
-        # Before anything is waited for: others may send copies already.
-        self._process.start_again()
         node = self.nodes[self.own]
         parts = [layout.rank_manifest_file(rank) for rank in node.ranks]
         for part in parts:

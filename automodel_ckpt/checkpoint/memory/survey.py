@@ -130,6 +130,7 @@ def survey(
     """
     mine: dict[_Save, _Holding] = {}
     with agree.raise_on_all_ranks(group):
+        nodes.start_again()
         if nodes.is_leader:
             bring_back(nodes.directory)
             mine = dict(_holdings(nodes.directory))

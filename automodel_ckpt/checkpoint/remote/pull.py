@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,6 @@ LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 """The logs of a run that are uploaded with each checkpoint."""
 _POLL_SECONDS = 0.2
 """How often a download checks whether it was stopped."""
-OnFile = Callable[[str], None]
 
 
 def pull_checkpoint(
@@ -36,16 +35,14 @@ def pull_checkpoint(
     root: Path,
     *,
     num_threads: int = 8,
-    on_file: OnFile = lambda name: None,
     with_exports: bool = False,
     stopping: threading.Event | None = None,
 ) -> Path:
     """Download the checkpoint *name* into the run directory *root*, and return its path.
 
     It appears under its name when all its files are there, verified and durable. With *with_exports*, the files of its
-    complete exports are there, too. *on_file* is called with the name of each file of the checkpoint that has arrived.
-    Another thread can end the download with *stopping*: it then raises InterruptedError soon. Nothing is left of a
-    download that fails.
+    complete exports are there, too. Another thread can end the download with *stopping*: it then raises
+    InterruptedError soon. Nothing is left of a download that fails.
 
     Raises:
         CheckpointUnusable: if the store has no complete checkpoint of this name, or its files do not match it or, of an
@@ -58,7 +55,7 @@ def pull_checkpoint(
     _check_space(root, manifest.nbytes + sum(exported.values()))
     staging = commit.reserve(root, name)
     try:
-        _pull_verified(run, name, manifest, staging, num_threads, stopping, on_file)
+        _pull_verified(run, name, manifest, staging, num_threads, stopping)
         _download(run.store, f"{name}/", exported, staging, num_threads, stopping)
         problems = [each for path in complete_exports(staging) for each in export_problems(path)]
         if problems:
@@ -127,11 +124,10 @@ def _pull_verified(
     target: Path,
     num_threads: int,
     stopping: threading.Event | None,
-    on_file: OnFile = lambda file: None,
 ) -> None:
     """Download the files of *manifest* into *target*, and verify them. Raises :class:`CheckpointUnusable`."""
     sizes = {file: record.size for file, record in manifest.files.items()}
-    _download(run.store, f"{name}/", sizes, target, num_threads, stopping, on_file)
+    _download(run.store, f"{name}/", sizes, target, num_threads, stopping)
     problems = verify(target, manifest, "digest")
     if problems:
         raise CheckpointUnusable.all_of(problems)
@@ -144,7 +140,6 @@ def _download(
     target: Path,
     num_threads: int,
     stopping: threading.Event | None,
-    on_file: OnFile = lambda file: None,
 ) -> None:
     """Download the objects that *sizes* names, below *prefix* in the store, into the directory *target*.
 
@@ -178,7 +173,6 @@ def _download(
                 hint = "the checkpoint may have been removed meanwhile: try again"
                 raise _unusable(store, f"{prefix}{file}", what, hint) from None
             out.close()
-        on_file(file)
 
     for file in sizes:
         if reason := layout.unsafe_path(file):

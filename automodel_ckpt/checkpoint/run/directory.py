@@ -43,7 +43,6 @@ class RunDirectory:
         self._was_created = False
         self._removals: list[threading.Thread] = []
         self._known: resume.Known = {}
-        self._pointers_are_behind = False
         self.on_published: Callable[[str], None] = lambda name: None
         """Called with the name of each published checkpoint, before others are removed."""
         self.on_exported: Callable[[str], None] = lambda name: None
@@ -185,24 +184,16 @@ class RunDirectory:
             metric = policy.metric_of(losses, self._metric_key)
             record = policy.Record(str(name), name.step, name.epoch, metric)
             self._known[str(name)] = (stamp(path), record)
-        self._point(str(name))
+        self._point()
 
-    def _point(self, newest: str) -> None:
-        """Update LOWEST_VAL if another checkpoint is the best now, then LATEST.
-
-        In this order, a LATEST that points to the newest checkpoint shows at the next start that LOWEST_VAL is current.
-        """
-        # After a failed update, LOWEST_VAL may be wrong, so that comparing it with the newest
-        # checkpoint alone is not enough.
-        were_behind = self._pointers_are_behind
-        # Until both pointers are written, prune() protects the best checkpoint without LOWEST_VAL.
-        self._pointers_are_behind = True
+    def _point(self) -> None:
+        """Update LOWEST_VAL, then LATEST: a LATEST that is current shows the next start that LOWEST_VAL is, too."""
         try:
             self.check_lease()
-            self._point_to_best(None if were_behind else newest)
-            if commit.pointed(self.root, layout.LATEST) != newest:
-                commit.point(self.root, layout.LATEST, newest)
-            self._pointers_are_behind = False
+            self._point_to_best()
+            newest = next(self._records(), None)
+            if newest is not None and commit.pointed(self.root, layout.LATEST) != newest.name:
+                commit.point(self.root, layout.LATEST, newest.name)
         except OSError as error:
             # The checkpoint itself is published, and the next start repairs the pointers.
             problem = os_problem(error, "could not update LATEST and LOWEST_VAL", hint=NEXT_SAVE)
@@ -219,10 +210,12 @@ class RunDirectory:
             # Training will repeat steps.
             message = "LATEST pointed to %s, which is not a complete checkpoint any more; it now points to %s"
             log.warning(message, self.path / str(previous), newest.name)
-        # LATEST is replaced last: if it is current, so is LOWEST_VAL, and the other manifests need
-        # not be read (0.1 s for 4 MB).
-        self._pointers_are_behind = before != newest.name
-        self._point(newest.name)
+        # Without reading the other manifests, which takes 0.1 s for 4 MB, where nothing has changed.
+        best = self._metric_of(self.best())
+        is_new_best = policy.is_better(newest.metric, best, self._keep.mode)
+        has_lost_best = self.best() is not None and best is None
+        if before != newest.name or is_new_best or has_lost_best:
+            self._point()
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Record the losses of a validation that ran after the checkpoint *name* was published.
@@ -234,32 +227,18 @@ class RunDirectory:
             note_losses(self.root / name, digest, losses)
             # The manifest is unchanged, so that the cache would ignore this validation.
             self._known.pop(name, None)
-            # The best checkpoint itself may be worse than another one now.
-            compares_all = self._pointers_are_behind or name == self.best()
-            self._point_to_best(None if compares_all else name)
+            self._point_to_best()
         except OSError as error:
-            self._pointers_are_behind = True
             what = f"could not record the validation of {name}"
             log.warning("%s", os_problem(error, what, hint=_NOT_RANKED))
 
-    def _point_to_best(self, changed: str | None) -> None:
-        """Update LOWEST_VAL.
-
-        *changed* is the only checkpoint with a changed metric, so that only it is compared with the current best. With
-        None, or without a current best, all checkpoints are compared.
-        """
-        before = best = self.best()
-        mode = self._keep.mode
-        metric_before = None if changed is None else self._metric_of(before)
-        if metric_before is None:
-            record = policy.best(self._records(), mode)
-            best = record.name if record else None
-        elif policy.is_better(self._metric_of(changed), metric_before, mode):
-            best = changed
+    def _point_to_best(self) -> None:
+        """Update LOWEST_VAL."""
+        best = policy.best(self._records(), self._keep.mode)
         if best is None:
             commit.unpoint(self.root, layout.LOWEST_VAL)
-        elif best != before:
-            commit.point(self.root, layout.LOWEST_VAL, best)
+        elif best.name != self.best():
+            commit.point(self.root, layout.LOWEST_VAL, best.name)
 
     def _metric_of(self, name: str | None) -> float | None:
         """Return the metric that ranks a checkpoint; None when it is missing, damaged, or not validated."""
@@ -292,12 +271,9 @@ class RunDirectory:
             self.check_lease()
             if any(name.step > self.went_back_to for name in resume.checkpoint_names(self.root)):
                 self._set_aside_after(self.went_back_to)
-                self._point_to_best(None)
-                newest = next(self._records(), None)
-                if newest is None:
+                if next(self._records(), None) is None:
                     commit.unpoint(self.root, layout.LATEST)
-                else:
-                    commit.point(self.root, layout.LATEST, newest.name)
+                self._point()
             self.went_back_to = None
         except OSError as error:
             what = "could not rename the abandoned checkpoints"
@@ -314,8 +290,8 @@ class RunDirectory:
             records = list(self._records())
             protected = links.protected_names(self.root) | {just_saved}
             best = policy.best(records, self._keep.mode)
-            if self._pointers_are_behind and best is not None:
-                # LOWEST_VAL does not point to it yet.
+            if best is not None:
+                # LOWEST_VAL may not point to it, after a failure.
                 protected.add(best.name)
             removable = self._keep.removable(records, protected)
         except OSError as error:

@@ -18,24 +18,10 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.notes import recall_losses, stamp
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.errors import CheckpointUnusable
 
 Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
 """A cache of records by name, each with the :func:`.notes.stamp` that the checkpoint had when it was read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A checkpoint that was skipped, and the reasons."""
-
-    path: Path
-    step: int | None
-    complete: bool
-    compatible: bool
-    problems: tuple[Problem, ...]
-
-    def reason(self) -> str:
-        return "; ".join(f"{p.what} ({p.where}: {p.value})" for p in self.problems)
 
 
 def checkpoint_names(root: Path) -> list[layout.CheckpointName]:
@@ -312,19 +298,3 @@ def pointed_path(path: Path) -> Path | None:
         return path
     target = commit.pointed(path.parent, path.name)
     return path.parent / target if target else None
-
-
-def rejection_table(rejected: list[Rejected]) -> str:
-    """Format the skipped checkpoints as a table, one line each."""
-    rows = [("path", "step", "complete", "compatible", "reason")]
-    for each in rejected:
-        step = "?" if each.step is None else str(each.step)
-        answers = ["yes" if value else "no" for value in (each.complete, each.compatible)]
-        rows.append((str(each.path), step, answers[0], answers[1], each.reason()))
-    # All columns but the last, with long texts, have the width of their longest cell.
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
-        lines.append("  ".join([*cells, row[4]]))
-    return "\n".join(lines)

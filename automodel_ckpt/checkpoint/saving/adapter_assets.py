@@ -31,8 +31,6 @@ _BINDING = (
     "parameters",
     "saved",
 )
-_NEW_SETTINGS: Mapping[str, Any] = {"parameters": [], "ranks": {}, "alphas": {}}
-"""The values of settings that checkpoints of earlier versions do not have."""
 
 
 class AdapterAssets:
@@ -132,7 +130,7 @@ class AdapterAssets:
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines: list[str] = []
         for key in _BINDING:
-            before = saved.get(key, _NEW_SETTINGS.get(key))
+            before = saved.get(key)
             if before != here[key]:
                 lines.append(f"{key}: saved {before}, here {here[key]}")
         if lines:

@@ -97,7 +97,9 @@ def run_push(arguments: argparse.Namespace) -> int:
         )
     seconds = time.monotonic() - started
     page = web_page(address)
-    text = f"uploaded {page}: commit {done.commit[:12]}, {size_text(done.nbytes)} in {seconds:.1f} s, verified"
+    text = (
+        f"uploaded {page}: commit {done.commit[:12]}, {size_text(done.nbytes)} in {seconds:.1f} s"
+    )
     if done.was_there:
         text = f"{page} has it already, at commit {done.commit[:12]}"
     document = {"url": page, "seconds": seconds, **asdict(done)}

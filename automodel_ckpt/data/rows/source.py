@@ -295,7 +295,7 @@ class Source(Rows):
         path = Path(self.path).expanduser()
         if not path.is_dir():
             if is_hub_name(self.path):
-                check_access(self.path, self.revision, kind="dataset", where="dataset.path")
+                check_access(self.path, self.revision, where="dataset.path")
             return {"path": str(path), "name": self.name, "revision": self.revision}
         if self.revision is not None:
             raise RecipeError(

@@ -273,7 +273,7 @@ def _commit_of(name: HubName, recorded: Recorded | None) -> str | None:
     try:
         if name.kind == "model":
             return resolve_commit(name.name, commit or name.revision, where=name.where)
-        found = check_access(name.name, commit or name.revision, kind="dataset", where=name.where)
+        found = check_access(name.name, commit or name.revision, where=name.where)
     except RecipeError as error:
         from huggingface_hub.errors import RevisionNotFoundError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,10 +56,17 @@ def address(server: NodeServer) -> Address:
     return Address("127.0.0.1", server.server_address[1])
 
 
-def status(server: NodeServer, method: str, path: str, body: bytes = b"", **headers: str) -> int:
-    connection = http.client.HTTPConnection(*address(server), timeout=120)
-    connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", **headers})
-    return connection.getresponse().status
+def answers(server: NodeServer, request: object, body: bytes = b"") -> list[Any]:
+    """What the server answers to a request that may be invalid."""
+    if isinstance(request, dict):
+        request = {"token": TOKEN, **request}
+    with socket.create_connection(address(server), 120) as connection:
+        connection.sendall(json.dumps(request).encode() + b"\n" + body)
+        connection.shutdown(socket.SHUT_WR)
+        return [json.loads(line) for line in connection.makefile("rb")]
+
+
+INVALID = [{"error": "the request is not valid"}]
 
 
 def test_byte_ranges_are_read(server: NodeServer) -> None:
@@ -67,42 +74,36 @@ def test_byte_ranges_are_read(server: NodeServer) -> None:
     assert read_range(address(server), TOKEN, f"{NAME}/model/file", 5, 5) == b""
     with pytest.raises(FileNotFoundError):
         read_range(address(server), TOKEN, f"{NAME}/model/other", 0, 1)
-    with pytest.raises(NodeFailed, match="Range Not Satisfiable"):
+    with pytest.raises(NodeFailed, match="does not have the bytes 5 to 11"):
         read_range(address(server), TOKEN, f"{NAME}/model/file", 5, 11)
 
 
 def test_who_does_not_know_the_token_is_refused(server: NodeServer) -> None:
-    with pytest.raises(NodeFailed, match="Forbidden"):
+    with pytest.raises(NodeFailed, match="token of another start"):
         read_range(address(server), "guess", f"{NAME}/model/file", 0, 1)
-    with pytest.raises(NodeFailed, match="Forbidden"):
+    with pytest.raises(NodeFailed, match="token of another start"):
         command(address(server), "guess", {"do": "keep", "names": [NAME]})
     assert (server.root / NAME).is_dir()
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/../outside",
-        f"/{NAME}/../../outside",
-        f"/{NAME}/%2e%2e/%2e%2e/outside",
-        f"/{NAME}//etc/passwd",
-        "/owner.json",
-        "/",
-        f"/{NAME}",
-    ],
+    "name",
+    ["../outside", f"{NAME}/../../outside", f"{NAME}//etc/passwd", "owner.json", "", NAME, 5],
 )
-def test_only_files_of_checkpoints_can_be_named(server: NodeServer, path: str) -> None:
-    assert status(server, "GET", path, Range="bytes=0-1") == 400
-    assert status(server, "PUT", path, b"data") == 400
+def test_only_files_of_checkpoints_can_be_named(server: NodeServer, name: object) -> None:
+    assert answers(server, {"do": "read", "name": name, "start": 0, "end": 1}) == INVALID
+    assert answers(server, {"do": "write", "name": name, "nbytes": 4}, b"data") == INVALID
 
 
 def test_links_are_not_followed(server: NodeServer, tmp_path: Path) -> None:
     (server.root / NAME / "link").symlink_to(tmp_path / "outside")
-    assert status(server, "GET", f"/{NAME}/link", Range="bytes=0-1") >= 400
+    (answer,) = answers(server, {"do": "read", "name": f"{NAME}/link", "start": 0, "end": 1})
+    assert "error" in answer
 
 
 def test_published_files_cannot_be_replaced(server: NodeServer) -> None:
-    assert status(server, "PUT", f"/{NAME}/model/file", b"data") == 400
+    name = f"{NAME}/model/file"
+    assert answers(server, {"do": "write", "name": name, "nbytes": 4}, b"data") == INVALID
     assert (server.root / NAME / "model" / "file").read_bytes() == b"0123456789"
 
 
@@ -120,20 +121,15 @@ def test_a_copy_appears_complete_and_a_late_one_creates_no_directory(
     (source / late).mkdir()
     (source / late / "file").write_bytes(b"x")
     monkeypatch.setattr("automodel_ckpt.checkpoint.memory.requests._READY_SECONDS", 0.1)
-    with pytest.raises(NodeFailed, match="sending"):
+    with pytest.raises(NodeFailed, match="could not store"):
         send_file(address(server), TOKEN, source, f"{late}/file", Throttle())
     assert not (server.root / late).exists()
 
 
 def test_an_interrupted_copy_leaves_nothing(server: NodeServer) -> None:
-    connection = http.client.HTTPConnection(*address(server), timeout=120)
-    connection.putrequest("PUT", f"/{STAGING}/file")
-    connection.putheader("Authorization", f"Bearer {TOKEN}")
-    connection.putheader("Content-Length", "100")
-    connection.endheaders(b"only a part")
-    assert connection.sock is not None
-    connection.sock.shutdown(1)
-    connection.getresponse()
+    request = {"do": "write", "name": f"{STAGING}/file", "nbytes": 100}
+    accepted, answer = answers(server, request, b"only a part")
+    assert accepted == {} and answer == {"error": "the connection ended"}
     assert list((server.root / STAGING).iterdir()) == []
 
 
@@ -178,7 +174,7 @@ def test_what_no_save_has_written_stays(server: NodeServer) -> None:
     ],
 )
 def test_other_commands_are_refused(server: NodeServer, document: object) -> None:
-    assert status(server, "POST", "/", json.dumps(document).encode()) == 400
+    assert answers(server, document) == INVALID
     assert (server.root / STAGING).is_dir() and (server.root / NAME).is_dir()
 
 
@@ -214,15 +210,13 @@ def test_the_answer_to_a_canceled_command_is_not_taken_for_the_next_one(tmp_path
         assert process.pid != first
 
 
-def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
+def test_a_process_that_was_killed_is_started_again_before_the_next_save(tmp_path: Path) -> None:
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         first = process.pid
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: process.pid != first)
-        assert listens(process.address)
-        second = process.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(second, 0)
+        wait_until(lambda: not listens(process.address))
+        process.start_again()
+        assert process.pid != first and listens(process.address)
 
 
 def write_report(run: Path, file: str, text: str = "state") -> None:
@@ -278,8 +272,10 @@ def test_each_node_gets_the_reports_on_hangs_of_the_others(tmp_path: Path) -> No
     "file", ["step_3/other.txt", "rank_0.txt", "../rank_0.txt", "step_3/../rank_0.txt", ""]
 )
 def test_only_reports_are_accepted_as_reports(server: NodeServer, file: str) -> None:
-    assert status(server, "PUT", f"/{layout.HANGS}/{file}", b"state") == 400
-    assert status(server, "GET", f"/{layout.HANGS}/step_3/rank_0.txt", Range="bytes=0-1") == 400
+    name = f"{layout.HANGS}/{file}"
+    assert answers(server, {"do": "write", "name": name, "nbytes": 5}, b"state") == INVALID
+    name = f"{layout.HANGS}/step_3/rank_0.txt"
+    assert answers(server, {"do": "read", "name": name, "start": 0, "end": 1}) == INVALID
     assert not (server.root / layout.HANGS).exists()
 
 
@@ -295,12 +291,9 @@ def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> Non
     assert list(outside.iterdir()) == []
 
 
-def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(NodeFailed, match=r"(?i)address"):
         NodeProcess(tmp_path, "192.0.2.1", TOKEN)
-    monkeypatch.setattr(node_process, "_WATCH_SECONDS", 600.0)
     commanded = {"do": "keep", "names": [NAME], "to": []}
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         process.kill()
