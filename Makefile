@@ -98,7 +98,8 @@ format: $(STAMP)  ## format the code and sort its imports
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(STAMP)  ## cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
+bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
+	@$(BIN)/python -m tools.bench.startup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.checkpoint --docs $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 

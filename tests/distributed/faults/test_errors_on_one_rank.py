@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,21 +18,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
-from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
+from automodel_ckpt.checkpoint.saving import publisher
+from automodel_ckpt.checkpoint.saving.background import Background
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
+from automodel_ckpt.config.keys.monitoring import LoggingConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.training.counters.rules import Spike
+from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.model import deferred_model
+from automodel_ckpt.training.saves import saves as saves_module
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.values.run_log import RunLog
+from automodel_ckpt.training.watch import hang_watch as hang_watch_module
+from automodel_ckpt.training.watch import replicas as replica_check
+from automodel_ckpt.training.watch.hang_watch import HangWatch
+from automodel_ckpt.training.watch.replicas import ReplicaCheck
 from tests.support import ranks
+from tests.support.models import tiny
 
 _HANG_SECONDS = 6
 
 
 class Case:
-    """One case in one rank process: a separate directory, and a group with a short timeout."""
+    """One case in one rank process: a separate directory, a group with a short timeout, and patches."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.root = root
+        self.patch = patch
         self.rank = dist.get_rank()
         timeout = timedelta(seconds=_HANG_SECONDS)
         self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.layout = RankLayout(
+            self.rank, Sizes(dp_shard=2), self.rank, torch.device("cpu"), self.group
+        )
         self.open: list[Checkpointer] = []
 
     def checkpointer(self, **options: Any) -> Checkpointer:
@@ -38,8 +65,38 @@ class Case:
         self.open.append(made)
         return made
 
+    def fails_on(self, rank: int, owner: Any, name: str, error: Exception) -> None:
+        """Make the function *name* of *owner* raise *error* on *rank*."""
+
+        def fail(*_: Any, **__: Any) -> NoReturn:
+            raise error
+
+        if self.rank == rank:
+            self.patch.setattr(owner, name, fail)
+
+    def run_log(self) -> RunLog:
+        log = RunLog(LoggingConfig(), self.layout)
+        log.open(self.root, lambda: None)
+        return log
+
+    def saves(self, **config: Any) -> Saves:
+        sections = {"checkpoint": CheckpointConfig(), "hub": None, **config}
+        recipe = SimpleNamespace(
+            config=SimpleNamespace(**sections),
+            checkpointer=self.checkpointer(),
+            step_scheduler=StepScheduler(Cadence(max_steps=8)),
+            run_log=SimpleNamespace(timeline=Timeline()),
+            config_yaml="",
+            layout=self.layout,
+        )
+        return Saves(recipe)
+
 
 STATE = {"model": nn.Linear(2, 2)}
+
+
+def disk_full() -> OSError:
+    return OSError(28, "No space left on device")
 
 
 def what_follows_a_save(case: Case) -> None:
@@ -51,48 +108,111 @@ def what_follows_a_save(case: Case) -> None:
     saver.save(STATE, step=3, epoch=0, on_saved=lambda report: 1 // 0)
 
 
-class FailsOnOneRank:
-    """State that rank 1 cannot give or take."""
-
-    def __init__(self) -> None:
-        self.fails_at_load = False
-
-    def state_dict(self) -> dict[str, Any]:
-        if dist.get_rank() == 1 and not self.fails_at_load:
-            raise ValueError("odd state")
-        return {"value": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("odd state")
-
-
-def state_that_one_rank_cannot_give(case: Case) -> None:
-    case.checkpointer().save({**STATE, "odd": FailsOnOneRank()}, step=1, epoch=0)
-
-
-def state_that_one_rank_cannot_give_to_an_asynchronous_save(case: Case) -> None:
-    case.checkpointer(is_async=True).save({**STATE, "odd": FailsOnOneRank()}, step=1, epoch=0)
-
-
-def state_that_one_rank_cannot_take(case: Case) -> None:
-    odd = FailsOnOneRank()
-    odd.fails_at_load = True
+def what_follows_a_save_with_an_export(case: Case) -> None:
     saver = case.checkpointer()
-    saver.save({**STATE, "odd": odd}, step=1, epoch=0)
-    saver.load({**STATE, "odd": odd})
+    case.patch.setattr(saver._settings, "makes_export", lambda last: True)
+    case.patch.setattr(saver.exports, "export_save", lambda save, report: report)
+    saver.save(STATE, step=1, epoch=0, on_saved=lambda report: 1 // 0)
 
 
-def a_checkpoint_whose_file_is_damaged(case: Case) -> None:
-    saver = case.checkpointer(restore_from="epoch_0_step_1")
+def an_asynchronous_save_that_cannot_be_prepared(case: Case) -> None:
+    case.fails_on(1, Planner, "forecast", ValueError("odd state"))
+    case.checkpointer(is_async=True).save(STATE, step=1, epoch=0)
+
+
+def a_failed_asynchronous_save_that_cannot_be_stopped(case: Case) -> None:
+    saver = case.checkpointer(is_async=True)
     saver.save(STATE, step=1, epoch=0)
+    saver.wait_for_save()
+    case.fails_on(0, publisher, "run_all", disk_full())
+    case.fails_on(0, Background, "start", disk_full())
+    case.fails_on(1, Background, "abandon", OSError(11, "cannot start a process"))
+    saver.save(STATE, step=2, epoch=0)
+    saver.wait_for_save()
+
+
+def the_best_checkpoint(case: Case) -> None:
+    saver = case.checkpointer()
+    saver.save(STATE, step=1, epoch=0)
+    case.fails_on(0, saver._settings.run, "best", PermissionError(13, "Permission denied"))
+    saver.exports.export_best()
+
+
+def a_log_that_cannot_be_truncated_at_the_start(case: Case) -> None:
     if case.rank == 0:
-        (shard, *_) = (case.root / "epoch_0_step_1" / "model").glob("shard-*")
-        content = bytearray(shard.read_bytes())
-        content[-1] ^= 1
-        shard.write_bytes(content)
-    dist.barrier(case.group)
+        (case.root / "training.jsonl").mkdir(parents=True)
+    case.run_log().resume(StepScheduler(Cadence(max_steps=8)), None)
+
+
+def a_log_that_cannot_be_truncated_after_a_spike(case: Case) -> None:
+    log = case.run_log()
+    scheduler = StepScheduler(Cadence(max_steps=8))
+    log.resume(scheduler, None)
+    if case.rank == 0:
+        (case.root / "validation.jsonl").mkdir()
+    log.roll_back(scheduler, Spike(3, "the loss is 7"), 1)
+
+
+def uploads_that_cannot_be_started(case: Case) -> None:
+    case.fails_on(0, saves_module, "clear_links", disk_full())
+    case.saves().start_hub_uploads(ExitStack())
+
+
+def uploads_that_cannot_go_back(case: Case) -> None:
+    made = case.saves(hub=SimpleNamespace())
+    assert made.checkpointer is not None
+    resumed = SimpleNamespace(step=1, in_memory=False)
+    case.patch.setattr(made.checkpointer, "roll_back", lambda state, step: resumed)
+    if case.rank == 0:
+        pushes: Any = SimpleNamespace(roll_back=None)
+        case.fails_on(0, pushes, "roll_back", disk_full())
+        assert made.hub_uploads is not None
+        made.hub_uploads._pushes = pushes
+    made.roll_back(1)
+
+
+def a_checkpoint_that_cannot_be_verified(case: Case) -> None:
+    saver = case.checkpointer()
+    saver.save(STATE, step=1, epoch=0)
+    case.fails_on(1, loader, "verify", MemoryError())
     saver.load(STATE)
+
+
+def a_download(case: Case) -> None:
+    saver = case.checkpointer(restore_from="s3://bucket/run")
+    case.patch.setattr(saver.transfers, "open", lambda: None)
+    fetcher: Any = SimpleNamespace(fetch=None)
+    case.fails_on(0, fetcher, "fetch", ValueError("odd answer"))
+    if case.rank == 0:
+        saver.transfers.fetcher = fetcher
+    saver.load(STATE)
+
+
+def checksums_of_replicas(case: Case) -> None:
+    case.fails_on(1, replica_check, "checksum", RuntimeError("out of memory"))
+    ReplicaCheck(nn.Linear(2, 2), case.layout, is_replicated=True).check(3)
+
+
+def stacks_of_a_hang(case: Case) -> None:
+    case.fails_on(1, hang_watch_module, "StackDump", disk_full())
+    loop = SimpleNamespace(
+        config=RecipeConfig(),
+        layout=case.layout,
+        run_log=SimpleNamespace(timeline=Timeline()),
+        checkpointer=SimpleNamespace(directory=case.root, nodes=None),
+        stop_request=StopRequest(),
+    )
+    HangWatch(loop).__enter__()
+
+
+def the_files_of_the_base(case: Case) -> None:
+    missing = RecipeError("a file is missing", where="model", value="", hint="")
+    case.fails_on(1, deferred_model, "_on_meta", missing)
+    case.fails_on(0, deferred_model, "_on_meta", deferred_model.NotDeferrable("odd"))
+    section: Any = None
+    deferred_model.build_deferred(
+        section, section, base=None, auto_class=None, seed=0, group=case.group
+    )
 
 
 def with_parameter(value: torch.Tensor) -> dict[str, Any]:
@@ -160,15 +280,26 @@ def optimizer_state_that_differs_under_a_kept_plan(case: Case) -> None:
     saver = case.checkpointer(is_async=True)
     for step, scale in ((1, 1.0), (2, 2.0), (3, 3.0 + case.rank)):
         optimizer.set(scale)
+        kept = tiny.kept_plan(saver)
         saver.save({"model": model, "optimizer": optimizer}, step=step, epoch=0)
+        assert (tiny.kept_plan(saver) is kept) == (step == 2)
 
 
 CASES: dict[Callable[[Case], None], tuple[int | None, str]] = {
     what_follows_a_save: (0, "reporting epoch_0_step_3 (the checkpoint itself is safe) failed"),
-    state_that_one_rank_cannot_give: (1, "odd state"),
-    state_that_one_rank_cannot_give_to_an_asynchronous_save: (1, "odd state"),
-    state_that_one_rank_cannot_take: (1, "odd state"),
-    a_checkpoint_whose_file_is_damaged: (None, "a file of the checkpoint is not what was saved"),
+    what_follows_a_save_with_an_export: (0, "reporting epoch_0_step_1 (the checkpoint itself"),
+    an_asynchronous_save_that_cannot_be_prepared: (1, "preparing asynchronous saves failed"),
+    a_failed_asynchronous_save_that_cannot_be_stopped: (0, "saving epoch_0_step_2 failed"),
+    the_best_checkpoint: (0, "looking for the best checkpoint failed"),
+    a_log_that_cannot_be_truncated_at_the_start: (0, "a log of the run cannot be truncated"),
+    a_log_that_cannot_be_truncated_after_a_spike: (0, "a log of the run cannot be truncated"),
+    uploads_that_cannot_be_started: (0, "removing the links of earlier uploads failed"),
+    uploads_that_cannot_go_back: (0, "starting the uploads to the Hugging Face Hub failed"),
+    a_checkpoint_that_cannot_be_verified: (1, "verifying epoch_0_step_1 failed"),
+    a_download: (0, "downloading a checkpoint failed"),
+    checksums_of_replicas: (1, "comparing replicas after step 3 failed"),
+    stacks_of_a_hang: (1, "No space left on device"),
+    the_files_of_the_base: (1, "a file is missing"),
     a_model_with_partial_sums: (
         None,
         "attribute 'model', weight; the placement Partial(sum): no rank",
@@ -205,20 +336,21 @@ def outcomes_of_all(root: Path) -> dict[str, str]:
     """What each case raised on this rank, in one line."""
     found: dict[str, str] = {}
     for function in CASES:
-        case = Case(root / function.__name__)
-        try:
-            function(case)
-            found[function.__name__] = "nothing was raised"
-        except AutomodelError as error:
-            problem = error.problems[0]
-            found[function.__name__] = (
-                f"{problem.what}: {problem.where}; {problem.value}; {problem.hint}"
-            )
-        # Raised on this rank only; RuntimeError is that of a collective in which it waited.
-        except Exception as error:
-            found[function.__name__] = f"{type(error).__name__}: {error}"
-        for each in case.open:
-            each.close()
+        with pytest.MonkeyPatch.context() as patch:
+            case = Case(root / function.__name__, patch)
+            try:
+                function(case)
+                found[function.__name__] = "nothing was raised"
+            except AutomodelError as error:
+                problem = error.problems[0]
+                found[function.__name__] = (
+                    f"{problem.what}: {problem.where}; {problem.value}; {problem.hint}"
+                )
+            # Raised on this rank only; RuntimeError is that of a collective in which it waited.
+            except Exception as error:
+                found[function.__name__] = f"{type(error).__name__}: {error}"
+            for each in case.open:
+                each.close()
         dist.barrier()
     return found
 
