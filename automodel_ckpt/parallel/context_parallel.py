@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout, context_group
 from automodel_ckpt.parallel.model_layers import decoder_layers
+from automodel_ckpt.parallel.tensor_plan import base_and_prefix
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """A function of transformers' attention interface: (module, query, key, value, mask, ...) -> (output, weights)."""
@@ -68,20 +69,20 @@ def context_parallel_error(model: nn.Module, reason: str) -> RecipeError:
     return RecipeError(
         "this model does not support context parallelism",
         where=_WHERE,
-        value=f"{type(_base(model)).__name__.removeprefix('FSDP')}: {reason}",
+        value=f"{type(base_and_prefix(model)[0]).__name__.removeprefix('FSDP')}: {reason}",
         hint="remove cp_size; fsdp2, tp_size and activation_checkpointing save memory too",
     )
 
 
 def _unsupported_reason(model: nn.Module) -> str:
     """Why context parallelism does not support the model; empty if it does."""
-    base = _base(model)
+    base = base_and_prefix(model)[0]
     config = getattr(base, "config", None)
     if config is None or not hasattr(base, "get_decoder"):
         return "it is not a model of transformers"
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     mixing = set(layer_types) - _ATTENTION_LAYERS
-    for layer in _layers(base):
+    for layer in decoder_layers(base.get_decoder()):
         convolutions = [part for part in layer.modules() if isinstance(part, nn.Conv1d)]
         mixing.update(type(part).__name__ for part in convolutions)
     if getattr(base, "_is_stateful", False) or mixing:
@@ -98,18 +99,7 @@ def _unsupported_reason(model: nn.Module) -> str:
 
 def attention_name(model: Any) -> str:
     """The attention implementation of the model's decoder."""
-    name: str = model.get_decoder().config._attn_implementation
-    return name
-
-
-def _base(model: nn.Module) -> Any:
-    """The transformers model, without the wrapper of adapters."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    return get_base_model() if get_base_model is not None else model
-
-
-def _layers(base: Any) -> list[nn.Module]:
-    return decoder_layers(base.get_decoder())
+    return model.get_decoder().config._attn_implementation  # type: ignore[no-any-return]
 
 
 class ContextParallel:
@@ -126,21 +116,18 @@ class ContextParallel:
         self.size, self.rank = layout.sizes.cp, layout.cp_rank
         self.active = False
         self._group = context_group(layout)
-        base = _base(model)
+        base = base_and_prefix(model)[0]
         _make_exchanging(attention_name(base))
         for decoder in (base.get_decoder(), *others):
             for number, layer in enumerate(decoder_layers(decoder)):
+                names = [*inspect.signature(layer.forward).parameters]
                 # Later pipeline stages receive slices.
-                self._prepare(layer, is_first=number == 0 and layout.pp_rank == 0)
-
-    def _prepare(self, layer: nn.Module, *, is_first: bool) -> None:
-        names = [*inspect.signature(layer.forward).parameters]
-        hook = self._slicing_hook(names, is_first=is_first)
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in layer.modules():
-            # The attention interface passes only the attention module. State dicts ignore the
-            # mark: it is neither a tensor nor a module.
-            setattr(module, _MARK, self)
+                hook = self._slicing_hook(names, is_first=number == 0 and layout.pp_rank == 0)
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
+                for module in layer.modules():
+                    # The attention interface passes only the attention module. State dicts ignore the mark: it is
+                    # neither a tensor nor a module.
+                    setattr(module, _MARK, self)
 
     def start(self) -> None:
         """Make the model compute this rank's slices: its outputs then have T / ranks positions."""

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh import RankLayout, mesh_of
 
 _WHERE = "distributed.ep_size"
 
@@ -71,15 +71,7 @@ def expert_mesh(layout: RankLayout) -> DeviceMesh:
     the first dimension if the model has pipeline stages. Collective: every rank calls it once.
     """
     sizes = layout.sizes
-    dimensions: dict[str, int] = {}
-    if sizes.pp > 1:
-        dimensions["pp"] = sizes.pp
-    if sizes.dp_replicate > 1:
-        dimensions["dp_replicate"] = sizes.dp_replicate
-    dimensions["expert_shard"] = sizes.expert_parts // sizes.ep
-    dimensions["ep"] = sizes.ep
-    shape, names = tuple(dimensions.values()), tuple(dimensions)
-    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    return mesh_of(layout, {"expert_shard": sizes.expert_parts // sizes.ep, "ep": sizes.ep})
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -94,7 +86,10 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         exchange = _TokenExchange(module, mesh.get_group(), _num_experts(module))
         parameters = dict(module.named_parameters(recurse=False))
         for name, parameter in parameters.items():
-            setattr(module, name, _rows_of_rank(parameter, mesh))
+            # Reads no other rank: all have the same values. A copy, or the shard would keep the memory of all experts.
+            rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         any_module: Any = module
         # transformers' implementations read the number of experts in the module's parameters here.
         any_module.num_experts = _num_experts(module) // mesh.size()
@@ -116,15 +111,6 @@ def _num_experts(module: nn.Module) -> int:
     """The number of experts in the parameters of a module; 0 for other modules."""
     number = getattr(module, "num_experts", 0)
     return number if isinstance(number, int) else 0
-
-
-def _rows_of_rank(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's rows of *parameter* as a DTensor of all rows. Reads no other rank: all have the same values."""
-    rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
-    # A copy, or this rank's shard would keep the memory of all experts.
-    rows = rows.clone()
-    sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 class _TokenExchange:
@@ -254,5 +240,4 @@ def _exchange(
 
     Collective. The gradient takes the opposite way.
     """
-    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
+    return _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-any-return, no-untyped-call]

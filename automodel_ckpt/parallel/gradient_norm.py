@@ -136,8 +136,7 @@ def _norm_here(
         # One by one takes half as long as torch's foreach operation with its stack.
         return math.hypot(*[torch.linalg.vector_norm(gradient).item() for gradient in gradients])
     norms = torch._foreach_norm(gradients)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-    return total
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 def _counts(gradient: torch.Tensor, sharded: bool) -> bool:

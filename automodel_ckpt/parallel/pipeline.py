@@ -99,7 +99,11 @@ class Pipeline:
             return []
         # All stages get the same shapes, so sender and receiver compute the same capacity without
         # communication.
-        self._ensure_capacity(max(rows * length for rows, length in shapes))
+        num_tokens = max(rows * length for rows, length in shapes)
+        if num_tokens > self._part.capacity:
+            self._part.capacity = num_tokens
+            # Schedules contain the shape of the tensors that they exchange.
+            self._schedules.clear()
         schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
         # torch splits its arguments into micro-batches, so each forward pass gets its number.
         numbers = torch.arange(num)
@@ -119,12 +123,6 @@ class Pipeline:
         finally:
             self._part.work = None
             self._losses = []
-
-    def _ensure_capacity(self, num_tokens: int) -> None:
-        if num_tokens > self._part.capacity:
-            self._part.capacity = num_tokens
-            # Schedules contain the shape of the tensors that they exchange.
-            self._schedules.clear()
 
     def _new_schedule(self, training: bool, num_micro_batches: int) -> Any:
         # With too few micro-batches to fill the pipeline, the order of 1F1B is GPipe's order.

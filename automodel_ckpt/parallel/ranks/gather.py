@@ -35,8 +35,7 @@ def gather_parts(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
     """
     if group is None:
         return part.unsqueeze(0)
-    gathered: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return _Gather.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):

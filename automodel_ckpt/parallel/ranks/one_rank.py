@@ -37,7 +37,9 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) ->
     All of it runs on the stream of the backward pass, so memory needs no synchronization.
     """
     taken: list[tuple[_CastParameter, torch.Tensor, bool]] = []
-    if group.reduce_grads and _only_sums(group):
+    # As by default.
+    only_sums = group.gradient_divide_factor is None and group._all_reduce_hook is None
+    if group.reduce_grads and only_sums:
         for parameter in group.fsdp_params:
             if isinstance(parameter, _CastParameter) and parameter.has_plain_gradient():
                 taken.append((parameter, *parameter.take_gradient()))
@@ -47,11 +49,6 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) ->
     while taken:
         # The next copy may need the memory that this gradient frees.
         _keep_gradient(*taken.pop())
-
-
-def _only_sums(group: Any) -> bool:
-    """Whether the gradients of *group* are summed over the ranks and nothing else, as by default."""
-    return group.gradient_divide_factor is None and group._all_reduce_hook is None
 
 
 def _keep_gradient(parameter: _CastParameter, gradient: torch.Tensor, is_owned: bool) -> None:
