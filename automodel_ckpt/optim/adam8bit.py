@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,8 +74,14 @@ class AdamW8bit(torch.optim.Optimizer):
         self.float32_weights = float32_weights
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        if float32_weights:
-            self._check_types()
+        types = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        if float32_weights and torch.float16 in types:
+            raise RecipeError(
+                "float16 weights cannot be extended to float32 weights: their exponents have fewer bits",
+                where="optimizer.float32_weights",
+                value="weights in float16",
+                hint="set model.dtype: bfloat16",
+            )
 
     @property
     def state_summary(self) -> str:
@@ -116,17 +122,6 @@ class AdamW8bit(torch.optim.Optimizer):
                 state = self.state.get(parameter)
                 if state and parameter.dtype == torch.bfloat16:
                     yield parameter, state
-
-    def _check_types(self) -> None:
-        """Raise :class:`RecipeError` for float16 weights: their exponents have fewer bits than float32's."""
-        for group in self.param_groups:
-            if any(parameter.dtype == torch.float16 for parameter in group["params"]):
-                raise RecipeError(
-                    "float16 weights cannot be extended to float32 weights: their exponents have fewer bits",
-                    where="optimizer.float32_weights",
-                    value="weights in float16",
-                    hint="set model.dtype: bfloat16",
-                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -210,8 +205,10 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
     """Scales of zero [..., C / block] in float32."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     local = _local(parameter)
+    blocks = (*local.shape[:-1], local.shape[-1] // block)
+    scales = torch.zeros(blocks, dtype=torch.float32, device=local.device)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, dtype=torch.float32, device=local.device)
+        return scales
     last = parameter.dim() - 1
     num_parts = 1
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
@@ -224,9 +221,6 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
             value=f"{shape[-1]} blocks of {block} elements among {num_parts} ranks",
             hint="set a smaller optimizer.block_size, or another distributed.tp_size",
         )
-    scales = torch.zeros(
-        (*local.shape[:-1], local.shape[-1] // block), dtype=torch.float32, device=local.device
-    )
     # The shape is given, because shards of ranks can differ in size.
     stride = torch.empty(shape, device="meta").stride()
     sharded = DTensor.from_local(
@@ -272,7 +266,7 @@ def _update_rows(
 ) -> None:
     """Update the blocks of a parameter in place by a kernel for all of them, or in chunks.
 
-    *rows* are the first arguments of :func:`update_blocks`: weights, gradient, codes and scales.
+    *rows* are the argument of :func:`update_blocks`: weights, gradient, codes and scales.
     """
     weights, gradient, *_ = rows
     device, block = weights.device, weights.shape[1]
@@ -280,15 +274,14 @@ def _update_rows(
     if kernel is not None and kernel.fits(weights, gradient):
         kernel.update(rows, values, further_bits)
         return
-    tables = [_table(is_signed, device) for is_signed in (True, False)]
+    tables = _tables(device)
     settings = _settings(values, device)
-    update: Any = update_blocks
     num_rows = max(_CHUNK // block, 1)
     for start in range(0, len(weights), num_rows):
         part = slice(start, start + num_rows)
         chunk = [each[part] for each in rows]
         bits_of_chunk = None if further_bits is None else further_bits[part]
-        update(*chunk, *tables, settings, bits_of_chunk)
+        update_blocks(chunk, tables, settings, bits_of_chunk)
 
 
 def _change(
@@ -337,21 +330,18 @@ def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def update_blocks(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    average_codes: torch.Tensor,
-    square_codes: torch.Tensor,
-    average_scales: torch.Tensor,
-    square_scales: torch.Tensor,
-    signed: torch.Tensor,
-    unsigned: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    tables: Sequence[torch.Tensor],
     settings: torch.Tensor,
     further_bits: torch.Tensor | None = None,
 ) -> None:
     """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
 
-    *signed* and *unsigned* [256] are the tables of both moments. *further_bits* [n, block] are the parameter's.
+    *rows* are the parameter, its gradient, the codes of both moments, and their scales. *tables* are those of both
+    moments, [256] each. *further_bits* [n, block] are the parameter's.
     """
+    parameter, gradient, average_codes, square_codes, average_scales, square_scales = rows
+    signed, unsigned = tables
     wide = gradient.float()
     average = torch.lerp(decoded(average_codes, average_scales, signed), wide, settings[0])
     square = torch.lerp(decoded(square_codes, square_scales, unsigned), wide.square(), settings[1])
@@ -366,8 +356,8 @@ def update_blocks(
 
 
 @functools.cache
-def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
-    return dynamic_table(is_signed).to(device)
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return dynamic_table(True).to(device), dynamic_table(False).to(device)
 
 
 @functools.cache

@@ -41,7 +41,10 @@ class Muon(torch.optim.Muon):
         direction = average
         if group["nesterov"]:
             direction = gradient.lerp(average, group["momentum"])
-        step = _shard_like(orthogonalized(_whole(direction), group), parameter)
+        if isinstance(direction, DTensor):
+            step = _shard_like(orthogonalized(direction.full_tensor(), group), direction)
+        else:
+            step = orthogonalized(direction, group)
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
         parameter.add_(step, alpha=-rate * _rate_factor(group["adjust_lr_fn"], parameter.shape))
@@ -75,15 +78,8 @@ def _rate_factor(adjust: str | None, shape: torch.Size) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor. A collective for a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return *whole*, which all ranks have, with the layout of *parameter*. Communicates nothing."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh = parameter.device_mesh
+def _shard_like(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
+    """Return *whole*, which all ranks have, with the layout of *sharded*. Communicates nothing."""
+    mesh = sharded.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=parameter.placements)
+    return replicated.redistribute(placements=sharded.placements)
