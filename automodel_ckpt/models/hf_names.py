@@ -184,7 +184,11 @@ def _read_off(
     starts: list[int] = []
     total = 0
     for name, shape in shapes.items():
-        small = [_small(extent) for extent in shape]
+        # The greatest divisor of each extent up to 8; 0 for 0.
+        small = [
+            max((size for size in range(1, 9) if extent and extent % size == 0), default=0)
+            for extent in shape
+        ]
         if len(shape) > 2:
             small[0] = shape[0]
         starts.append(total)
@@ -236,11 +240,6 @@ def _row_part(value: torch.Tensor, marker: torch.Tensor, shape: tuple[int, ...])
         for part, factor in zip(in_marker, factors, strict=True)
     ]
     return row, tuple(in_tensor)
-
-
-def _small(extent: int) -> int:
-    """The greatest divisor of *extent* up to 8; 0 for 0."""
-    return max((size for size in range(1, 9) if extent and extent % size == 0), default=0)
 
 
 def tensor_names_in(base_dir: Path) -> set[str]:

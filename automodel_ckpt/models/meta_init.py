@@ -63,12 +63,19 @@ class InitialValues:
         on_meta = _own_tensors(module)
         if not any(wanted(key) for key in on_meta):
             return {}
-        memory = {key: _in_memory(tensor) for key, tensor in on_meta.items()}
+        memory: dict[str, torch.Tensor] = {}
+        for key, tensor in on_meta.items():
+            # Values of 16 bits would have other draws.
+            is_small = tensor.dtype in (torch.bfloat16, torch.float16)
+            dtype = torch.float32 if is_small else tensor.dtype
+            memory[key] = torch.empty_like(tensor, device="cpu", dtype=dtype)
         _replace(module, memory)
         try:
             with torch.random.fork_rng(devices=[]):
                 # Only the CPU's generator is restored afterwards, so no other one may be seeded.
-                torch.default_generator.manual_seed(_mixed(self._seed, name))
+                digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+                # torch requires a seed of 63 bits.
+                torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
                 # Draws for other modules, which are on the meta device, do not advance the CPU's
                 # generator: the values depend on this module only.
                 for outer in _outwards(name):
@@ -94,24 +101,12 @@ class InitialValues:
                 return
 
 
-def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for *tensor*, a tensor on the meta device; in float32 instead of 16 bits, which would have other draws."""
-    is_small = tensor.dtype in (torch.bfloat16, torch.float16)
-    return torch.empty_like(tensor, device="cpu", dtype=torch.float32 if is_small else tensor.dtype)
-
-
 def _outwards(name: str) -> Iterator[str]:
     """The module's name, and the names of the modules that contain it, up to the model ("")."""
     while name:
         yield name
         name = name.rpartition(".")[0]
     yield ""
-
-
-def _mixed(seed: int, name: str) -> int:
-    """A seed of 63 bits, as torch requires, from *seed* and a module's name."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

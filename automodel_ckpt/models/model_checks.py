@@ -83,9 +83,7 @@ def note_untied(model: Any, name: str) -> None:
         return
     outcome = "they are trained and exported as two tensors"
     if not model.all_tied_weights_keys:
-        for config in {
-            id(each): each for each in (model.config, model.config.get_text_config())
-        }.values():
+        for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
         outcome += ", and config.json of exports has tie_word_embeddings: false"
     pairs = ", ".join(f"{alias} and {source}" for alias, source in apart.items())
@@ -182,10 +180,8 @@ def check_router_loss(
     tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
     with side_effect_free(model):
         output = model(input_ids=tokens, **options)
-    router_logits, expected = (
-        getattr(output, "router_logits", None),
-        getattr(output, "aux_loss", None),
-    )
+    router_logits = getattr(output, "router_logits", None)
+    expected = getattr(output, "aux_loss", None)
     if not router_logits or expected is None:
         found = "the model returns no router logits"
     else:

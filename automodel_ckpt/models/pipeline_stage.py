@@ -165,20 +165,6 @@ def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def stand_in_for(module: nn.Module) -> PassThrough:
-    """The stand-in of a module outside of the layers."""
-    if isinstance(module, nn.Embedding):
-        return NoEmbedding(module.embedding_dim)
-    return PassThrough()
-
-
-def take_place(stand_in: PassThrough, layer: nn.Module) -> None:
-    """Make *stand_in* look like *layer* to the model, with plain attributes such as ``attention_type``."""
-    for name, value in vars(layer).items():
-        if isinstance(value, (str, int, float)) and name != "training":
-            setattr(stand_in, name, value)
-
-
 class LocalStage:
     """The stage of a pipeline that one rank computes, as a model that has its modules only."""
 
@@ -205,12 +191,18 @@ class LocalStage:
                 stand_in = self._input
             elif index == mine.stop and self._output is not None:
                 stand_in = self._output
-            take_place(stand_in, layer)
+            # The model reads plain attributes of its layers, such as ``attention_type``.
+            for name, value in vars(layer).items():
+                if isinstance(value, (str, int, float)) and name != "training":
+                    setattr(stand_in, name, value)
             # Replaced, not removed: the other layers keep their numbers, and so their names in checkpoints.
             layers[index] = stand_in
         for name in (*decoder.before, *decoder.after):
             if name not in kept:
-                base.set_submodule(name, stand_in_for(base.get_submodule(name)))
+                module = base.get_submodule(name)
+                is_embedding = isinstance(module, nn.Embedding)
+                other = NoEmbedding(module.embedding_dim) if is_embedding else PassThrough()
+                base.set_submodule(name, other)
         model.register_forward_hook(self._return_hidden)
 
     @property

@@ -247,7 +247,11 @@ class SdpaKernel:
         parts = [torch.split(tensor, rows.sizes, dim=2) for tensor in (query, key, value)]
         for (length, count), run in zip(rows.runs, zip(*parts, strict=True), strict=True):
             if count > 1:
-                run = tuple(_one_row_each(part, length) for part in run)
+                # [1, heads, n * length, D] of n documents, viewed as [n, heads, length, D].
+                run = tuple(
+                    part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)
+                    for part in run
+                )
             query, key, value = run
             output = _sdpa(query, key, value, rows.mask_of(length), options).transpose(1, 2)
             outputs.append(output.reshape(1, length * count, *output.shape[2:]))
@@ -278,11 +282,6 @@ def _sdpa(
         is_causal=mask is None,
         enable_gqa=repeats > 1,
     )
-
-
-def _one_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
-    """View *part* [1, heads, n * length, D] of n documents as [n, heads, length, D]."""
-    return part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)
 
 
 def _power_of_2(number: int) -> int:

@@ -137,8 +137,7 @@ def _install() -> None:
     def find_known(position_ids: torch.Tensor) -> torch.Tensor | None:
         known = [] if torch.compiler.is_compiling() else [*_newest]
         if not known or not known[0].is_of(position_ids):
-            found: torch.Tensor | None = find(position_ids)
-            return found
+            return find(position_ids)  # type: ignore[no-any-return]
         positions = known[0]
         samples = positions.samples
         if samples is not None and samples.is_unchanged():

@@ -86,7 +86,7 @@ def keeps_samples_apart(
             outputs = _logits(model, rows, one_row, options)
         after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
         alone, alone_again = outputs[3, :4], outputs[4, :4]
-        if not _are_finite(after_first, after_other, crossed, alone):
+        if not torch.cat([after_first, after_other, crossed, alone]).isfinite().all():
             return Answer(False, " (its outputs are not finite: look for NaN in its weights)")
         # The effect of crossing attention is the scale: rounding is far below it in every dtype.
         allowed = 0.1 * _distance(crossed, alone)
@@ -98,7 +98,9 @@ def keeps_samples_apart(
         rounding = _ROUNDING_FACTOR * _distance(alone, alone_again)
         magnitude = float(alone.abs().max())
         seen = _distance(after_first, after_other)
-        is_rounding = seen <= rounding + _smallest_effect(model) * magnitude
+        has_experts = any("experts" in name for name, _ in model.named_modules())
+        smallest_effect = 1e-2 if has_experts else 1e-6
+        is_rounding = seen <= rounding + smallest_effect * magnitude
         return Answer(largest <= allowed and is_rounding)
     except Exception as error:
         log.debug("could not probe the model for packed samples", exc_info=True)
@@ -130,12 +132,6 @@ def padding_changes_outputs(
     except Exception:
         log.debug("could not probe the model for padding", exc_info=True)
         return False
-
-
-def _smallest_effect(model: nn.Module) -> float:
-    """The smallest relative difference between outputs that counts as an effect of another sample."""
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    return 1e-2 if has_experts else 1e-6
 
 
 def _mask_length(model: nn.Module) -> int | None:
@@ -179,10 +175,6 @@ def _logits(
         output = model(input_ids=tokens, position_ids=positions, **options)
         outputs.append(logits_of(output))
     return torch.cat(outputs).float()
-
-
-def _are_finite(*tensors: torch.Tensor) -> bool:
-    return bool(torch.cat(tensors).isfinite().all())
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:

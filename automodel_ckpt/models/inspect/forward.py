@@ -16,6 +16,13 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.models.inspect.error_texts import first_line
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on *device*; None while it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def attention_of(model: nn.Module) -> str:
     """The name of the attention implementation; ``its own`` for a model that is not of transformers."""
     config = getattr(model, "config", None)

@@ -75,7 +75,10 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     model = empty_model(config or directory, hint=hint)
     conversion = read_conversion(model)
     renamed, parts = names_in_files(model, directory, conversion)
-    stored = _stored_names(directory)
+    stored: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            stored.update(file.keys())
     prefix = model.base_model_prefix
     files: dict[str, str] = {}
     written = [name for of_rows in parts.values() for name in of_rows]
@@ -184,14 +187,6 @@ def _class_name(config: transformers.PreTrainedConfig) -> str:
     raise ValueError("config.json does not state the class of the model (architectures)")
 
 
-def _stored_names(directory: Path) -> set[str]:
-    found: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found.update(file.keys())
-    return found
-
-
 def _spelling_in_files(name: str, prefix: str, stored: set[str]) -> str:
     """The name as the files spell it: without or with the *prefix* of the inner model (base_model_prefix)."""
     for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
@@ -247,7 +242,9 @@ def linear_weights(directory: Path) -> frozenset[str]:
     )
     renamed, parts = names_in_files(model, directory)
     found: set[str] = set()
-    prefix = _prefix_of(model, model.get_decoder())
+    decoder = model.get_decoder()
+    [inside] = [name for name, module in model.named_modules() if module is decoder]
+    prefix = f"{inside}." if inside else ""
     for module_name, module in model.named_modules():
         if not module_name.startswith(prefix):
             continue
@@ -259,11 +256,3 @@ def linear_weights(directory: Path) -> frozenset[str]:
             if parameter.dim() == _EXPERTS:
                 found.update(parts.get(f"{module_name}.{parameter_name}", {}))
     return frozenset(found)
-
-
-def _prefix_of(model: nn.Module, part: nn.Module) -> str:
-    """Return the prefix of the names of the modules in *part*, a submodule of *model* or the model itself."""
-    for name, module in model.named_modules():
-        if module is part:
-            return f"{name}." if name else ""
-    raise AssertionError("get_decoder() of a transformers model returns one of its modules")

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.loss.fused_cross_entropy import in_autocast_dtype
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -134,14 +135,9 @@ class FakeQuantization:
             return F.linear(inputs, layer.weight, layer.bias)
         weight: torch.Tensor = layer.weight
         bias: torch.Tensor | None = layer.bias
-        device = inputs.device.type
-        if torch.is_autocast_enabled(device):
-            # A function of autograd is not cast.
-            dtype = torch.get_autocast_dtype(device)
-            inputs, weight = inputs.to(dtype), weight.to(dtype)
-            bias = bias if bias is None else bias.to(dtype)
-        output: torch.Tensor = _QuantizedLinear.apply(inputs, weight, bias, self.scheme)  # type: ignore[no-untyped-call]
-        return output
+        # Autocast does not cast the inputs of a function of autograd.
+        inputs, weight, bias = in_autocast_dtype(inputs, weight, bias)
+        return _QuantizedLinear.apply(inputs, weight, bias, self.scheme)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _check_no_experts(decoder: nn.Module, name: str) -> None:

@@ -41,33 +41,27 @@ def fuse_adapters(model: nn.Module) -> int:
 def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
     def compute(layer: Any, inputs: torch.Tensor) -> torch.Tensor | None:
         # torch 2.11 compiles some functions of autograd with wrong gradients.
-        name = None if torch.compiler.is_compiling() else _only_adapter(layer)
-        if name is None or not _fits(layer, name, inputs):
+        if torch.compiler.is_compiling() or layer.disable_adapters or layer.merged:
             return None
+        active = layer.active_adapters
+        if len(active) != 1 or not _fits(layer, active[0], inputs):
+            return None
+        name = active[0]
         base = layer.base_layer
         down, up = layer.lora_A[name], layer.lora_B[name]
         factors = (base.weight, base.bias, down.weight, up.weight, layer.scaling[name])
-        product: torch.Tensor = _Product.apply(inputs, *factors)  # type: ignore[no-untyped-call]
-        return product
+        return _Product.apply(inputs, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
     return fused_class(adapted, compute)
 
 
-def _only_adapter(layer: Any) -> str | None:
-    """The name of the only adapter that *layer* applies, if it is a plain product; else None."""
-    if layer.disable_adapters or layer.merged:
-        return None
-    active = layer.active_adapters
-    if len(active) != 1 or active[0] not in layer.lora_A or active[0] in layer.lora_variant:
-        return None
-    name: str = active[0]
-    dropout = layer.lora_dropout[name]
-    is_dropped = layer.training and getattr(dropout, "p", 0.0) > 0
-    return None if is_dropped else name
-
-
 def _fits(layer: Any, name: str, inputs: torch.Tensor) -> bool:
-    """Whether the products of *layer* can be computed together: plain linear layers in the dtype of *inputs*."""
+    """Whether the products of *layer* can be computed together: its adapter *name* is a plain product, and the linear
+    layers are plain ones in the dtype of *inputs*."""
+    if name not in layer.lora_A or name in layer.lora_variant:
+        return False
+    if layer.training and getattr(layer.lora_dropout[name], "p", 0.0) > 0:
+        return False
     if isinstance(inputs, DTensor) or torch.is_autocast_enabled(inputs.device.type):
         return False
     base = layer.base_layer

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.models.layers.fused_class import fused_class
+from automodel_ckpt.models.layers.fused_class import agrees, fused_class
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -62,9 +62,7 @@ def _is_gated(module: Any) -> bool:
         # It needs more than its three parts, such as a setting or a dropout.
         return False
     expected = 3 * F.silu(inputs + 0.5) * (2 * inputs)
-    if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
-        return False
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=_TOLERANCE)
+    return agrees(found, expected, rtol=_TOLERANCE)
 
 
 @functools.cache
@@ -78,8 +76,7 @@ def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
             product = module.act_fn(gate) * up
         else:
             product = _GatedProduct.apply(gate, up)  # type: ignore[no-untyped-call]
-        result: torch.Tensor = module.down_proj(product)
-        return result
+        return module.down_proj(product)  # type: ignore[no-any-return]
 
     return fused_class(module_class, compute)
 

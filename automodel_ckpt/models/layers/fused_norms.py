@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.models.layers.fused_class import fused_class
+from automodel_ckpt.models.layers.fused_class import agrees, fused_class
 
 _EPSILONS = ("variance_epsilon", "eps")
 """Names of the attribute for the smallest mean square, in transformers' modules and in torch's."""
@@ -90,11 +90,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
                 found = tried(inputs)
             except Exception:
                 return False
-            if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
-                return False
-            if found.shape != expected.shape:
-                return False
-            if not torch.allclose(found, expected, rtol=0, atol=_TOLERANCE):
+            if not agrees(found, expected, rtol=0, atol=_TOLERANCE):
                 return False
     return True
 
@@ -104,18 +100,13 @@ def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
     def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
         weight = module.weight
         # torch.compile makes such kernels itself. torch 2.11 also compiles _RmsNorm with wrong gradients.
-        if torch.compiler.is_compiling() or not _fits(inputs, weight):
+        if torch.compiler.is_compiling() or inputs.dtype != weight.dtype:
             return None
-        normalized: torch.Tensor = _RmsNorm.apply(inputs, weight, _stated_epsilon(module))  # type: ignore[no-untyped-call]
-        return normalized
+        if isinstance(inputs, DTensor) or isinstance(weight, DTensor):
+            return None
+        return _RmsNorm.apply(inputs, weight, _stated_epsilon(module))  # type: ignore[no-any-return, no-untyped-call]
 
     return fused_class(module_class, compute)
-
-
-def _fits(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    if isinstance(inputs, DTensor) or isinstance(weight, DTensor):
-        return False
-    return inputs.dtype == weight.dtype
 
 
 def _normalize(

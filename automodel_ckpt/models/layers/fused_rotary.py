@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from automodel_ckpt.models.layers.fused_class import agrees
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -158,13 +159,8 @@ def _rotates(function: Callable[..., Any], size: int) -> bool:
         return False
     if not isinstance(found, tuple) or len(found) != 2:
         return False
-    for tensor, each in zip(found, inputs, strict=True):
-        expected = _rotated(each, cosines, sines)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != expected.dtype:
-            return False
-        if tensor.shape != expected.shape or not torch.allclose(tensor, expected, atol=_TOLERANCE):
-            return False
-    return True
+    expected = [_rotated(each, cosines, sines) for each in inputs]
+    return all(agrees(*pair, atol=_TOLERANCE) for pair in zip(found, expected, strict=True))
 
 
 def _rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

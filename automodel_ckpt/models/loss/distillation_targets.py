@@ -96,7 +96,13 @@ class LogitTargets:
         if part is not None and logits.shape[1] > student.shape[1]:
             # The teacher's output layer is not shared by the tensor parallel ranks.
             logits = logits[:, part.first : part.first + student.shape[1]]
-        _require_columns(logits, student)
+        if logits.shape[1] != student.shape[1]:
+            raise RecipeError(
+                "the teacher and the student have vocabularies of different sizes",
+                where="distill.teacher",
+                value=f"{logits.shape[1]} and {student.shape[1]} logits per position",
+                hint="use a teacher with the tokenizer of the student",
+            )
         teacher = log_softmax_(logits.div_(weights.temperature), part)
         teacher.clamp_(min=_LOWEST)
         ratio = student - teacher
@@ -214,16 +220,6 @@ def _weighted(
     if weights.forward == 0:
         return reverse.mul_(weights.reverse)
     return forward.mul_(weights.forward).add_(reverse, alpha=weights.reverse)
-
-
-def _require_columns(teacher: torch.Tensor, student: torch.Tensor) -> None:
-    if teacher.shape[1] != student.shape[1]:
-        raise RecipeError(
-            "the teacher and the student have vocabularies of different sizes",
-            where="distill.teacher",
-            value=f"{teacher.shape[1]} and {student.shape[1]} logits per position",
-            hint="use a teacher with the tokenizer of the student",
-        )
 
 
 def log_softmax_(logits: torch.Tensor, part: VocabularyPart | None = None) -> torch.Tensor:

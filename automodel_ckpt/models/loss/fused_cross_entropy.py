@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from automodel_ckpt.models.inspect.forward import autocast_dtype
 from automodel_ckpt.models.loss.head_gradients import (
     WIDE_PRODUCTS,
     ErrorPlace,
@@ -156,10 +157,9 @@ def in_autocast_dtype(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cast the inputs of a product to the dtype of autocast, if it is enabled; gradients have that dtype too."""
-    device_type = hidden.device.type
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(hidden.device)
+    if dtype is None:
         return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
@@ -179,10 +179,9 @@ def loss_in_chunks(
     *place*, if that is given. ``rule.loss_of(sums)`` is the loss of the sums over all chunks. *stores*: whether the
     gradients of all logits are kept, as :class:`StoredErrors` does.
     """
-    loss: torch.Tensor = _LossInChunks.apply(  # type: ignore[no-untyped-call]
+    return _LossInChunks.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden, weight, bias, rule, size, stores, torch.is_grad_enabled()
     )
-    return loss
 
 
 class _LossInChunks(torch.autograd.Function):
@@ -218,8 +217,7 @@ class _LossInChunks(torch.autograd.Function):
             ctx.save_for_backward(hidden)
         ctx.gradients = gradients
         assert total is not None
-        loss: torch.Tensor = rule.loss_of(total)
-        return loss
+        return rule.loss_of(total)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]

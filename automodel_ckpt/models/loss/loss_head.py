@@ -112,8 +112,7 @@ class LossPass(AbstractContextManager["LossPass"]):
             return returned
         if isinstance(returned, DTensor):
             returned = returned.to_local()
-        loss: torch.Tensor = _Carried.apply(returned, self._loss)  # type: ignore[no-untyped-call]
-        return loss
+        return _Carried.apply(returned, self._loss)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Carrier(torch.autograd.Function):
@@ -288,7 +287,7 @@ def install_loss_head(
     transform: LogitTransform | None = None
     why = "modifies its logits after the output layer"
     # No subclasses: theirs may compute something else than weight and bias.
-    if layer is None or class_of(layer) is not nn.Linear or _is_sharded_across(layer):
+    if layer is None or class_of(layer) is not nn.Linear or not _has_rows_of_tokens(layer):
         why = "has no plain output layer"
     elif adds_bias_to_logits(inner):
         why = "adds a bias to its logits"
@@ -321,11 +320,15 @@ def adds_bias_to_logits(model: Any) -> bool:
 
 def output_layer(model: Any) -> nn.Module | None:
     """The layer that computes logits; if peft trains a copy of it, that copy."""
-    layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layer = _stated_output_layer(model)
     copies = getattr(layer, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         return copies[layer.active_adapters[0]]
     return layer  # type: ignore[no-any-return]
+
+
+def _stated_output_layer(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead | None:
@@ -333,23 +336,20 @@ def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead |
 
     None: the loss is computed from full logits, as where peft trains a copy of the output layer.
     """
-    inner = model_without_adapters(model)
-    layer: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    layer = _stated_output_layer(model_without_adapters(model))
     has_copy = isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict)
     return None if has_copy else head
 
 
-def _is_sharded_across(layer: nn.Module) -> bool:
-    """Whether tensor parallel ranks have parts of the layer other than rows of its weight (tokens)."""
-    for parameter in layer.parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
-            continue
+def _has_rows_of_tokens(layer: nn.Module) -> bool:
+    """Whether a tensor parallel rank has all of the layer, or rows of its weight (tokens)."""
+    placements = [
         # tp is the innermost dimension of the mesh, so its placement is the last one.
-        if parameter.placements[-1] not in (Shard(0), Replicate()):
-            return True
-    return False
+        parameter.placements[-1]
+        for parameter in layer.parameters()
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+    ]
+    return all(placement in (Shard(0), Replicate()) for placement in placements)
 
 
 def _probe_logits(

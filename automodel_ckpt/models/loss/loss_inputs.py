@@ -140,17 +140,15 @@ def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
         if name != "triton":
             return name
         # The kernels compute in float32.
-        if logits_dtype == torch.float32 and _runs_triton(device_type):
+        if logits_dtype != torch.float32:
+            continue
+        if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
+            return name
+        # Not tried before this process uses a GPU.
+        if has_triton() and (not torch.cuda.is_initialized() or try_kernels()):  # type: ignore[no-untyped-call]
             return name
     return "torch"
-
-
-def _runs_triton(device_type: str) -> bool:
-    """Whether Triton's kernels run; not tried before this process uses a GPU."""
-    if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
-        return True
-    return has_triton() and (not torch.cuda.is_initialized() or try_kernels())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

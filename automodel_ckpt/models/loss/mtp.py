@@ -79,8 +79,7 @@ class PredictionDepth(nn.Module):
             after = embeddings.shape[1] - part.stop
             projected = F.pad(projected, (0, 0, part.start, after))
         output = self.decoder(inputs_embeds=projected, use_cache=False, **arguments)
-        last: torch.Tensor = output.last_hidden_state
-        return last
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class MultiTokenPrediction(nn.Module):
@@ -209,8 +208,11 @@ def ahead(values: torch.Tensor, distance: int) -> torch.Tensor:
 def _depth_decoder(main: Any, family: Family) -> Any:
     """A decoder of the class of *main*, with the layers of one depth and without an embedding."""
     config = copy.deepcopy(main.config)
-    for name, value in family.settings(config).items():
-        setattr(config, name, value)
+    for name, value in family.settings.items():
+        # The layers of a decoder may change a list.
+        setattr(config, name, copy.copy(value))
+    if hasattr(config, "mtp_layers_block_type"):
+        config.layers_block_type = list(config.mtp_layers_block_type)
     # The embedding is the main model's: this one is made only because the constructor makes one.
     config.vocab_size, config.pad_token_id = 1, None
     decoder = type(main)(config)

@@ -33,10 +33,9 @@ def position_losses(
     Hits are not counted. With ``labeled.part``, *weight* and *bias* are this rank's rows, and this is collective.
     """
     hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
-    losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
+    return _PositionLosses.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
     )
-    return losses
 
 
 class _PositionLosses(torch.autograd.Function):

@@ -144,13 +144,16 @@ def generate(
     if end is not None:
         ends.add(end)
         arguments["eos_token_id"] = sorted(ends)
+    # transformers asks for the padding token although one sequence needs none.
+    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, *_end_tokens(model))
+    padding = next((int(each) for each in candidates if each is not None), None)
     where = f"generation_config.json and config.json of {model.config.name_or_path or 'the model'}"
     with naming_files("transformers cannot generate text with this model", where):
         output = model.generate(
             **inputs,
             **arguments,
             streamer=_Callback(tokenizer, on_text) if on_text is not None and streams else None,
-            pad_token_id=_padding(model, tokenizer),
+            pad_token_id=padding,
             synced_gpus=synced,
         )
     tokens = output[0, num_before:].tolist()
@@ -173,9 +176,3 @@ def _end_tokens(model: Any) -> set[int]:
     if ids is None:
         return set()
     return set(ids) if isinstance(ids, list) else {ids}
-
-
-def _padding(model: Any, tokenizer: Any) -> int | None:
-    """The padding token, which transformers asks for although one sequence needs none."""
-    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, *_end_tokens(model))
-    return next((int(each) for each in candidates if each is not None), None)
