@@ -106,16 +106,6 @@ class FusedAdamW(torch.optim.AdamW):
         """Divide all gradients by *divisor* in the next step only; a tensor is 0-dim, on the parameters' device."""
         self.grad_scale = torch.as_tensor(divisor, dtype=torch.float32)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set them to zero if *set_to_none* is false."""
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-            return
-        # torch's own loop also opens a profiler record.
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
         # A hook or a profiler expects torch's wrapper around the step.

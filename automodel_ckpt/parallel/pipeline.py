@@ -224,7 +224,14 @@ class TiedEnds:
     def __init__(self, parameters: Iterable[nn.Parameter], layout: RankLayout) -> None:
         """*parameters* are the tied ones of this rank: none on other stages. Collective: every rank calls it once."""
         self._parameters = list(parameters)
-        self._group = _ends(layout)
+        self._group: dist.ProcessGroup | None = None
+        per_stage = layout.world_size // layout.sizes.pp
+        # new_group is collective: every rank creates the groups of the first and the last stage of all pipelines.
+        for index in range(per_stage):
+            ends = [index, layout.world_size - per_stage + index]
+            group = dist.new_group(ends)
+            if layout.rank in ends:
+                self._group = group
         self._is_last = layout.pp_rank == layout.sizes.pp - 1
 
     def sum_gradients(self) -> None:
@@ -241,19 +248,6 @@ class TiedEnds:
         if not self._is_last:
             return frozenset()
         return frozenset(id(parameter) for parameter in self._parameters)
-
-
-def _ends(layout: RankLayout) -> dist.ProcessGroup | None:
-    """The group of the first and the last stage of this rank's pipeline; None on other stages."""
-    per_stage = layout.world_size // layout.sizes.pp
-    mine = None
-    # new_group is collective: every rank creates the groups of all pipelines.
-    for index in range(per_stage):
-        ends = [index, layout.world_size - per_stage + index]
-        group = dist.new_group(ends)
-        if layout.rank in ends:
-            mine = group
-    return mine
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

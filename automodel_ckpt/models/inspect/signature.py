@@ -168,23 +168,23 @@ def model_class(config: transformers.PreTrainedConfig) -> Any:
 
     Raises ValueError or AttributeError if there is none.
     """
-    name = _class_name(config)
+    if config.architectures:
+        name = config.architectures[0]
+    else:
+        # Files of Qwen2-VL and Qwen2.5-VL of 2025 can have it in the config of the text model.
+        names = [
+            each
+            for each in config.get_text_config().architectures or ()
+            if getattr(getattr(transformers, each, None), "config_class", None) is type(config)
+        ]
+        if not names:
+            raise ValueError("config.json does not state the class of the model (architectures)")
+        name = names[0]
     found = getattr(transformers, name)
     # The file may name any attribute of transformers, also a function.
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise ValueError(f"{name} is not a model")
     return found
-
-
-def _class_name(config: transformers.PreTrainedConfig) -> str:
-    """Return the name of the model's class. Raises ValueError if the *config* does not state it."""
-    if config.architectures:
-        return config.architectures[0]
-    # Files of Qwen2-VL and Qwen2.5-VL of 2025 can have it in the config of the text model.
-    for name in config.get_text_config().architectures or ():
-        if getattr(getattr(transformers, name, None), "config_class", None) is type(config):
-            return name
-    raise ValueError("config.json does not state the class of the model (architectures)")
 
 
 def _spelling_in_files(name: str, prefix: str, stored: set[str]) -> str:

@@ -37,17 +37,6 @@ def test_signals_that_come_together_are_one_request_and_the_first_counts() -> No
     assert (done.returncode, done.stdout) == (0, "SIGUSR1\n")
 
 
-def test_a_forked_trainer_handles_signals_itself() -> None:
-    done = run("""
-        if not (child := os.fork()):
-            stop.install()
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(stop.requested)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.requested)
-    """)
-    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)} 0\n")
-
-
 def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() -> None:
     done = run("""
         import threading
