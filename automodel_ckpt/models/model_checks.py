@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from automodel_ckpt.errors import RecipeError
@@ -167,7 +167,7 @@ def _stated(text: Any) -> RouterSettings | None:
 
 def check_router_loss(
     model: nn.Module,
-    loss_of: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    loss_of: Callable[[Sequence[Tensor]], Tensor],
     options: Mapping[str, Any],
     multiple: int,
     device: torch.device,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -52,7 +52,7 @@ class _OneOutput(nn.Module):
         accepts_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options: dict[str, Any] = {"use_cache": False} if accepts_cache else {}
 
-    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+    def forward(self, *values: Tensor) -> Tensor:
         """Return the output of the model for the *values* of its inputs, in order."""
         inputs = dict(zip(self._inputs, values, strict=True))
         return self.model(**inputs, **self._options)[self._output]  # type: ignore[no-any-return]

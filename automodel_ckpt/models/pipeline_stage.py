@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from automodel_ckpt.errors import RecipeError
@@ -135,7 +135,7 @@ class NoEmbedding(PassThrough):
 class StageInput(PassThrough):
     """Takes the place of the layer before a stage, and returns the hidden states that the stage received."""
 
-    received: torch.Tensor | None = None
+    received: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received hidden states, once."""
@@ -147,14 +147,14 @@ class StageInput(PassThrough):
 class StageOutput(PassThrough):
     """Takes the place of the layer after a stage, and keeps the hidden states that the stage computed."""
 
-    computed: torch.Tensor | None = None
+    computed: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the first argument and return it."""
         self.computed = _first(args, kwargs)
         return self.computed
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Return the hidden states of the latest forward pass, once."""
         assert self.computed is not None
         hidden, self.computed = self.computed, None
@@ -210,7 +210,7 @@ class LocalStage:
         """Whether the stage computes the logits."""
         return self.number == self.num_stages - 1
 
-    def receive(self, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    def receive(self, hidden: Tensor, length: int) -> Tensor:
         """Pass *hidden* states [B, t, H] of the stage before to the next forward pass.
 
         Returns what the model gets as ``inputs_embeds`` [B, *length*, H], from which it makes masks and positions. The

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.device_copies import to_device
@@ -139,19 +139,19 @@ class AdamW8bit(torch.optim.Optimizer):
                 device = value.device if name == "step" else parameter.device
                 self.state[parameter][name] = value.to(device)
 
-    def state_like(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def state_like(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of *parameter* [...] as tensors without values, for forecasts of memory and disk."""
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return self._new_state(shape)
 
-    def _block_of(self, parameter: torch.Tensor) -> int:
+    def _block_of(self, parameter: Tensor) -> int:
         """The number of elements that share a scale; 0 for a parameter with float32 moments."""
         if parameter.dim() < 2 or parameter.numel() < self.min_elements:
             return 0
         block = math.gcd(parameter.shape[-1], self.block_size)
         return block if block >= _SMALLEST_BLOCK else 0
 
-    def _new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of zero, and zeros as further bits of the weights, sharded as *parameter* is."""
         block = self._block_of(parameter)
         state = {"step": torch.zeros((), dtype=torch.float32)}
@@ -165,7 +165,7 @@ class AdamW8bit(torch.optim.Optimizer):
             state[FURTHER_BITS] = _zeros_of_bits(parameter)
         return state
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, block = self.state[parameter], self._block_of(parameter)
         if not state:
             state.update(self._new_state(parameter))
@@ -196,12 +196,12 @@ class AdamW8bit(torch.optim.Optimizer):
                 tensor.copy_(copied)
 
 
-def _zeros_of_bits(parameter: torch.Tensor) -> torch.Tensor:
+def _zeros_of_bits(parameter: Tensor) -> Tensor:
     """Further bits of zero [...]: the float32 weights are the values of *parameter*."""
     return torch.zeros_like(parameter, dtype=torch.int16)
 
 
-def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
+def _new_scales(parameter: Tensor, block: int) -> Tensor:
     """Scales of zero [..., C / block] in float32."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     local = _local(parameter)
@@ -235,7 +235,7 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
     return sharded.to(parameter.device)
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+def _local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -255,15 +255,13 @@ def _setting_values(group: dict[str, Any], num_steps: float) -> list[float]:
     ]
 
 
-def _settings(values: list[float], device: torch.device) -> torch.Tensor:
+def _settings(values: list[float], device: torch.device) -> Tensor:
     """A tensor of *values*, which the device does not wait for."""
     # A plain pin_memory() would raise where the system locks no memory.
     return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
-def _update_rows(
-    rows: list[torch.Tensor], further_bits: torch.Tensor | None, values: list[float]
-) -> None:
+def _update_rows(rows: list[Tensor], further_bits: Tensor | None, values: list[float]) -> None:
     """Update the blocks of a parameter in place by a kernel for all of them, or in chunks.
 
     *rows* are the argument of :func:`update_blocks`: weights, gradient, codes and scales.
@@ -285,11 +283,11 @@ def _update_rows(
 
 
 def _change(
-    parameter: torch.Tensor,
-    further_bits: torch.Tensor | None,
-    average: torch.Tensor,
-    square: torch.Tensor,
-    settings: torch.Tensor,
+    parameter: Tensor,
+    further_bits: Tensor | None,
+    average: Tensor,
+    square: Tensor,
+    settings: Tensor,
 ) -> None:
     """Update a parameter in place by its moments in float32, with the further bits of its weights if there are any."""
     _, _, decay, size, correction, eps = settings.unbind()
@@ -303,7 +301,7 @@ def _change(
     further_bits.copy_(bits)
 
 
-def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
+def joined(rounded: Tensor, further_bits: Tensor) -> Tensor:
     """The float32 values that :func:`divided` has divided.
 
     Where something else has changed *rounded* since then, they are near its new values.
@@ -315,7 +313,7 @@ def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
     return (high + bits).view(torch.float32)
 
 
-def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def divided(values: Tensor) -> tuple[Tensor, Tensor]:
     """Divide float32 *values* [...] into the nearest bfloat16 values [...] and further bits as int16 [...].
 
     The further bits are the difference between the bits of a value and of its rounded value. Unlike a conversion
@@ -330,10 +328,10 @@ def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def update_blocks(
-    rows: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    settings: torch.Tensor,
-    further_bits: torch.Tensor | None = None,
+    rows: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    settings: Tensor,
+    further_bits: Tensor | None = None,
 ) -> None:
     """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
 
@@ -356,7 +354,7 @@ def update_blocks(
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     return dynamic_table(True).to(device), dynamic_table(False).to(device)
 
 

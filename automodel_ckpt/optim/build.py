@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -95,14 +95,14 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     # torch's fused step divides gradients by this attribute, if it is not None (GradScaler uses the same interface).
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
     """If it is 1 (0-dim, float32, on the device of the parameters), the next step changes nothing."""
 
     def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
         super().__init__(params, **{"fused": True, **settings})
 
-    def divide_in_step(self, divisor: float | torch.Tensor) -> None:
+    def divide_in_step(self, divisor: float | Tensor) -> None:
         """Divide all gradients by *divisor* in the next step only; a tensor is 0-dim, on the parameters' device."""
         self.grad_scale = torch.as_tensor(divisor, dtype=torch.float32)
 
@@ -228,18 +228,18 @@ class _Shards(NamedTuple):
     *steps* are 0-dim: how often each parameter was updated.
     """
 
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    averages: list[torch.Tensor]
-    squares: list[torch.Tensor]
-    steps: list[torch.Tensor]
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
 
 
 def _divided(shards: _Shards, lr: object) -> tuple[_Shards, _Shards]:
     """The shards that the kernel for large tensors accepts, and the others."""
     large, others = _Shards([], [], [], [], []), _Shards([], [], [], [], [])
     # Without the loop, which would take longer than the update of small tensors.
-    if isinstance(lr, torch.Tensor) or not any(map(_is_large, shards.parameters)):
+    if isinstance(lr, Tensor) or not any(map(_is_large, shards.parameters)):
         return large, shards
     for row in zip(*shards, strict=True):
         fits = _is_large(row[0]) and all(map(_is_plain, row[:-1]))
@@ -248,13 +248,13 @@ def _divided(shards: _Shards, lr: object) -> tuple[_Shards, _Shards]:
     return large, others
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
+def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() >= LEAST_ELEMENTS
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether *tensor* consists of consecutive float32 values. Other subclasses may have no memory."""
-    is_known = type(tensor) in (torch.Tensor, nn.Parameter)
+    is_known = type(tensor) in (Tensor, nn.Parameter)
     return is_known and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
@@ -280,7 +280,7 @@ _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(
 """AdamW's step, wrapped so that hooks and profilers see a FusedAdamW."""
 
 
-def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's shards of *tensors*; a plain tensor is its own shard."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
@@ -294,7 +294,7 @@ def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def skip_step_if(optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+def skip_step_if(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
     """Make the next step of *optimizer* change nothing if *flag* is true: 0-dim, on the device of the parameters.
 
     The host does not read *flag*. Requires :func:`skips_by_flag`.
@@ -308,6 +308,6 @@ def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return getattr(optimizer, "optimizers", [optimizer])
 
 
-def _layout_of(tensor: torch.Tensor) -> object:
+def _layout_of(tensor: Tensor) -> object:
     """The mesh and the placements of a DTensor; None for another tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

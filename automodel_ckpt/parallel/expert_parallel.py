@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -129,9 +129,7 @@ class _TokenExchange:
 
     # The sizes of the messages are known only after the router has run, so a compiler has nothing to gain.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted outputs [N, H] of the chosen experts of all tokens. Collective in the group.
 
         Args:
@@ -152,10 +150,10 @@ class _TokenExchange:
         outputs = self._outputs_of_experts(received, num_received)
         returned = _exchange(outputs, received_splits, sent_splits, self._group)
         by_token = returned[torch.argsort(order)].view(-1, top_k, tokens.shape[-1])
-        weighted: torch.Tensor = by_token * top_k_weights.reshape(-1, top_k, 1)
+        weighted: Tensor = by_token * top_k_weights.reshape(-1, top_k, 1)
         return weighted.sum(1).to(hidden_states.dtype)
 
-    def _counts(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _counts(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The number of tokens that this rank sends and receives, each [ranks, experts of a rank].
 
         *chosen* are the experts of this rank's tokens, numbered over all ranks.
@@ -173,7 +171,7 @@ class _TokenExchange:
         dist.all_to_all_single(num_received, num_sent, group=self._group)
         return num_sent, num_received
 
-    def _outputs_of_experts(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _outputs_of_experts(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Compute this rank's experts on *tokens* [M, H]; *counts* [ranks, experts] states their order."""
         num_ranks, num_experts = counts.shape
         experts = torch.arange(num_experts, device=tokens.device).repeat(num_ranks)
@@ -185,7 +183,7 @@ class _TokenExchange:
             index = index.new_zeros(1)
         weights = torch.ones_like(index, dtype=tokens.dtype)
         with _local_parameters(self._module, 1 / self._num_ranks):
-            outputs: torch.Tensor = self._compute(tokens, index.unsqueeze(1), weights.unsqueeze(1))
+            outputs: Tensor = self._compute(tokens, index.unsqueeze(1), weights.unsqueeze(1))
         return outputs[:num_tokens]
 
 
@@ -218,24 +216,24 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         sent: list[int],
         received: list[int],
         group: dist.ProcessGroup,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         result = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _exchange(
-    tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+    tensor: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
     """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
 
     Collective. The gradient takes the opposite way.

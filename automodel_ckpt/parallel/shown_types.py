@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.utils._pytree import tree_map_only
 
@@ -155,7 +155,7 @@ class _ForwardPass:
         self._shown = ()
 
 
-class NotGathered(torch.Tensor):
+class NotGathered(Tensor):
     """A parameter without values, with the shape, the type and the device that it has when it is gathered."""
 
     _layer: str
@@ -173,7 +173,7 @@ class NotGathered(torch.Tensor):
         layer: str,
         requires_grad: bool = False,
     ) -> NotGathered:
-        made: NotGathered = torch.Tensor._make_wrapper_subclass(
+        made: NotGathered = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
         made._layer = layer
@@ -205,5 +205,5 @@ class NotGathered(torch.Tensor):
             hint="call the layer (not its forward method), or set distributed.strategy to ddp",
         )
 
-    def _without_memory(self) -> torch.Tensor:
+    def _without_memory(self) -> Tensor:
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)

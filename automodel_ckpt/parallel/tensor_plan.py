@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -63,7 +62,7 @@ class Replicated(ParallelStyle):
             new = nn.Parameter(replicated, requires_grad=parameter.requires_grad)
             owner.register_parameter(name, new)
 
-        def sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
+        def sum_over_ranks(gradient: Tensor) -> Tensor:
             # A hook must not modify its argument (torch's documentation of register_hook).
             total = gradient.clone()
             dist.all_reduce(total, group=group)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -129,8 +129,8 @@ def _source_compares_name(module: str) -> bool:
 
 
 def _logits(
-    model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor, options: Mapping[str, Any]
-) -> torch.Tensor:
+    model: nn.Module, tokens: Tensor, positions: Tensor, options: Mapping[str, Any]
+) -> Tensor:
     output = model(input_ids=tokens, position_ids=positions, **options)
     return logits_of(output).float()
 
@@ -174,9 +174,9 @@ def _attention(
     kernel: Kernel,
     base: str,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
     *,
     is_probe: bool,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,
@@ -143,9 +143,7 @@ def _mask_length(model: nn.Module) -> int | None:
     return None
 
 
-def probe_rows(
-    multiple: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def probe_rows(multiple: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A row of a few samples, to compare ways of computing attention.
 
     Returns (token ids, position ids that restart with each sample, position ids of a single sample), each [1, T] with T
@@ -165,9 +163,7 @@ def _padding(multiple: int) -> list[int]:
     return [0] * (-len(_FIRST + _SECOND) % multiple)
 
 
-def _logits(
-    model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]
-) -> torch.Tensor:
+def _logits(model: nn.Module, rows: Tensor, one_row: bool, options: Mapping[str, Any]) -> Tensor:
     """Logits [B, T, V] of *rows* [2, B, T], which are token ids and position ids."""
     size = 1 if one_row else rows.shape[1]
     outputs = []
@@ -177,5 +173,5 @@ def _logits(
     return torch.cat(outputs).float()
 
 
-def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+def _distance(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
@@ -133,7 +133,7 @@ class _RowMasks:
         positions = inputs["position_ids"]
         num_rows, length = positions.shape
         shape = (num_rows, 1, length, length)
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for row in range(num_rows):
             starts = torch.nonzero(positions[row] == 0).flatten().tolist()
             for start, end in pairwise([*starts, length]):
@@ -170,7 +170,7 @@ class _RowMasks:
             **types,
         )
 
-    def _seen(self, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+    def _seen(self, mask: Tensor | None, length: int) -> Tensor:
         """Return the mask of one sample as bool [T, T]. None is causal attention without a mask."""
         if mask is None:
             return torch.ones(length, length, dtype=torch.bool).tril()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import Problem, RecipeError
@@ -295,4 +295,4 @@ def _maps_rows(layer: nn.Linear) -> bool:
             output = torch.func.functional_call(layer, tensors, (rows,))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
-    return isinstance(output, torch.Tensor) and output.shape == (2, 3, layer.out_features)
+    return isinstance(output, Tensor) and output.shape == (2, 3, layer.out_features)

@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +39,7 @@ def fuse_adapters(model: nn.Module) -> int:
 
 @functools.cache
 def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
-    def compute(layer: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+    def compute(layer: Any, inputs: Tensor) -> Tensor | None:
         # torch 2.11 compiles some functions of autograd with wrong gradients.
         if torch.compiler.is_compiling() or layer.disable_adapters or layer.merged:
             return None
@@ -55,7 +55,7 @@ def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
     return fused_class(adapted, compute)
 
 
-def _fits(layer: Any, name: str, inputs: torch.Tensor) -> bool:
+def _fits(layer: Any, name: str, inputs: Tensor) -> bool:
     """Whether the products of *layer* can be computed together: its adapter *name* is a plain product, and the linear
     layers are plain ones in the dtype of *inputs*."""
     if name not in layer.lora_A or name in layer.lora_variant:
@@ -85,13 +85,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        down: torch.Tensor,
-        up: torch.Tensor,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
         scaling: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
         narrow = rows @ down.t()
         if bias is None:
@@ -106,7 +106,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, down, up, narrow = ctx.saved_tensors
         gradient = gradient.reshape(-1, gradient.shape[-1])
         # [rows, r], and so small beside the others.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -67,7 +67,7 @@ def _is_gated(module: Any) -> bool:
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+    def compute(module: Any, inputs: Tensor) -> Tensor | None:
         if torch.compiler.is_compiling():
             # It makes such kernels itself. torch 2.11 also compiles _GatedProduct with wrong gradients.
             return None
@@ -81,9 +81,9 @@ def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
     return fused_class(module_class, compute)
 
 
-def _uses_triton(*tensors: torch.Tensor) -> bool:
+def _uses_triton(*tensors: Tensor) -> bool:
     # A subclass, such as the result of a collective that still runs, has no memory that a kernel could read.
-    if any(type(tensor) is not torch.Tensor for tensor in tensors):
+    if any(type(tensor) is not Tensor for tensor in tensors):
         return False
     tensor = tensors[0]
     is_narrow = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -94,7 +94,7 @@ class _GatedProduct(torch.autograd.Function):
     """``silu(gate) * up`` of two tensors of one shape."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         if _uses_triton(gate, up):
             from automodel_ckpt.models.layers import gate_kernels
@@ -104,7 +104,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         if _uses_triton(gradient, gate, up):
             from automodel_ckpt.models.layers import gate_kernels

@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -97,7 +97,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+    def compute(module: Any, inputs: Tensor) -> Tensor | None:
         weight = module.weight
         # torch.compile makes such kernels itself. torch 2.11 also compiles _RmsNorm with wrong gradients.
         if torch.compiler.is_compiling() or inputs.dtype != weight.dtype:
@@ -109,9 +109,7 @@ def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
     return fused_class(module_class, compute)
 
 
-def _normalize(
-    inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalize(inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return the normalized *inputs* times *weight*, and the inverse of their root mean squares in float32."""
     if inputs.is_cuda:
         normalized, inverse = torch.ops.aten._fused_rms_norm(inputs, weight.shape, weight, epsilon)
@@ -125,16 +123,14 @@ class _RmsNorm(torch.autograd.Function):
     """RMS normalization of the last dimension, times a weight; keeps the input and a number per row."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         normalized, inverse = _normalize(inputs, weight, epsilon)
         ctx.save_for_backward(inputs, weight, inverse)
         return normalized
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, inverse = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:2])
         if inputs.is_cuda:

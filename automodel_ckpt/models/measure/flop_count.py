@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.models.config_checks import config_of_layer, layer_configs
@@ -49,7 +48,7 @@ class FlopCount:
     per_label: int
     per_pair: Mapping[int | None, int]
 
-    def of(self, micro_batch: Mapping[str, torch.Tensor], num_labels: int) -> float:
+    def of(self, micro_batch: Mapping[str, Tensor], num_labels: int) -> float:
         """The operations for a micro-batch [B, T] on the CPU with *num_labels* labels."""
         lengths = document_lengths(micro_batch)
         total = self.per_label * num_labels + self.per_token * int(lengths.sum())
@@ -59,7 +58,7 @@ class FlopCount:
         return float(total)
 
 
-def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
+def document_lengths(micro_batch: Mapping[str, Tensor]) -> Lengths:
     """The lengths of the documents of a micro-batch, without padding: rows, or the samples of packed rows."""
     labels, mask = micro_batch["labels"], micro_batch.get("attention_mask")
     positions = micro_batch.get("position_ids")
