@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from automodel_ckpt.models.processor import read_processor, without_videos
@@ -277,28 +277,6 @@ def make_base(directory: Path, family: str, context: int = TEXT["max_position_em
     processor.save_pretrained(directory)
     assert read_processor(str(directory)) is not None
     return directory
-
-
-class Negative(transformers.LlavaProcessor):
-    """A processor of a user's package, which inverts images."""
-
-    def __call__(self, images: Any = None, text: Any = None, **options: Any) -> Any:
-        inverted = [[ImageOps.invert(image) for image in each] for each in images]
-        return super().__call__(images=inverted, text=text, **options)
-
-
-def negative_processor(directory: str) -> Negative:
-    """The processor of :func:`llava` in a directory, of another class."""
-    found = transformers.LlavaProcessor.from_pretrained(directory)
-    return Negative(
-        found.image_processor,
-        found.tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
-        chat_template=found.chat_template,
-    )
 
 
 def write_conversations(directory: Path, num: int = 20) -> Path:

@@ -56,11 +56,6 @@ def nodes_at(addresses: Sequence[str]) -> Iterator[list[str]]:
             ip("netns", "del", name)
 
 
-def processes_of(name: str) -> list[int]:
-    """The ids of the processes that run in a namespace."""
-    return [int(number) for number in ip("netns", "pids", name).split()]
-
-
 def enter_network(name: str) -> None:
     """Move this process to a namespace. Connections that it opens from now on are of that node."""
     with open(f"/var/run/netns/{name}") as namespace:
