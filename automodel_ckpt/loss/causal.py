@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.errors import RecipeError
@@ -26,7 +27,7 @@ _MEAN_TOLERANCE = 0.02
 WHOLE = slice(None)
 """All positions of a row."""
 
-LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LossFn = Callable[[Tensor, Tensor], Tensor]
 """``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions with another label than -100.
 
 The tensors are shifted (position i predicts label i), flattened over the batch, and in the model's dtype. A
@@ -35,7 +36,7 @@ that parameter (so ``torch.nn.CrossEntropyLoss`` works as it is).
 """
 
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of logits [N, V] and labels [N], summed over labels other than -100; 0-dim.
 
     It is computed in float32, or in float64 where the logits are.
@@ -44,14 +45,14 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+def shift_labels(labels: Tensor) -> Tensor:
     """Labels [B, T] moved one to the left, so that position i holds the token it has to predict; the last is -100."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def labelled_positions(
-    labels: torch.Tensor, part: slice = WHOLE, *, all_up_to: int = 0
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+    labels: Tensor, part: slice = WHOLE, *, all_up_to: int = 0
+) -> tuple[Tensor | None, Tensor]:
     """Find the positions that predict a label, from unshifted labels [B, T].
 
     Returns (positions [N] in the flattened batch, their labels [N]), both on the CPU. With *part*, only that slice of
@@ -71,24 +72,24 @@ def labelled_positions(
     return torch.from_numpy(positions), torch.from_numpy(flat[positions])
 
 
-def in_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def in_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The values of a tensor of a batch as an array, which shares the tensor's memory if possible."""
     # force copies from other devices and drops gradients, but takes five times as long.
     needs_force = not tensor.is_cpu or tensor.requires_grad
     return tensor.numpy(force=needs_force)
 
 
-def num_label_tokens(labels: torch.Tensor) -> int:
+def num_label_tokens(labels: Tensor) -> int:
     """The number of predicted labels in [B, T]: all except -100 and the first of each row, which nothing precedes."""
     return int(np.count_nonzero(in_numpy(labels)[:, 1:] != IGNORE_INDEX))
 
 
 def next_token_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     loss_fn: LossFn = cross_entropy_sum,
     part: slice = WHOLE,
-) -> torch.Tensor:
+) -> Tensor:
     """The sum of *loss_fn* over a micro-batch, 0-dim.
 
     *labels* [B, T] are unshifted. *logits* are [B, T, V], or the logits of a *part* of each row, on the same device.
@@ -104,10 +105,10 @@ def next_token_loss(
 
 def check_scalar(loss: object, where: str, hint: str) -> None:
     """Raise :class:`RecipeError` if the *loss* that user code computed is no tensor with a single value."""
-    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+    if isinstance(loss, Tensor) and loss.dim() == 0:
         return
     found = f"{loss!r:.80}"
-    if isinstance(loss, torch.Tensor):
+    if isinstance(loss, Tensor):
         found = f"a tensor of shape {list(loss.shape)}"
     raise RecipeError(
         "the loss must be a scalar tensor, the sum over all positions",
@@ -117,9 +118,9 @@ def check_scalar(loss: object, where: str, hint: str) -> None:
     )
 
 
-def _require_logits(logits: object, labels: torch.Tensor) -> None:
+def _require_logits(logits: object, labels: Tensor) -> None:
     found = type(logits).__name__
-    if isinstance(logits, torch.Tensor):
+    if isinstance(logits, Tensor):
         if logits.dim() == 3 and logits.shape[:2] == labels.shape:
             return
         found = f"a tensor of shape {list(logits.shape)} for {list(labels.shape)} tokens"
@@ -132,7 +133,7 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
     )
 
 
-def check_is_sum(loss_fn: LossFn, logits: torch.Tensor, labels: torch.Tensor) -> bool:
+def check_is_sum(loss_fn: LossFn, logits: Tensor, labels: Tensor) -> bool:
     """Validate that *loss_fn* is a sum: compute it for a few positions, and for each of them twice.
 
     *logits* [N, V] and *labels* [N] are arguments of a :data:`LossFn`. Returns False if other labels have to be tried,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,10 @@ class Texts:
     false for rows that only pad the part of a rank.
     """
 
-    queries: torch.Tensor
-    documents: torch.Tensor
-    has_query: torch.Tensor
-    has_document: torch.Tensor
+    queries: Tensor
+    documents: Tensor
+    has_query: Tensor
+    has_document: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,14 @@ class Candidates:
     rows that are no negatives of a pair.
     """
 
-    queries: torch.Tensor
-    documents: torch.Tensor
-    own: torch.Tensor
-    hides_documents: torch.Tensor
-    hides_queries: torch.Tensor
+    queries: Tensor
+    documents: Tensor
+    own: Tensor
+    hides_documents: Tensor
+    hides_queries: Tensor
 
 
-def hidden_rows(
-    texts: Texts, own: torch.Tensor, *, hides_equal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_rows(texts: Texts, own: Tensor, *, hides_equal: bool) -> tuple[Tensor, Tensor]:
     """The masks [B, D] and [B, Q] of :class:`Candidates` for the pairs *own* [B]: padding, and equal texts.
 
     With *hides_equal*, pairs with equal queries or equal documents are no negatives of each other, and neither are
@@ -66,7 +65,7 @@ def hidden_rows(
 
 def contrastive_losses(
     candidates: Candidates, *, temperature: float, symmetric: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The loss [B] of each of this rank's pairs, and the rank [B] of its document (:func:`ranks_of`).
 
     The loss is the cross-entropy over dot products divided by *temperature*. With *symmetric*, it is the mean of that
@@ -82,7 +81,7 @@ def contrastive_losses(
     return total - right, _ranks(scores.detach(), candidates)
 
 
-def ranks_of(candidates: Candidates) -> torch.Tensor:
+def ranks_of(candidates: Candidates) -> Tensor:
     """The rank [B], from 1, of the document of each of this rank's queries among all documents that are not hidden.
 
     An equal score counts as a better one, so that a model with the same embedding for every text is never right.
@@ -90,15 +89,15 @@ def ranks_of(candidates: Candidates) -> torch.Tensor:
     return _ranks(_scores(candidates), candidates)
 
 
-def _scores(candidates: Candidates) -> torch.Tensor:
+def _scores(candidates: Candidates) -> Tensor:
     return candidates.queries[candidates.own] @ candidates.documents.T
 
 
-def _logsumexp(scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _logsumexp(scores: Tensor, hidden: Tensor) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf).logsumexp(dim=1)
 
 
-def _ranks(scores: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+def _ranks(scores: Tensor, candidates: Candidates) -> Tensor:
     is_as_good = scores >= scores.gather(1, candidates.own.unsqueeze(1))
     # The own document is among them.
     return (is_as_good & ~candidates.hides_documents).sum(dim=1)

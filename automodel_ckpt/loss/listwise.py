@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def listwise_losses(
-    scores: torch.Tensor, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def listwise_losses(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The loss [Q] of each list, and the rank [Q] of its first score, from 1.
 
     *scores* [R] has the lists one after another, *counts* [Q] the lengths of the lists. The loss is the

@@ -9,6 +9,7 @@ loss. Fewer labels are predicted at a greater depth; the divisor stays the same,
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 
@@ -16,9 +17,7 @@ MTP_LOSS = "mtp_loss"
 """The metric of a micro-batch that is the mean of its depths' summed losses."""
 
 
-def labels_of_depths(
-    labels: torch.Tensor, num_depths: int, position_ids: torch.Tensor | None = None
-) -> torch.Tensor:
+def labels_of_depths(labels: Tensor, num_depths: int, position_ids: Tensor | None = None) -> Tensor:
     """The labels [(1 + D) * B, T] of the model and of D depths, from labels [B, T] that are not shifted.
 
     They are shifted like the model's labels: position i predicts the label of position i + 1. *position_ids* [B, T]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.errors import replaced_forward_pass
@@ -36,14 +37,14 @@ class Routing:
     routing probabilities. *num_rows* is the number of tokens times the number of layers.
     """
 
-    assigned: torch.Tensor
-    probabilities: torch.Tensor
+    assigned: Tensor
+    probabilities: Tensor
     num_tokens: float
     num_rows: float
 
 
 def routing_of(
-    router_logits: Sequence[torch.Tensor], top_k: int, is_token: torch.Tensor | None = None
+    router_logits: Sequence[Tensor], top_k: int, is_token: Tensor | None = None
 ) -> Routing:
     """Sum the routing of one forward pass.
 
@@ -76,13 +77,13 @@ def routing_of(
     )
 
 
-def load_balancing_loss(routing: Routing) -> torch.Tensor:
+def load_balancing_loss(routing: Routing) -> Tensor:
     """The loss of one forward pass, 0-dim; equal to transformers'."""
     num_rows = max(routing.num_rows, 1.0)
     return _loss(routing.assigned / num_rows, routing.probabilities / num_rows)
 
 
-def _loss(assigned: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+def _loss(assigned: Tensor, probabilities: Tensor) -> Tensor:
     return len(assigned) * (assigned.to(probabilities.dtype) * probabilities).sum()
 
 
@@ -106,12 +107,12 @@ class RouterLoss:
         self.coefficient, self.top_k, self.over = coefficient, top_k, over
         self._sum_over_ranks, self._counts_here = sum_over_ranks, counts_here
         self._noted: Routing | None = None
-        self._shares: list[torch.Tensor] = []
+        self._shares: list[Tensor] = []
         self._num_tokens = 0
-        self._assigned: torch.Tensor | None = None
+        self._assigned: Tensor | None = None
         self._num_rows = 0.0
 
-    def of_logits(self, router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    def of_logits(self, router_logits: Sequence[Tensor]) -> Tensor:
         """The loss of one forward pass without padding, from the router logits [B * T, E] of each layer; 0-dim."""
         return load_balancing_loss(routing_of(router_logits, self.top_k))
 
@@ -121,7 +122,7 @@ class RouterLoss:
         self._assigned = None
         self._shares = []
 
-    def note(self, output: Any, is_token: torch.Tensor | None) -> None:
+    def note(self, output: Any, is_token: Tensor | None) -> None:
         """Record the router logits in the *output* of the model for a micro-batch."""
         self._noted = routing_of(output.router_logits, self.top_k, is_token)
 
@@ -156,7 +157,7 @@ class RouterLoss:
         self._num_rows = max(float(total.sum()) / self.top_k, 1.0)
         self._assigned = total / self._num_rows
 
-    def share(self) -> torch.Tensor:
+    def share(self) -> Tensor:
         """The part of the last micro-batch in the loss of the global batch, 0-dim, with gradients.
 
         The coefficient is not included. Collective if :meth:`count` was not called for this step, because each rank has
@@ -175,7 +176,7 @@ class RouterLoss:
         return share
 
     @property
-    def value_here(self) -> float | torch.Tensor:
+    def value_here(self) -> float | Tensor:
         """The part of this rank's micro-batches in the loss of the global batch, without the coefficient; 0-dim on the
         device, or 0.0 if this rank counts none."""
         if not self._shares or not self._counts_here:

@@ -117,7 +117,9 @@ def build_model(
         verdict.log_differences(f"{from_pretrained} and the model")
         note_untied(model, from_pretrained)
         if not loading and getattr(config, "quantization_config", None) is not None:
-            cast_to(model, _type_read(model) if dtype == "auto" else getattr(torch, dtype))
+            wanted = getattr(torch, dtype, None) or model.config.dtype
+            # model.dtype is the first parameter's, which may be one that stays in float32.
+            cast_to(model, wanted if isinstance(wanted, torch.dtype) else model.dtype)
     # from_pretrained returns models in evaluation mode, without dropout.
     model.train()
     return model
@@ -183,36 +185,34 @@ def _cap_attention(config: PreTrainedConfig) -> None:
 @contextmanager
 def _build_errors(from_pretrained: str | None, attn_implementation: str | None) -> Iterator[None]:
     """Raise :class:`RecipeError` for errors of transformers and safetensors: damaged files, or a model they lack."""
+    name = os.path.expanduser(str(from_pretrained))
     try:
         yield
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        name = os.path.expanduser(str(from_pretrained))
         pointer = lfs_pointer(name, "*.safetensors", "*.bin")
         hint = "download or copy it again, and compare its size with the original"
-        if pointer is not None:
-            hint = LFS_HINT
         raise RecipeError(
             "a file of the model's weights is damaged",
             where=pointer or _damaged_file(name),
             value=first_line(error),
-            hint=hint,
+            hint=hint if pointer is None else LFS_HINT,
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         if known := explained(error, from_pretrained or "", "model.from_pretrained"):
             raise known from error
         hint = "correct the model section; weights are read from *.safetensors beside config.json"
-        if isinstance(error, ImportError) and attn_implementation is None:
+        if attn_implementation is not None:
+            hint = (
+                "set model.attn_implementation to sdpa or eager, or leave it out: transformers then chooses one that "
+                "the model supports"
+            )
+        elif isinstance(error, ImportError):
             hint = (
                 "install the named package; or use a base that is not quantized, if quantized files need it "
                 "(peft.quantize_base quantizes a base while it is read)"
             )
-        if attn_implementation is not None and "flash" in str(error).lower():
-            hint = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
-        elif attn_implementation is not None and "attention implementation" in str(error).lower():
-            hint = "leave model.attn_implementation out: transformers then chooses one that the model supports"
-        value = first_line(error, 3)
         raise RecipeError(
-            "the model cannot be built", where="model", value=value, hint=hint
+            "the model cannot be built", where="model", value=first_line(error, 3), hint=hint
         ) from error
 
 
@@ -237,13 +237,6 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-
-
-def _type_read(model: PreTrainedModel) -> torch.dtype:
-    """The type in which ``from_pretrained`` read *model* with the dtype ``auto``, apart from what stays in float32."""
-    # model.dtype is the first parameter's, which may be one that stays in float32.
-    found = model.config.dtype
-    return found if isinstance(found, torch.dtype) else model.dtype
 
 
 def _read_model(

@@ -129,12 +129,7 @@ def _config_of(
             raise known from error
         kind = content.get("model_type")
         if isinstance(kind, str) and kind not in CONFIG_MAPPING:
-            raise RecipeError(
-                "transformers has no models of this type",
-                where=where,
-                value=f"{name}: model_type {kind}; transformers {transformers.__version__}",
-                hint=_similar_types(kind, "install a version of transformers that has this type"),
-            ) from error
+            raise _unknown_type(kind, where, f"{name}: model_type {kind}") from error
         raise RecipeError(
             "the model's configuration cannot be read",
             where=where,
@@ -148,7 +143,9 @@ def _config_from_mapping(
     settings: dict[str, Any], tokenizer: Any, processor: Any, overrides: Mapping[str, Any]
 ) -> PreTrainedConfig:
     model_type = settings.pop("model_type", None)
-    config_class = _config_class(model_type)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise _unknown_type(model_type, "model.from_config.model_type", model_type)
+    config_class = CONFIG_MAPPING[model_type]
     try:
         default = config_class()
         settings = _completed(settings, default, tokenizer, processor)
@@ -176,47 +173,31 @@ def _rejected(model_type: object, where: str, error: Exception) -> RecipeError:
     )
 
 
-def _config_class(model_type: object) -> type[PreTrainedConfig]:
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        found: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
-        return found
-    raise RecipeError(
-        "from_config requires a model_type that transformers supports",
-        where="model.from_config.model_type",
-        value=model_type,
-        hint=_similar_types(model_type, "for example llama, qwen3 or gpt2"),
-    )
-
-
-def _similar_types(model_type: object, otherwise: str) -> str:
-    """The hint with the types of models that are similar to an unknown one; *otherwise* if there are none."""
+def _unknown_type(model_type: object, where: str, value: object) -> RecipeError:
     near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else otherwise
+    hint = "name a type such as llama, qwen3 or gpt2, or install a version of transformers that has this type"
+    return RecipeError(
+        "transformers has no models of this type",
+        where=where,
+        value=f"{value}; transformers {transformers.__version__}",
+        hint=f"did you mean {' or '.join(near)}?" if near else hint,
+    )
 
 
 def _completed(
     settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any
 ) -> dict[str, Any]:
     """Complete *settings* from the tokenizer and the processor; a model of several parts has a section for text."""
+    of_tokenizer: dict[str, Any] = {}
+    if tokenizer is not None:
+        of_tokenizer = {name: getattr(tokenizer, name, None) for name in _SPECIAL_IDS}
+        of_tokenizer["vocab_size"] = len(tokenizer)
     if "text_config" not in default.sub_configs:
         # T5 has no start token.
-        known = {
-            key: value for key, value in _settings_of(tokenizer).items() if hasattr(default, key)
-        }
+        known = {key: value for key, value in of_tokenizer.items() if hasattr(default, key)}
         return {**known, **settings}
-    text = settings.get("text_config") or {}
-    return {
-        **image_settings(processor, default),
-        **settings,
-        "text_config": {**_settings_of(tokenizer), **text},
-    }
-
-
-def _settings_of(tokenizer: Any) -> dict[str, Any]:
-    if tokenizer is None:
-        return {}
-    ids = {name: getattr(tokenizer, name, None) for name in _SPECIAL_IDS}
-    return {"vocab_size": len(tokenizer), **ids}
+    text = {**of_tokenizer, **(settings.get("text_config") or {})}
+    return {**image_settings(processor, default), **settings, "text_config": text}
 
 
 def merged_config(

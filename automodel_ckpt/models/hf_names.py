@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -172,7 +172,7 @@ def _would_mix_prefixes(
 
 def _read_off(
     shapes: Mapping[str, tuple[int, ...]],
-    revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    revert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> Conversion:
     """Convert a small integer tensor for each tensor with *revert*, and read the origins off the results.
 
@@ -180,11 +180,15 @@ def _read_off(
     more dimensions). All elements of all markers are different numbers from 0 on, so that they identify their origin
     after any slicing. Raises ValueError if the result does not contain each of them exactly once.
     """
-    markers: dict[str, torch.Tensor] = {}
+    markers: dict[str, Tensor] = {}
     starts: list[int] = []
     total = 0
     for name, shape in shapes.items():
-        small = [_small(extent) for extent in shape]
+        # The greatest divisor of each extent up to 8; 0 for 0.
+        small = [
+            max((size for size in range(1, 9) if extent and extent % size == 0), default=0)
+            for extent in shape
+        ]
         if len(shape) > 2:
             small[0] = shape[0]
         starts.append(total)
@@ -219,7 +223,7 @@ def _read_off(
     return Conversion(names, parts, combined)
 
 
-def _row_part(value: torch.Tensor, marker: torch.Tensor, shape: tuple[int, ...]) -> RowPart | None:
+def _row_part(value: Tensor, marker: Tensor, shape: tuple[int, ...]) -> RowPart | None:
     """The part of a tensor of *shape* that *value* is, a part of its *marker*. None when it is not of one row."""
     if marker.dim() < 2:
         return None
@@ -236,11 +240,6 @@ def _row_part(value: torch.Tensor, marker: torch.Tensor, shape: tuple[int, ...])
         for part, factor in zip(in_marker, factors, strict=True)
     ]
     return row, tuple(in_tensor)
-
-
-def _small(extent: int) -> int:
-    """The greatest divisor of *extent* up to 8; 0 for 0."""
-    return max((size for size in range(1, 9) if extent and extent % size == 0), default=0)
 
 
 def tensor_names_in(base_dir: Path) -> set[str]:

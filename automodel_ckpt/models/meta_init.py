@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ class InitialValues:
         after = [tensor._version for tensor in tensors]
         return all(new > old for new, old in zip(after, before, strict=True))
 
-    def of_module(self, name: str, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    def of_module(self, name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The complete initial values, on the CPU, of those direct tensors of the module *name* that are *wanted*.
 
         *wanted* gets a tensor's name inside of the module. Call it in the context of transformers'
@@ -63,12 +63,19 @@ class InitialValues:
         on_meta = _own_tensors(module)
         if not any(wanted(key) for key in on_meta):
             return {}
-        memory = {key: _in_memory(tensor) for key, tensor in on_meta.items()}
+        memory: dict[str, Tensor] = {}
+        for key, tensor in on_meta.items():
+            # Values of 16 bits would have other draws.
+            is_small = tensor.dtype in (torch.bfloat16, torch.float16)
+            dtype = torch.float32 if is_small else tensor.dtype
+            memory[key] = torch.empty_like(tensor, device="cpu", dtype=dtype)
         _replace(module, memory)
         try:
             with torch.random.fork_rng(devices=[]):
                 # Only the CPU's generator is restored afterwards, so no other one may be seeded.
-                torch.default_generator.manual_seed(_mixed(self._seed, name))
+                digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+                # torch requires a seed of 63 bits.
+                torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
                 # Draws for other modules, which are on the meta device, do not advance the CPU's
                 # generator: the values depend on this module only.
                 for outer in _outwards(name):
@@ -94,12 +101,6 @@ class InitialValues:
                 return
 
 
-def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for *tensor*, a tensor on the meta device; in float32 instead of 16 bits, which would have other draws."""
-    is_small = tensor.dtype in (torch.bfloat16, torch.float16)
-    return torch.empty_like(tensor, device="cpu", dtype=torch.float32 if is_small else tensor.dtype)
-
-
 def _outwards(name: str) -> Iterator[str]:
     """The module's name, and the names of the modules that contain it, up to the model ("")."""
     while name:
@@ -108,19 +109,13 @@ def _outwards(name: str) -> Iterator[str]:
     yield ""
 
 
-def _mixed(seed: int, name: str) -> int:
-    """A seed of 63 bits, as torch requires, from *seed* and a module's name."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The direct parameters and buffers of a module, without its children's."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def _replace(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def _replace(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replace direct parameters and buffers. nn.Module's setattr is slower and does not accept every replacement."""
     for name, tensor in tensors.items():
         if name in module._buffers:
@@ -143,7 +138,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
     Tied parameters stay tied. Tensors with values are unchanged.
     """
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Tensor] = {}
     for module in model.modules():
         without = {name: tensor for name, tensor in _own_tensors(module).items() if tensor.is_meta}
         for tensor in without.values():
@@ -183,7 +178,7 @@ def initialise(
                 put(own[key], complete)
 
 
-def put(target: torch.Tensor, complete: torch.Tensor) -> None:
+def put(target: Tensor, complete: Tensor) -> None:
     """Copy this rank's shard of *complete* to *target*, a tensor of the same global shape."""
     if not isinstance(target, DTensor):
         target.copy_(complete)

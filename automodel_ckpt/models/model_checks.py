@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from automodel_ckpt.errors import RecipeError
@@ -83,9 +83,7 @@ def note_untied(model: Any, name: str) -> None:
         return
     outcome = "they are trained and exported as two tensors"
     if not model.all_tied_weights_keys:
-        for config in {
-            id(each): each for each in (model.config, model.config.get_text_config())
-        }.values():
+        for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
         outcome += ", and config.json of exports has tie_word_embeddings: false"
     pairs = ", ".join(f"{alias} and {source}" for alias, source in apart.items())
@@ -169,7 +167,7 @@ def _stated(text: Any) -> RouterSettings | None:
 
 def check_router_loss(
     model: nn.Module,
-    loss_of: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    loss_of: Callable[[Sequence[Tensor]], Tensor],
     options: Mapping[str, Any],
     multiple: int,
     device: torch.device,
@@ -182,10 +180,8 @@ def check_router_loss(
     tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
     with side_effect_free(model):
         output = model(input_ids=tokens, **options)
-    router_logits, expected = (
-        getattr(output, "router_logits", None),
-        getattr(output, "aux_loss", None),
-    )
+    router_logits = getattr(output, "router_logits", None)
+    expected = getattr(output, "aux_loss", None)
     if not router_logits or expected is None:
         found = "the model returns no router logits"
     else:

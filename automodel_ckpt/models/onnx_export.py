@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -52,11 +52,10 @@ class _OneOutput(nn.Module):
         accepts_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options: dict[str, Any] = {"use_cache": False} if accepts_cache else {}
 
-    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+    def forward(self, *values: Tensor) -> Tensor:
         """Return the output of the model for the *values* of its inputs, in order."""
         inputs = dict(zip(self._inputs, values, strict=True))
-        output: torch.Tensor = self.model(**inputs, **self._options)[self._output]
-        return output
+        return self.model(**inputs, **self._options)[self._output]  # type: ignore[no-any-return]
 
 
 def require_onnx() -> None:
@@ -90,7 +89,12 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
             class, and for a model that the exporter cannot trace.
     """
     model, output = _load(directory, dtype)
-    inputs = _inputs_of(model, directory)
+    parameters = inspect.signature(model.forward).parameters
+    inputs: tuple[str, ...] = _INPUTS
+    if _SEGMENTS in parameters and getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs = (*_INPUTS, _SEGMENTS)
+    if lacking := [name for name in inputs if name not in parameters]:
+        raise _unusable("the model has no such input", directory, lacking[0])
     ids = torch.arange(_EXAMPLE[0] * _EXAMPLE[1]).reshape(_EXAMPLE) % model.config.vocab_size
     examples = [ids, *(torch.ones_like(ids) for _ in inputs[1:])]
     if _SEGMENTS in inputs:
@@ -152,17 +156,6 @@ def _load(directory: Path, dtype: str) -> tuple[Any, str]:
             what = f"the files do not have exactly the tensors of a {name}, which config.json names"
             raise _unusable(what, directory, f"{kind.replace('_', ' ')}: {each}")
     return model.eval(), output
-
-
-def _inputs_of(model: Any, directory: Path) -> tuple[str, ...]:
-    parameters = inspect.signature(model.forward).parameters
-    inputs: tuple[str, ...] = _INPUTS
-    if _SEGMENTS in parameters and getattr(model.config, "type_vocab_size", 0) > 1:
-        inputs = (*_INPUTS, _SEGMENTS)
-    for name in inputs:
-        if name not in parameters:
-            raise _unusable("the model has no such input", directory, name)
-    return inputs
 
 
 def _unusable(what: str, directory: Path, value: str) -> CheckpointUnusable:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from automodel_ckpt.errors import RecipeError
@@ -135,7 +135,7 @@ class NoEmbedding(PassThrough):
 class StageInput(PassThrough):
     """Takes the place of the layer before a stage, and returns the hidden states that the stage received."""
 
-    received: torch.Tensor | None = None
+    received: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received hidden states, once."""
@@ -147,14 +147,14 @@ class StageInput(PassThrough):
 class StageOutput(PassThrough):
     """Takes the place of the layer after a stage, and keeps the hidden states that the stage computed."""
 
-    computed: torch.Tensor | None = None
+    computed: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the first argument and return it."""
         self.computed = _first(args, kwargs)
         return self.computed
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Return the hidden states of the latest forward pass, once."""
         assert self.computed is not None
         hidden, self.computed = self.computed, None
@@ -163,20 +163,6 @@ class StageOutput(PassThrough):
 
 def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
-
-
-def stand_in_for(module: nn.Module) -> PassThrough:
-    """The stand-in of a module outside of the layers."""
-    if isinstance(module, nn.Embedding):
-        return NoEmbedding(module.embedding_dim)
-    return PassThrough()
-
-
-def take_place(stand_in: PassThrough, layer: nn.Module) -> None:
-    """Make *stand_in* look like *layer* to the model, with plain attributes such as ``attention_type``."""
-    for name, value in vars(layer).items():
-        if isinstance(value, (str, int, float)) and name != "training":
-            setattr(stand_in, name, value)
 
 
 class LocalStage:
@@ -205,12 +191,18 @@ class LocalStage:
                 stand_in = self._input
             elif index == mine.stop and self._output is not None:
                 stand_in = self._output
-            take_place(stand_in, layer)
+            # The model reads plain attributes of its layers, such as ``attention_type``.
+            for name, value in vars(layer).items():
+                if isinstance(value, (str, int, float)) and name != "training":
+                    setattr(stand_in, name, value)
             # Replaced, not removed: the other layers keep their numbers, and so their names in checkpoints.
             layers[index] = stand_in
         for name in (*decoder.before, *decoder.after):
             if name not in kept:
-                base.set_submodule(name, stand_in_for(base.get_submodule(name)))
+                module = base.get_submodule(name)
+                is_embedding = isinstance(module, nn.Embedding)
+                other = NoEmbedding(module.embedding_dim) if is_embedding else PassThrough()
+                base.set_submodule(name, other)
         model.register_forward_hook(self._return_hidden)
 
     @property
@@ -218,7 +210,7 @@ class LocalStage:
         """Whether the stage computes the logits."""
         return self.number == self.num_stages - 1
 
-    def receive(self, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    def receive(self, hidden: Tensor, length: int) -> Tensor:
         """Pass *hidden* states [B, t, H] of the stage before to the next forward pass.
 
         Returns what the model gets as ``inputs_embeds`` [B, *length*, H], from which it makes masks and positions. The

@@ -43,9 +43,13 @@ def read_processor(
     transformers has none and *repository* allows it. Raises OSError, ValueError or ImportError if there is none.
     """
     settings = dict(settings or {})
+    # Passed to ``from_pretrained``, transformers 5 would use them too, with a warning for each image.
     limits = {name: settings.pop(name) for name in _PIXEL_LIMITS if name in settings}
     processor = _read(name, repository, settings)
-    _limit_pixels(processor, limits)
+    image_processor: Any = getattr(processor, "image_processor", None)
+    if _has_pixel_limits(image_processor):
+        for name, value in limits.items():
+            image_processor.size[_PIXEL_LIMITS[name]] = value
     return processor
 
 
@@ -68,18 +72,6 @@ def _read(name: str, repository: RepositoryOptions, settings: Mapping[str, Any])
         processor_class.__name__,
     )
     return processor
-
-
-def _limit_pixels(processor: Any, limits: Mapping[str, int]) -> None:
-    """Set the smallest and largest number of pixels of an image, in processors with a ``size`` that has them.
-
-    Passed to ``from_pretrained``, transformers 5 would use them too, with a warning for each image.
-    """
-    image_processor: Any = getattr(processor, "image_processor", None)
-    if not _has_pixel_limits(image_processor):
-        return
-    for name, value in limits.items():
-        image_processor.size[_PIXEL_LIMITS[name]] = value
 
 
 def _has_pixel_limits(image_processor: Any) -> bool:
@@ -127,8 +119,7 @@ def _content(name: str, file: str) -> dict[str, Any]:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except OSError:  # no such place, or out of reach
         return {}
-    content: dict[str, Any] = parse_json(Path(path).read_bytes()) if path else {}
-    return content
+    return parse_json(Path(path).read_bytes()) if path else {}
 
 
 class _Settings(dict[str, Any]):

@@ -35,24 +35,19 @@ def quantized_loading(
     *dtype* is the type of the tensors that stay as they are. 4-bit weights are computed in bfloat16, in float16 if that
     is *dtype*. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes, or sharded.
     """
-    in_cuda = f"it needs a CUDA device; this is a {device.type}"
-    install = "pip install 'automodel_ckpt[quantization]'"
-    for is_wrong, why, hint in (
-        (device.type != "cuda", in_cuda, "remove it, or train on a GPU"),
-        (
-            strategy == "fsdp2",
-            "packed weights cannot be sharded by fsdp2",
-            "set distributed.strategy to ddp",
-        ),
-        (
-            importlib.util.find_spec("bitsandbytes") is None,
-            "bitsandbytes is not installed",
-            install,
-        ),
-    ):
-        if is_wrong:
-            what = f"the base cannot be quantized: {why}"
-            raise RecipeError(what, where="peft.quantize_base", value=kind, hint=hint)
+    why = hint = ""
+    if device.type != "cuda":
+        why = f"it needs a CUDA device; this is a {device.type}"
+        hint = "remove it, or train on a GPU"
+    elif strategy == "fsdp2":
+        why = "packed weights cannot be sharded by fsdp2"
+        hint = "set distributed.strategy to ddp"
+    elif importlib.util.find_spec("bitsandbytes") is None:
+        why = "bitsandbytes is not installed"
+        hint = "pip install 'automodel_ckpt[quantization]'"
+    if why:
+        what = f"the base cannot be quantized: {why}"
+        raise RecipeError(what, where="peft.quantize_base", value=kind, hint=hint)
     make: Any = transformers.BitsAndBytesConfig  # it has no annotations
     if kind == "int8":
         config = make(load_in_8bit=True)
@@ -78,22 +73,20 @@ def dequantized(config: PreTrainedConfig) -> dict[str, Any]:
     Empty for a base that is not quantized, and for formats that transformers cannot dequantize while it reads.
     """
     settings = getattr(config, "quantization_config", None)
-    if not isinstance(settings, dict) or not _is_read_as_floats(settings):
+    if not isinstance(settings, dict):
+        return {}
+    method = settings.get("quant_method")
+    is_read_as_floats = method in _READ_AS_FLOATS
+    if method == "compressed-tensors":
+        # Otherwise, packed weights stay packed until the first forward pass, and peft cannot add adapters to them.
+        # transformers 5.17 does not have the setting yet.
+        make: Any = transformers.CompressedTensorsConfig
+        is_read_as_floats = "dequantize" in inspect.signature(make).parameters
+    if not is_read_as_floats:
         return {}
     changed = copy.deepcopy(config)
     changed.quantization_config = {**settings, "dequantize": True}
     return {"config": changed}
-
-
-def _is_read_as_floats(settings: dict[str, Any]) -> bool:
-    """Whether transformers can dequantize files with these *settings* while it reads them."""
-    method = settings.get("quant_method")
-    if method != "compressed-tensors":
-        return method in _READ_AS_FLOATS
-    # Otherwise, packed weights stay packed until the first forward pass, and peft cannot add adapters to them.
-    # transformers 5.17 does not have the setting yet.
-    make: Any = transformers.CompressedTensorsConfig
-    return "dequantize" in inspect.signature(make).parameters
 
 
 def cast_to(model: nn.Module, dtype: torch.dtype) -> None:

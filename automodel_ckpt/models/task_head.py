@@ -122,7 +122,7 @@ def set_padding(config: PreTrainedConfig, pad_token_id: int) -> None:
 
     Decoders compute the logits of a row at its last token with another id.
     """
-    for section in {id(each): each for each in (config, config.get_text_config())}.values():
+    for section in (config, config.get_text_config()):
         section.pad_token_id = pad_token_id
 
 

@@ -67,16 +67,11 @@ class Verdict:
 
     def lines(self, *, allowed: bool) -> list[str]:
         """One line per difference that the recipe allows, or per difference that it does not allow."""
-        lines = [
-            f"+ {name}: not there" for name in self.missing if (name in self.allowed) == allowed
-        ]
-        for name in self.unexpected:
-            if (name in self.allowed) == allowed:
-                lines.append(f"- {name}: only there")
+        lines = [(name, f"+ {name}: not there") for name in self.missing]
+        lines += [(name, f"- {name}: only there") for name in self.unexpected]
         for name, (there, here) in sorted(self.misshapen.items()):
-            if (name in self.allowed) == allowed:
-                lines.append(f"~ {name}: there {list(there)}, here {list(here)}")
-        return lines
+            lines.append((name, f"~ {name}: there {list(there)}, here {list(here)}"))
+        return [line for name, line in lines if (name in self.allowed) == allowed]
 
     def check_allowed(self, where: str, value: object, section: str) -> None:
         """Raise :class:`RecipeError` with all differences that are not allowed.
@@ -125,11 +120,8 @@ def _hint(verdict: Verdict, section: str) -> str:
             "these weights are quantized, and cannot be read as ordinary floats here: use the model that they were "
             "made from (peft.quantize_base quantizes it while it is read)"
         )
-    parts = []
-    if missing:
-        parts.append(f"{section}.allow_missing: {_patterns(missing)}")
-    if unexpected:
-        parts.append(f"{section}.allow_unexpected: {_patterns(unexpected)}")
+    found = {"allow_missing": missing, "allow_unexpected": unexpected}
+    parts = [f"{section}.{key}: {_patterns(names)}" for key, names in found.items() if names]
     return f"name the weights of this model, or, to ignore these, set {' and '.join(parts)}"
 
 
@@ -162,7 +154,8 @@ def compare(
     missing: list[str] = []
     resized: dict[str, tuple[Shape, Shape]] = {}
     misshapen: dict[str, tuple[Shape, Shape]] = {}
-    used = set(_aliases_in_source(here, there, prefix))
+    # Files may contain both copies of tied tensors.
+    used = {spelling for alias in here.tied for spelling in _spellings(alias, prefix)}
     for name, shape in here.shapes.items():
         source = _source_of(name, here, there, prefix)
         if source is None:
@@ -195,9 +188,12 @@ def ignored_by(model: Any, names: Iterable[str]) -> list[str]:
     """
     names = list(names)
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    listed = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
-    listed.update(former_buffers(model, names))
-    return [name for name in names if name in listed]
+    former = former_buffers(model, names)
+    return [
+        name
+        for name in names
+        if name in former or any(re.search(pattern, name) for pattern in patterns)
+    ]
 
 
 def former_buffers(model: Any, names: Iterable[str]) -> list[str]:
@@ -235,8 +231,7 @@ def _source_of(name: str, here: Names, there: Names, prefix: str) -> str | None:
     """The tensor of the source that fills *name*, under any of its names and spellings."""
     for each in here.all_of(name):
         for spelling in _spellings(each, prefix):
-            source = there.resolve(spelling)
-            if source is not None:
+            if source := there.resolve(spelling):
                 return source
     return None
 
@@ -246,15 +241,6 @@ def _spellings(name: str, prefix: str) -> list[str]:
         return [name]
     without = name.removeprefix(f"{prefix}.")
     return [name, without if without != name else f"{prefix}.{name}"]
-
-
-def _aliases_in_source(here: Names, there: Names, prefix: str) -> Iterator[str]:
-    """Tensors of the source with a name that is only an alias in the model: files may contain both copies of tied
-    tensors."""
-    for alias in here.tied:
-        for spelling in _spellings(alias, prefix):
-            if spelling in there.shapes:
-                yield spelling
 
 
 def _matching(names: Sequence[str], patterns: Iterable[str]) -> set[str]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.device_copies import to_device
@@ -74,8 +74,14 @@ class AdamW8bit(torch.optim.Optimizer):
         self.float32_weights = float32_weights
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        if float32_weights:
-            self._check_types()
+        types = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        if float32_weights and torch.float16 in types:
+            raise RecipeError(
+                "float16 weights cannot be extended to float32 weights: their exponents have fewer bits",
+                where="optimizer.float32_weights",
+                value="weights in float16",
+                hint="set model.dtype: bfloat16",
+            )
 
     @property
     def state_summary(self) -> str:
@@ -117,17 +123,6 @@ class AdamW8bit(torch.optim.Optimizer):
                 if state and parameter.dtype == torch.bfloat16:
                     yield parameter, state
 
-    def _check_types(self) -> None:
-        """Raise :class:`RecipeError` for float16 weights: their exponents have fewer bits than float32's."""
-        for group in self.param_groups:
-            if any(parameter.dtype == torch.float16 for parameter in group["params"]):
-                raise RecipeError(
-                    "float16 weights cannot be extended to float32 weights: their exponents have fewer bits",
-                    where="optimizer.float32_weights",
-                    value="weights in float16",
-                    hint="set model.dtype: bfloat16",
-                )
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
@@ -144,19 +139,19 @@ class AdamW8bit(torch.optim.Optimizer):
                 device = value.device if name == "step" else parameter.device
                 self.state[parameter][name] = value.to(device)
 
-    def state_like(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def state_like(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of *parameter* [...] as tensors without values, for forecasts of memory and disk."""
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return self._new_state(shape)
 
-    def _block_of(self, parameter: torch.Tensor) -> int:
+    def _block_of(self, parameter: Tensor) -> int:
         """The number of elements that share a scale; 0 for a parameter with float32 moments."""
         if parameter.dim() < 2 or parameter.numel() < self.min_elements:
             return 0
         block = math.gcd(parameter.shape[-1], self.block_size)
         return block if block >= _SMALLEST_BLOCK else 0
 
-    def _new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of zero, and zeros as further bits of the weights, sharded as *parameter* is."""
         block = self._block_of(parameter)
         state = {"step": torch.zeros((), dtype=torch.float32)}
@@ -170,7 +165,7 @@ class AdamW8bit(torch.optim.Optimizer):
             state[FURTHER_BITS] = _zeros_of_bits(parameter)
         return state
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, block = self.state[parameter], self._block_of(parameter)
         if not state:
             state.update(self._new_state(parameter))
@@ -201,17 +196,19 @@ class AdamW8bit(torch.optim.Optimizer):
                 tensor.copy_(copied)
 
 
-def _zeros_of_bits(parameter: torch.Tensor) -> torch.Tensor:
+def _zeros_of_bits(parameter: Tensor) -> Tensor:
     """Further bits of zero [...]: the float32 weights are the values of *parameter*."""
     return torch.zeros_like(parameter, dtype=torch.int16)
 
 
-def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
+def _new_scales(parameter: Tensor, block: int) -> Tensor:
     """Scales of zero [..., C / block] in float32."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     local = _local(parameter)
+    blocks = (*local.shape[:-1], local.shape[-1] // block)
+    scales = torch.zeros(blocks, dtype=torch.float32, device=local.device)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, dtype=torch.float32, device=local.device)
+        return scales
     last = parameter.dim() - 1
     num_parts = 1
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
@@ -224,9 +221,6 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
             value=f"{shape[-1]} blocks of {block} elements among {num_parts} ranks",
             hint="set a smaller optimizer.block_size, or another distributed.tp_size",
         )
-    scales = torch.zeros(
-        (*local.shape[:-1], local.shape[-1] // block), dtype=torch.float32, device=local.device
-    )
     # The shape is given, because shards of ranks can differ in size.
     stride = torch.empty(shape, device="meta").stride()
     sharded = DTensor.from_local(
@@ -241,7 +235,7 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
     return sharded.to(parameter.device)
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+def _local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -261,18 +255,16 @@ def _setting_values(group: dict[str, Any], num_steps: float) -> list[float]:
     ]
 
 
-def _settings(values: list[float], device: torch.device) -> torch.Tensor:
+def _settings(values: list[float], device: torch.device) -> Tensor:
     """A tensor of *values*, which the device does not wait for."""
     # A plain pin_memory() would raise where the system locks no memory.
     return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
-def _update_rows(
-    rows: list[torch.Tensor], further_bits: torch.Tensor | None, values: list[float]
-) -> None:
+def _update_rows(rows: list[Tensor], further_bits: Tensor | None, values: list[float]) -> None:
     """Update the blocks of a parameter in place by a kernel for all of them, or in chunks.
 
-    *rows* are the first arguments of :func:`update_blocks`: weights, gradient, codes and scales.
+    *rows* are the argument of :func:`update_blocks`: weights, gradient, codes and scales.
     """
     weights, gradient, *_ = rows
     device, block = weights.device, weights.shape[1]
@@ -280,23 +272,22 @@ def _update_rows(
     if kernel is not None and kernel.fits(weights, gradient):
         kernel.update(rows, values, further_bits)
         return
-    tables = [_table(is_signed, device) for is_signed in (True, False)]
+    tables = _tables(device)
     settings = _settings(values, device)
-    update: Any = update_blocks
     num_rows = max(_CHUNK // block, 1)
     for start in range(0, len(weights), num_rows):
         part = slice(start, start + num_rows)
         chunk = [each[part] for each in rows]
         bits_of_chunk = None if further_bits is None else further_bits[part]
-        update(*chunk, *tables, settings, bits_of_chunk)
+        update_blocks(chunk, tables, settings, bits_of_chunk)
 
 
 def _change(
-    parameter: torch.Tensor,
-    further_bits: torch.Tensor | None,
-    average: torch.Tensor,
-    square: torch.Tensor,
-    settings: torch.Tensor,
+    parameter: Tensor,
+    further_bits: Tensor | None,
+    average: Tensor,
+    square: Tensor,
+    settings: Tensor,
 ) -> None:
     """Update a parameter in place by its moments in float32, with the further bits of its weights if there are any."""
     _, _, decay, size, correction, eps = settings.unbind()
@@ -310,7 +301,7 @@ def _change(
     further_bits.copy_(bits)
 
 
-def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
+def joined(rounded: Tensor, further_bits: Tensor) -> Tensor:
     """The float32 values that :func:`divided` has divided.
 
     Where something else has changed *rounded* since then, they are near its new values.
@@ -322,7 +313,7 @@ def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
     return (high + bits).view(torch.float32)
 
 
-def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def divided(values: Tensor) -> tuple[Tensor, Tensor]:
     """Divide float32 *values* [...] into the nearest bfloat16 values [...] and further bits as int16 [...].
 
     The further bits are the difference between the bits of a value and of its rounded value. Unlike a conversion
@@ -337,21 +328,18 @@ def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def update_blocks(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    average_codes: torch.Tensor,
-    square_codes: torch.Tensor,
-    average_scales: torch.Tensor,
-    square_scales: torch.Tensor,
-    signed: torch.Tensor,
-    unsigned: torch.Tensor,
-    settings: torch.Tensor,
-    further_bits: torch.Tensor | None = None,
+    rows: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    settings: Tensor,
+    further_bits: Tensor | None = None,
 ) -> None:
     """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
 
-    *signed* and *unsigned* [256] are the tables of both moments. *further_bits* [n, block] are the parameter's.
+    *rows* are the parameter, its gradient, the codes of both moments, and their scales. *tables* are those of both
+    moments, [256] each. *further_bits* [n, block] are the parameter's.
     """
+    parameter, gradient, average_codes, square_codes, average_scales, square_scales = rows
+    signed, unsigned = tables
     wide = gradient.float()
     average = torch.lerp(decoded(average_codes, average_scales, signed), wide, settings[0])
     square = torch.lerp(decoded(square_codes, square_scales, unsigned), wide.square(), settings[1])
@@ -366,8 +354,8 @@ def update_blocks(
 
 
 @functools.cache
-def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
-    return dynamic_table(is_signed).to(device)
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    return dynamic_table(True).to(device), dynamic_table(False).to(device)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from automodel_ckpt.optim.moment_codes import dynamic_table, lookup_of
 
@@ -184,18 +185,18 @@ def _update(
     tl.store(square_codes + element, square_code, is_element, eviction_policy=EVICTION)
 
 
-def fits(weights: torch.Tensor, gradients: torch.Tensor) -> bool:
+def fits(weights: Tensor, gradients: Tensor) -> bool:
     """Whether :func:`update` accepts rows [n, block] of these types and this length."""
     tensors = (weights, gradients)
     # Other subclasses may have no memory.
-    is_known = all(type(each) is torch.Tensor and each.dtype in _TYPES for each in tensors)
+    is_known = all(type(each) is Tensor and each.dtype in _TYPES for each in tensors)
     return is_known and weights.shape[1] <= _LONGEST_ROW
 
 
 def update(
-    rows: Sequence[torch.Tensor],
+    rows: Sequence[Tensor],
     settings: Sequence[float],
-    further_bits: torch.Tensor | None = None,
+    further_bits: Tensor | None = None,
 ) -> None:
     """Do what ``adam8bit.update_blocks`` does with contiguous *rows*, in one kernel; see :func:`fits`.
 
@@ -228,7 +229,7 @@ def update(
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
+def _tables(device: torch.device) -> tuple[Tensor, ...]:
     """The signed and the unsigned table, and the lookup tables of both."""
     signed, unsigned = dynamic_table(True), dynamic_table(False)
     lookups = [

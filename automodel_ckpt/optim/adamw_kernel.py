@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _BLOCK = 1024
 """Elements that a program updates: 8 in each thread of 4 warps."""
@@ -60,19 +61,19 @@ def _update(
 
 
 def update(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    averages: list[torch.Tensor],
-    squares: list[torch.Tensor],
-    steps: list[torch.Tensor],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
     *,
     lr: float,
     beta1: float,
     beta2: float,
     weight_decay: float,
     eps: float,
-    grad_scale: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Do what ``torch._fused_adamw_`` does with contiguous float32 tensors, one kernel for each; see :func:`fits`.
 

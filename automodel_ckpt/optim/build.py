@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -95,46 +95,34 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     # torch's fused step divides gradients by this attribute, if it is not None (GradScaler uses the same interface).
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
     """If it is 1 (0-dim, float32, on the device of the parameters), the next step changes nothing."""
 
     def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
         super().__init__(params, **{"fused": True, **settings})
 
-    def divide_in_step(self, divisor: float | torch.Tensor) -> None:
+    def divide_in_step(self, divisor: float | Tensor) -> None:
         """Divide all gradients by *divisor* in the next step only; a tensor is 0-dim, on the parameters' device."""
         self.grad_scale = torch.as_tensor(divisor, dtype=torch.float32)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set them to zero if *set_to_none* is false."""
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-            return
-        # torch's own loop also opens a profiler record.
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
-        if closure is None and not self._is_watched() and self._step_on_shards():
-            return None
-        return self._step_of_torch(closure)
-
-    # Without this mark (torch 2.10 to 2.13), torch's constructor wraps the method to call hooks and to open a profiler
-    # record, which takes a fifth of a small model's update.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _is_watched(self) -> bool:
-        """Whether a hook or a profiler expects torch's wrapper around the step."""
-        return bool(
+        # A hook or a profiler expects torch's wrapper around the step.
+        is_watched = (
             torch._C._autograd._profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
         )
+        if closure is None and not is_watched and self._step_on_shards():
+            return None
+        return self._step_of_torch(closure)
+
+    # Without this mark (torch 2.10 to 2.13), torch's constructor wraps the method to call hooks and to open a profiler
+    # record, which takes a fifth of a small model's update.
+    step.hooked = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _step_on_shards(self) -> bool:
@@ -143,8 +131,7 @@ class FusedAdamW(torch.optim.AdamW):
         # all.
         inputs = []
         for group in self.param_groups:
-            shards = self._shards_of(group)
-            if shards is None:
+            if (shards := self._shards_of(group)) is None:
                 return False
             inputs.append(shards)
         for group, shards in zip(self.param_groups, inputs, strict=True):
@@ -172,7 +159,9 @@ class FusedAdamW(torch.optim.AdamW):
         if not group["fused"] or group["amsgrad"] or group["maximize"]:
             return None
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not _fit_one_kernel(parameters):
+        # On a GPU, one call of the kernel accepts one dtype and one device.
+        kinds = {(each.device, each.dtype) for each in parameters if not each.is_cpu}
+        if len(kinds) > 1 or (kinds and any(each.is_cpu for each in parameters)):
             return None
         entries = [self.state[parameter] for parameter in parameters]
         if not all(entries):
@@ -183,9 +172,9 @@ class FusedAdamW(torch.optim.AdamW):
         squares = [entry["exp_avg_sq"] for entry in entries]
         steps = [entry["step"] for entry in entries]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
-            rows = zip(parameters, gradients, averages, squares, strict=True)
-            if not all(_have_one_layout(*row) for row in rows):
-                return None
+            for row in zip(parameters, gradients, averages, squares, strict=True):
+                if len({_layout_of(tensor) for tensor in row}) > 1:
+                    return None
             parameters, gradients = _local(parameters), _local(gradients)
             averages, squares = _local(averages), _local(squares)
         return _Shards(parameters, gradients, averages, squares, steps)
@@ -239,32 +228,33 @@ class _Shards(NamedTuple):
     *steps* are 0-dim: how often each parameter was updated.
     """
 
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    averages: list[torch.Tensor]
-    squares: list[torch.Tensor]
-    steps: list[torch.Tensor]
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
 
 
 def _divided(shards: _Shards, lr: object) -> tuple[_Shards, _Shards]:
     """The shards that the kernel for large tensors accepts, and the others."""
-    parts = (_Shards([], [], [], [], []), _Shards([], [], [], [], []))
-    if isinstance(lr, torch.Tensor) or all(_is_small(each) for each in shards.parameters):
-        return parts[0], shards
+    large, others = _Shards([], [], [], [], []), _Shards([], [], [], [], [])
+    # Without the loop, which would take longer than the update of small tensors.
+    if isinstance(lr, Tensor) or not any(map(_is_large, shards.parameters)):
+        return large, shards
     for row in zip(*shards, strict=True):
-        is_large = not _is_small(row[0]) and all(_is_plain(each) for each in row[:-1])
-        for tensors, tensor in zip(parts[0 if is_large else 1], row, strict=True):
+        fits = _is_large(row[0]) and all(map(_is_plain, row[:-1]))
+        for tensors, tensor in zip(large if fits else others, row, strict=True):
             tensors.append(tensor)
-    return parts
+    return large, others
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() < LEAST_ELEMENTS
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() >= LEAST_ELEMENTS
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether *tensor* consists of consecutive float32 values. Other subclasses may have no memory."""
-    is_known = type(tensor) in (torch.Tensor, nn.Parameter)
+    is_known = type(tensor) in (Tensor, nn.Parameter)
     return is_known and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
@@ -290,17 +280,9 @@ _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(
 """AdamW's step, wrapped so that hooks and profilers see a FusedAdamW."""
 
 
-def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's shards of *tensors*; a plain tensor is its own shard."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def _fit_one_kernel(parameters: list[torch.Tensor]) -> bool:
-    """Whether one call of the kernel can update *parameters*: on a GPU it accepts one dtype and one device."""
-    if all(parameter.is_cpu for parameter in parameters):
-        return True
-    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
-    return len(kinds) == 1
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
@@ -312,7 +294,7 @@ def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def skip_step_if(optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+def skip_step_if(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
     """Make the next step of *optimizer* change nothing if *flag* is true: 0-dim, on the device of the parameters.
 
     The host does not read *flag*. Requires :func:`skips_by_flag`.
@@ -326,10 +308,6 @@ def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return getattr(optimizer, "optimizers", [optimizer])
 
 
-def _have_one_layout(*tensors: torch.Tensor) -> bool:
-    """Whether all tensors have the same mesh and placements, or none is a DTensor."""
-    layouts = []
-    for tensor in tensors:
-        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        layouts.append(layout)
-    return all(layout == layouts[0] for layout in layouts)
+def _layout_of(tensor: Tensor) -> object:
+    """The mesh and the placements of a DTensor; None for another tensor."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

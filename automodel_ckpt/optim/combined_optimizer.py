@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-Update = Callable[[torch.Tensor, dict[str, Any]], None]
+Update = Callable[[Tensor, dict[str, Any]], None]
 """Updates a parameter, with the options of its group."""
 
 

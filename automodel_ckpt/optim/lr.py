@@ -55,7 +55,14 @@ def build_schedule(
         unused["warmup_from"] = warmup_from or None
     if not decays and warmup_ratio is None:
         unused["decay_steps"] = decay_steps
-    _check_all_used(name, unused)
+    for key, value in unused.items():
+        if value is not None:
+            raise RecipeError(
+                f"the schedule {name} does not use {key}",
+                where=f"lr_scheduler.{key}",
+                value=value,
+                hint="remove it, or choose another schedule",
+            )
     accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
     _check_kwargs(name, kwargs or {}, accepted)
     if length is None and (decays or warmup_ratio is not None):
@@ -184,17 +191,6 @@ def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
         warnings.simplefilter("ignore")
         for _ in range(num_steps):
             schedule.step()
-
-
-def _check_all_used(name: str, settings: Mapping[str, Any]) -> None:
-    for key, value in settings.items():
-        if value is not None:
-            raise RecipeError(
-                f"the schedule {name} does not use {key}",
-                where=f"lr_scheduler.{key}",
-                value=value,
-                hint="remove it, or choose another schedule",
-            )
 
 
 def _check_kwargs(

@@ -6,9 +6,10 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def dynamic_table(is_signed: bool) -> torch.Tensor:
+def dynamic_table(is_signed: bool) -> Tensor:
     """The 256 values of dynamic quantization between -1 (or 0) and 1, sorted, in float32.
 
     Source: arXiv:2110.02861, section 2.1. For each power of ten from 1e-6 to 1, the mantissas are in the middle between
@@ -27,12 +28,12 @@ def dynamic_table(is_signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def decoded(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def decoded(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
     """The values of *codes* [n, block] with *scales* [n, 1], in float32."""
     return table[codes.int()] * scales
 
 
-def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def nearest(values: Tensor, table: Tensor) -> Tensor:
     """The numbers of the entries of the sorted *table* that are nearest to *values*, in int32.
 
     With a table without negative values, positive values do not get the entry 0, but at least the next one. A second
@@ -42,7 +43,7 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(values, _borders(table), out_int32=True)
 
 
-def _borders(table: torch.Tensor) -> torch.Tensor:
+def _borders(table: Tensor) -> Tensor:
     """The largest value, as float32 [n - 1], of each entry of *table* [n] but the last one."""
     borders = (table[1:] + table[:-1]) / 2
     # A condition would make the host wait for the device.
@@ -50,7 +51,7 @@ def _borders(table: torch.Tensor) -> torch.Tensor:
     return borders
 
 
-def lookup_of(table: torch.Tensor, num_bits: int) -> torch.Tensor:
+def lookup_of(table: Tensor, num_bits: int) -> Tensor:
     """A table that replaces the search of :func:`nearest`, in int32 [2^num_bits]: an entry for each value of the first
     *num_bits* bits of a float32 number. It is for tables with at most one border between such numbers.
 
@@ -77,7 +78,7 @@ def lookup_of(table: torch.Tensor, num_bits: int) -> torch.Tensor:
     return ((codes << shift) + added).int()
 
 
-def _codes_of(bits: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _codes_of(bits: Tensor, table: Tensor) -> Tensor:
     """The codes of the float32 numbers with these *bits*, of 0 to 2^32 - 1 in int64."""
     signed = bits - (bits >> 31 << 32)
     return nearest(signed.int().view(torch.float32), table).long()

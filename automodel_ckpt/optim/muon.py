@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from automodel_ckpt.optim.combined_optimizer import update_each
@@ -29,7 +30,7 @@ class Muon(torch.optim.Muon):
             return super().step(closure)  # type: ignore[no-any-return, no-untyped-call]
         return update_each(self, closure, self._update)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Make a step of one matrix. Source of the formulas: the documentation of torch.optim.Muon."""
         gradient = parameter.grad
         assert gradient is not None
@@ -41,13 +42,16 @@ class Muon(torch.optim.Muon):
         direction = average
         if group["nesterov"]:
             direction = gradient.lerp(average, group["momentum"])
-        step = _shard_like(orthogonalized(_whole(direction), group), parameter)
+        if isinstance(direction, DTensor):
+            step = _shard_like(orthogonalized(direction.full_tensor(), group), direction)
+        else:
+            step = orthogonalized(direction, group)
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
         parameter.add_(step, alpha=-rate * _rate_factor(group["adjust_lr_fn"], parameter.shape))
 
 
-def orthogonalized(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def orthogonalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     """Return *matrix* with singular values of about 1, in bfloat16, as torch.optim.Muon with the options of *group*.
 
     Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024: the quintic Newton-Schulz
@@ -75,15 +79,8 @@ def _rate_factor(adjust: str | None, shape: torch.Size) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor. A collective for a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return *whole*, which all ranks have, with the layout of *parameter*. Communicates nothing."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh = parameter.device_mesh
+def _shard_like(whole: Tensor, sharded: DTensor) -> Tensor:
+    """Return *whole*, which all ranks have, with the layout of *sharded*. Communicates nothing."""
+    mesh = sharded.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=parameter.placements)
+    return replicated.redistribute(placements=sharded.placements)

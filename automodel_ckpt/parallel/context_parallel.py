@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout, context_group
 from automodel_ckpt.parallel.model_layers import decoder_layers
+from automodel_ckpt.parallel.tensor_plan import base_and_prefix
 
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' attention interface: (module, query, key, value, mask, ...) -> (output, weights)."""
 
 _WHERE = "distributed.cp_size"
@@ -68,20 +69,20 @@ def context_parallel_error(model: nn.Module, reason: str) -> RecipeError:
     return RecipeError(
         "this model does not support context parallelism",
         where=_WHERE,
-        value=f"{type(_base(model)).__name__.removeprefix('FSDP')}: {reason}",
+        value=f"{type(base_and_prefix(model)[0]).__name__.removeprefix('FSDP')}: {reason}",
         hint="remove cp_size; fsdp2, tp_size and activation_checkpointing save memory too",
     )
 
 
 def _unsupported_reason(model: nn.Module) -> str:
     """Why context parallelism does not support the model; empty if it does."""
-    base = _base(model)
+    base = base_and_prefix(model)[0]
     config = getattr(base, "config", None)
     if config is None or not hasattr(base, "get_decoder"):
         return "it is not a model of transformers"
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     mixing = set(layer_types) - _ATTENTION_LAYERS
-    for layer in _layers(base):
+    for layer in decoder_layers(base.get_decoder()):
         convolutions = [part for part in layer.modules() if isinstance(part, nn.Conv1d)]
         mixing.update(type(part).__name__ for part in convolutions)
     if getattr(base, "_is_stateful", False) or mixing:
@@ -98,18 +99,7 @@ def _unsupported_reason(model: nn.Module) -> str:
 
 def attention_name(model: Any) -> str:
     """The attention implementation of the model's decoder."""
-    name: str = model.get_decoder().config._attn_implementation
-    return name
-
-
-def _base(model: nn.Module) -> Any:
-    """The transformers model, without the wrapper of adapters."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    return get_base_model() if get_base_model is not None else model
-
-
-def _layers(base: Any) -> list[nn.Module]:
-    return decoder_layers(base.get_decoder())
+    return model.get_decoder().config._attn_implementation  # type: ignore[no-any-return]
 
 
 class ContextParallel:
@@ -126,21 +116,18 @@ class ContextParallel:
         self.size, self.rank = layout.sizes.cp, layout.cp_rank
         self.active = False
         self._group = context_group(layout)
-        base = _base(model)
+        base = base_and_prefix(model)[0]
         _make_exchanging(attention_name(base))
         for decoder in (base.get_decoder(), *others):
             for number, layer in enumerate(decoder_layers(decoder)):
+                names = [*inspect.signature(layer.forward).parameters]
                 # Later pipeline stages receive slices.
-                self._prepare(layer, is_first=number == 0 and layout.pp_rank == 0)
-
-    def _prepare(self, layer: nn.Module, *, is_first: bool) -> None:
-        names = [*inspect.signature(layer.forward).parameters]
-        hook = self._slicing_hook(names, is_first=is_first)
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in layer.modules():
-            # The attention interface passes only the attention module. State dicts ignore the
-            # mark: it is neither a tensor nor a module.
-            setattr(module, _MARK, self)
+                hook = self._slicing_hook(names, is_first=number == 0 and layout.pp_rank == 0)
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
+                for module in layer.modules():
+                    # The attention interface passes only the attention module. State dicts ignore the mark: it is
+                    # neither a tensor nor a module.
+                    setattr(module, _MARK, self)
 
     def start(self) -> None:
         """Make the model compute this rank's slices: its outputs then have T / ranks positions."""
@@ -162,7 +149,7 @@ class ContextParallel:
             if is_first:
                 named["hidden_states"] = self._slice(named["hidden_states"])
             embeddings = named.get("position_embeddings")
-            if isinstance(embeddings, torch.Tensor):
+            if isinstance(embeddings, Tensor):
                 named["position_embeddings"] = self._slice(embeddings)
             elif embeddings is not None:
                 named["position_embeddings"] = tuple(self._slice(each) for each in embeddings)
@@ -170,7 +157,7 @@ class ContextParallel:
 
         return hook
 
-    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _slice(self, tensor: Tensor) -> Tensor:
         """This rank's slice [..., T / ranks, N] of [..., T, N]."""
         positions = self.slice_of(tensor.shape[-2])
         return tensor[..., positions, :].contiguous()
@@ -179,12 +166,12 @@ class ContextParallel:
         self,
         attention: Attention,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: Any,
         **options: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Compute *attention* for slices of rows, with a mask of complete rows.
 
         *query*, *key*, *value*: [B, heads, T / ranks, D]. Returns (output [B, T / ranks, heads, D], None).
@@ -196,7 +183,7 @@ class ContextParallel:
             key = key.repeat_interleave(repeats, dim=1)
             value = value.repeat_interleave(repeats, dim=1)
         query, key, value = self._exchange(query), self._exchange(key), self._exchange(value)
-        has_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4
+        has_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
         if has_mask and attention_mask.shape[1] > 1:
             # A mask per head: this rank needs the masks of its heads.
             attention_mask = attention_mask.chunk(self.size, dim=1)[self.rank]
@@ -204,12 +191,12 @@ class ContextParallel:
             output, _ = attention(module, query, key, value, attention_mask, **options)
         return self._exchange(output), None
 
-    def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, tensor: Tensor) -> Tensor:
         """Exchange [B, n, t, D], sharded along t, for [B, n / ranks, t * ranks, D], sharded along n."""
         parts = tensor.reshape(len(tensor), self.size, -1, *tensor.shape[2:]).movedim(1, 0)
         # Collective in the forward pass, in recomputation and in the backward pass: the ranks of a
         # group must run their layers in the same order.
-        received: torch.Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        received: Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
         return received.movedim(0, 2).flatten(2, 3)
 
 
@@ -231,7 +218,7 @@ class _AllToAll(torch.autograd.Function):
     """Send part i of each rank's tensor [ranks, ...] to rank i. The gradient is the same exchange."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         sent = parts.contiguous()
         received = torch.empty_like(sent)
@@ -240,8 +227,8 @@ class _AllToAll(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        sent: torch.Tensor = _AllToAll.apply(gradient, ctx.group)  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        sent: Tensor = _AllToAll.apply(gradient, ctx.group)  # type: ignore[no-untyped-call]
         return sent, None
 
 
@@ -251,9 +238,7 @@ def _make_exchanging(name: str) -> None:
         return
     attention: Attention = ALL_ATTENTION_FUNCTIONS[name]
 
-    def exchanging(
-        module: nn.Module, *args: Any, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def exchanging(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         parallel: ContextParallel | None = getattr(module, _MARK, None)
         if parallel is None or not parallel.active:
             return attention(module, *args, **options)

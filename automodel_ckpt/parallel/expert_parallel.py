@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh import RankLayout, mesh_of
 
 _WHERE = "distributed.ep_size"
 
@@ -71,15 +71,7 @@ def expert_mesh(layout: RankLayout) -> DeviceMesh:
     the first dimension if the model has pipeline stages. Collective: every rank calls it once.
     """
     sizes = layout.sizes
-    dimensions: dict[str, int] = {}
-    if sizes.pp > 1:
-        dimensions["pp"] = sizes.pp
-    if sizes.dp_replicate > 1:
-        dimensions["dp_replicate"] = sizes.dp_replicate
-    dimensions["expert_shard"] = sizes.expert_parts // sizes.ep
-    dimensions["ep"] = sizes.ep
-    shape, names = tuple(dimensions.values()), tuple(dimensions)
-    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    return mesh_of(layout, {"expert_shard": sizes.expert_parts // sizes.ep, "ep": sizes.ep})
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -94,7 +86,10 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         exchange = _TokenExchange(module, mesh.get_group(), _num_experts(module))
         parameters = dict(module.named_parameters(recurse=False))
         for name, parameter in parameters.items():
-            setattr(module, name, _rows_of_rank(parameter, mesh))
+            # Reads no other rank: all have the same values. A copy, or the shard would keep the memory of all experts.
+            rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         any_module: Any = module
         # transformers' implementations read the number of experts in the module's parameters here.
         any_module.num_experts = _num_experts(module) // mesh.size()
@@ -118,15 +113,6 @@ def _num_experts(module: nn.Module) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _rows_of_rank(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's rows of *parameter* as a DTensor of all rows. Reads no other rank: all have the same values."""
-    rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
-    # A copy, or this rank's shard would keep the memory of all experts.
-    rows = rows.clone()
-    sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-
-
 class _TokenExchange:
     """The forward pass of a module of experts, of which this rank stores only some."""
 
@@ -143,9 +129,7 @@ class _TokenExchange:
 
     # The sizes of the messages are known only after the router has run, so a compiler has nothing to gain.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted outputs [N, H] of the chosen experts of all tokens. Collective in the group.
 
         Args:
@@ -166,10 +150,10 @@ class _TokenExchange:
         outputs = self._outputs_of_experts(received, num_received)
         returned = _exchange(outputs, received_splits, sent_splits, self._group)
         by_token = returned[torch.argsort(order)].view(-1, top_k, tokens.shape[-1])
-        weighted: torch.Tensor = by_token * top_k_weights.reshape(-1, top_k, 1)
+        weighted: Tensor = by_token * top_k_weights.reshape(-1, top_k, 1)
         return weighted.sum(1).to(hidden_states.dtype)
 
-    def _counts(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _counts(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The number of tokens that this rank sends and receives, each [ranks, experts of a rank].
 
         *chosen* are the experts of this rank's tokens, numbered over all ranks.
@@ -187,7 +171,7 @@ class _TokenExchange:
         dist.all_to_all_single(num_received, num_sent, group=self._group)
         return num_sent, num_received
 
-    def _outputs_of_experts(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _outputs_of_experts(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Compute this rank's experts on *tokens* [M, H]; *counts* [ranks, experts] states their order."""
         num_ranks, num_experts = counts.shape
         experts = torch.arange(num_experts, device=tokens.device).repeat(num_ranks)
@@ -199,7 +183,7 @@ class _TokenExchange:
             index = index.new_zeros(1)
         weights = torch.ones_like(index, dtype=tokens.dtype)
         with _local_parameters(self._module, 1 / self._num_ranks):
-            outputs: torch.Tensor = self._compute(tokens, index.unsqueeze(1), weights.unsqueeze(1))
+            outputs: Tensor = self._compute(tokens, index.unsqueeze(1), weights.unsqueeze(1))
         return outputs[:num_tokens]
 
 
@@ -232,27 +216,26 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         sent: list[int],
         received: list[int],
         group: dist.ProcessGroup,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         result = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _exchange(
-    tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+    tensor: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
     """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
 
     Collective. The gradient takes the opposite way.
     """
-    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
+    return _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -12,8 +12,7 @@ import copy
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -46,6 +45,6 @@ class FixedBucketsDDP(DistributedDataParallel):
 
 
 def _has_hidden_tensors(output: Any) -> bool:
-    if isinstance(output, (torch.Tensor, list, tuple, dict)) or is_dataclass(output):
+    if isinstance(output, (Tensor, list, tuple, dict)) or is_dataclass(output):
         return False
-    return any(isinstance(each, torch.Tensor) for each in getattr(output, "__dict__", {}).values())
+    return any(isinstance(each, Tensor) for each in getattr(output, "__dict__", {}).values())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -45,10 +45,10 @@ def clip_gradients_on_device(
     parameters: Iterable[nn.Parameter],
     limit: float | None,
     *,
-    in_step: Callable[[torch.Tensor], None] | None = None,
+    in_step: Callable[[Tensor], None] | None = None,
     in_stages: bool = False,
     counted_elsewhere: frozenset[int] = frozenset(),
-) -> torch.Tensor:
+) -> Tensor:
     """Do what :func:`clip_gradients` does without waiting for the norm. Returns it as a 0-dim float64 tensor.
 
     If *in_step* is given, it is called in every step with a tensor by which the optimizer's step must divide the
@@ -84,7 +84,7 @@ def _norm(
     counted_elsewhere: frozenset[int],
     *,
     on_device: bool = False,
-) -> tuple[list[torch.Tensor], float | torch.Tensor]:
+) -> tuple[list[Tensor], float | Tensor]:
     """This rank's gradients, and the 2-norm of the gradients of all ranks. Collective.
 
     The norm is a number or a tensor; with *on_device* a tensor, unless there are no gradients.
@@ -111,7 +111,7 @@ def _norm(
 
 def _parts_here(
     parameters: list[nn.Parameter], sharded: bool, counted_elsewhere: frozenset[int]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's shards of all gradients, and those among them that this rank counts in the norm."""
     local, counted = [], []
     for parameter in parameters:
@@ -126,9 +126,7 @@ def _parts_here(
     return local, counted
 
 
-def _norm_here(
-    gradients: list[torch.Tensor], device: torch.device, *, on_device: bool
-) -> float | torch.Tensor:
+def _norm_here(gradients: list[Tensor], device: torch.device, *, on_device: bool) -> float | Tensor:
     """The 2-norm of *gradients*: a number on the CPU; elsewhere, or with *on_device*, a 0-dim tensor, without
     synchronization."""
     is_number = device.type == "cpu" and not on_device
@@ -136,11 +134,10 @@ def _norm_here(
         # One by one takes half as long as torch's foreach operation with its stack.
         return math.hypot(*[torch.linalg.vector_norm(gradient).item() for gradient in gradients])
     norms = torch._foreach_norm(gradients)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-    return total
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)  # type: ignore[no-any-return]
 
 
-def _counts(gradient: torch.Tensor, sharded: bool) -> bool:
+def _counts(gradient: Tensor, sharded: bool) -> bool:
     """Whether the sum over all ranks includes this rank's shard: among ranks with equal shards, only the first."""
     if not isinstance(gradient, DTensor):
         return not sharded or dist.get_rank() == 0

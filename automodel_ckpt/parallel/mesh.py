@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -125,14 +126,19 @@ def build_mesh(layout: RankLayout) -> DeviceMesh:
     """
     sizes = layout.sizes
     dimensions = {"dp_shard": sizes.dp_shard * sizes.cp}
-    if sizes.dp_replicate > 1:
-        dimensions = {"dp_replicate": sizes.dp_replicate, **dimensions}
-    if sizes.pp > 1:
-        dimensions = {"pp": sizes.pp, **dimensions}
     if sizes.tp > 1:
         dimensions["tp"] = sizes.tp
-    shape, names = tuple(dimensions.values()), tuple(dimensions)
-    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    return mesh_of(layout, dimensions)
+
+
+def mesh_of(layout: RankLayout, dimensions: Mapping[str, int]) -> DeviceMesh:
+    """Create a mesh of all ranks with *dimensions* inside of ``pp`` and ``dp_replicate``, if these are larger than 1.
+
+    Collective: every rank calls it once.
+    """
+    outer = {"pp": layout.sizes.pp, "dp_replicate": layout.sizes.dp_replicate}
+    sizes = {name: size for name, size in outer.items() if size > 1} | dict(dimensions)
+    return init_device_mesh(layout.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

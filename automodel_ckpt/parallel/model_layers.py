@@ -18,27 +18,23 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in modules if type(module).__name__ in names]
     if not layers:
-        for part in _parts(model):
+        parts: list[Any] = [model]
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True:
+            parts = [model.get_encoder(), model.get_decoder()]  # type: ignore[operator]
+        for part in parts:
             lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
-            callable_lists = [each for each in lists if all(map(_has_forward, each))]
+            # A ModuleDict or a ModuleList cannot be called.
+            callable_lists = [
+                each
+                for each in lists
+                if all(type(item).forward is not nn.Module.forward for item in each)
+            ]
             longest: list[nn.Module] = max(callable_lists, key=len, default=[])
             layers += longest
     inner: set[int] = set()
     for layer in layers:
         inner.update(id(part) for part in layer.modules() if part is not layer)
     return [layer for layer in layers if id(layer) not in inner]
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether *module* can be called: a ModuleDict or a ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward
-
-
-def _parts(model: Any) -> list[nn.Module]:
-    """The encoder and the decoder of *model*; *model* itself if it is no encoder-decoder of transformers."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) is not True:
-        return [model]
-    return [model.get_encoder(), model.get_decoder()]
 
 
 def untied_layers(model: nn.Module) -> list[nn.Module]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -106,11 +106,14 @@ def parallelize(
 
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
-        options = _fsdp_options(how)
-        ignored = _prepare_small(model)
-        if layout.sizes.world == 1 and not how.cpu_offload:
-            ignored |= _not_cast(model, how)
-        options["ignored_params"] = ignored
+        is_one_rank = layout.sizes.world == 1 and not how.cpu_offload
+        # In bfloat16, each addition over the ranks would be rounded to 8 significant bits.
+        reduce_dtype = torch.float32 if how.compute_dtype else None
+        options: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(how.compute_dtype, reduce_dtype),
+            "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
+            "ignored_params": _not_sharded(model, how, is_one_rank=is_one_rank),
+        }
         if layout.sizes.ep > 1:
             _shard_experts(model, layout, options, how)
         _shard(model, data_mesh(mesh), options, how)
@@ -159,49 +162,28 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _fsdp_options(how: Parallelism) -> dict[str, Any]:
-    """The arguments of ``fully_shard`` that all modules have in common."""
-    dtype = how.compute_dtype
-    # In bfloat16, each addition over the ranks would be rounded to 8 significant bits.
-    reduce_dtype = torch.float32 if dtype else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-    return {
-        "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
-    }
+def _not_sharded(model: nn.Module, how: Parallelism, *, is_one_rank: bool) -> set[nn.Parameter]:
+    """The parameters that each rank has as they are. Freezes those without elements, whose gradients fsdp2 cannot
+    reduce.
 
-
-def _prepare_small(model: nn.Module) -> set[nn.Parameter]:
-    """Freeze the parameters without elements: fsdp2 cannot reduce their gradients. Returns the parameters without
-    dimensions, which fsdp2 cannot shard: each rank has them. Raises :class:`RecipeError` if one of these is trained.
+    fsdp2 cannot shard parameters without dimensions. Raises :class:`RecipeError` if one of these is trained. On one
+    rank, it has nothing to gather and only casts: copies of parameters that are in the compute dtype, and of frozen
+    ones that are not computed in it (a frozen base in bfloat16), would cost memory and time.
     """
     found: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             parameter.requires_grad_(False)
-        if parameter.dim() > 0:
-            continue
-        if parameter.requires_grad:
+        if parameter.dim() == 0 and parameter.requires_grad:
             raise RecipeError(
                 "fsdp2 cannot train a parameter without dimensions",
                 where="distributed.strategy",
                 value=f"fsdp2, {name}",
                 hint=f"set distributed.strategy to ddp, or freeze the parameter (model.freeze: [{name}])",
             )
-        found.add(parameter)
-    return found
-
-
-def _not_cast(model: nn.Module, how: Parallelism) -> set[nn.Parameter]:
-    """The parameters that are in the compute dtype, and frozen ones that are not computed in it.
-
-    On one rank, fsdp2 has nothing to gather and only casts: copies of these (a frozen base in bfloat16) would cost
-    memory and time.
-    """
-    found: set[nn.Parameter] = set()
-    for name, parameter in model.named_parameters():
         is_kept = name in how.float32_names and not parameter.requires_grad
-        if is_kept or parameter.dtype == how.compute_dtype:
+        is_not_cast = is_kept or parameter.dtype == how.compute_dtype
+        if parameter.dim() == 0 or (is_one_rank and is_not_cast):
             found.add(parameter)
     return found
 
@@ -217,13 +199,13 @@ def _shard_experts(
     if layout.sizes.dp_replicate > 1:
         names.insert(0, "dp_replicate")
     # They get the weights of the router in its type.
-    of_layers = _layer_policy(model, options["mp_policy"])
+    of_layers = _layer_options(model, options)
     for module in divide_experts(model, mesh["ep"]):
         fully_shard(
             module,
             mesh=mesh[tuple(names)],
             reshard_after_forward=how.reshard_after_forward,
-            **{**options, "mp_policy": of_layers},
+            **of_layers,
         )
 
 
@@ -237,35 +219,28 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     embeddings, heads = separate_ends(model)
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
-    of_layers = _layer_policy(model, options["mp_policy"])
+    of_layers = _layer_options(model, options)
     for layer in untied_layers(model):
-        fully_shard(
-            layer,
-            reshard_after_forward=how.reshard_after_forward,
-            **{**options, "mp_policy": of_layers},
-        )
-    kept = {id(each) for name, each in model.named_parameters() if name in how.float32_names}
-    for module in embeddings:
+        fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **of_layers)
+    kept = _ids_of(model, how.float32_names)
+    for module in (*embeddings, *heads):
         is_lookup = type(module) is nn.Embedding
-        fully_shard(
-            module,
-            reshard_after_forward=how.reshard_after_forward,
-            **{**options, "mp_policy": _end_policy(module, kept, options["mp_policy"])},
-        )
-        if is_lookup:
+        of_module = dict(options)
+        if all(id(parameter) in kept for parameter in module.parameters()):
+            # The model computes its inputs in float32, too.
+            of_module["mp_policy"] = MixedPrecisionPolicy()
+        # The backward pass needs the head and the root first: gathering them twice would only cost. A frozen model has
+        # no backward pass.
+        reshards = how.reshard_after_forward if module in embeddings else not is_trained
+        fully_shard(module, reshard_after_forward=reshards, **of_module)
+        if is_lookup and module in embeddings:
             # The gradient of a lookup depends on the token ids only.
             module.set_unshard_in_backward(False)  # type: ignore[operator]
-    # The backward pass needs the head and the root first: gathering them twice would only cost. A frozen model has no
-    # backward pass.
-    for module in heads:
-        fully_shard(
-            module,
-            reshard_after_forward=not is_trained,
-            **{**options, "mp_policy": _end_policy(module, kept, options["mp_policy"])},
-        )
     fully_shard(model, reshard_after_forward=not is_trained, **options)
-    divide_groups_by_type(model, how.float32_names)
-    show_compute_types(model, how.float32_names)
+    # fully_shard has replaced the parameters.
+    kept = _ids_of(model, how.float32_names)
+    divide_groups_by_type(model, kept)
+    show_compute_types(model, kept)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     if mesh.size() == 1:
         from automodel_ckpt.parallel.ranks.one_rank import cast_without_copies
@@ -276,24 +251,21 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
         _prefetch(model, embeddings, heads)
 
 
-def _layer_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The types of a decoder layer: *policy*, but layers of transformers get their inputs as the model computes them.
+def _ids_of(model: nn.Module, names: Collection[str]) -> set[int]:
+    """The ids of the parameters *names*."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {id(parameter) for name, parameter in named if name in names}
+
+
+def _layer_options(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """The *options* of a decoder layer: layers of transformers get their inputs in the types in which the model
+    computes them.
 
     Some models give their layers positions or hidden states in float32 although their weights are in bfloat16.
     """
     if not hasattr(model, "_keep_in_fp32_modules_strict"):
-        return policy
-    return replace(policy, cast_forward_inputs=False)
-
-
-def _end_policy(
-    module: nn.Module, kept: Collection[int], policy: MixedPrecisionPolicy
-) -> MixedPrecisionPolicy:
-    """The types of an embedding or output layer; *kept* has the ids of parameters that stay in float32."""
-    if all(id(parameter) in kept for parameter in module.parameters()):
-        # The model computes its inputs in float32, too.
-        return MixedPrecisionPolicy()
-    return policy
+        return options
+    return {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
 
 
 def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Module]) -> None:
@@ -348,7 +320,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Non
     if isinstance(model, DistributedDataParallel) and not enabled:
         # DDP decides in the forward pass whether the backward pass reduces: the context must
         # enclose both.
-        return _no_sync(model)
+        return model.no_sync()
     if isinstance(model, FSDPModule) and getattr(model, _DEFERS, False):
         # fsdp2 keeps these settings after the context, so each micro-batch has to set them.
         model.set_requires_gradient_sync(enabled)
@@ -392,9 +364,3 @@ def _leave_forward(module: FSDPModule) -> None:
     if group._all_gather_result is not None:
         # Prefetched and not used. The next forward pass would use it, after a checkpoint has changed the weights.
         module.unshard()
-
-
-@contextmanager
-def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
-    with model.no_sync():
-        yield

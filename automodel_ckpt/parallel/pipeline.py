@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -27,7 +27,7 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
 
 Kind = Literal["1f1b", "gpipe"]
-Compute = Callable[[int, torch.Tensor | None], torch.Tensor]
+Compute = Callable[[int, Tensor | None], Tensor]
 """The forward pass of a stage: (number of the micro-batch, hidden states [B, T, H] of the previous stage; None on the
 first stage) -> hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim."""
 
@@ -66,7 +66,7 @@ class Pipeline:
         *group* contains the ranks of this pipeline, ordered by their stage.
         """
         self._number, self._num_stages = number, num_stages
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[Tensor] = []
         self._part = _Part(model, spec)
         self._group = group
         self._device = device
@@ -77,7 +77,7 @@ class Pipeline:
 
     def train(
         self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Run forward and backward of micro-batches of these *shapes* (rows, length).
 
         Gradients belong to the sum of all losses times *weight*, and are reduced over the data parallel ranks. Returns
@@ -86,20 +86,24 @@ class Pipeline:
         self._weight = weight
         return self._run(compute, shapes, training=True)
 
-    def evaluate(self, compute: Compute, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    def evaluate(self, compute: Compute, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Run forward only, without gradients. Returns the losses on the rank with the last stage, and an empty list
         on others."""
         return self._run(compute, shapes, training=False)
 
     def _run(
         self, compute: Compute, shapes: Sequence[tuple[int, int]], *, training: bool
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         num = len(shapes)
         if num == 0:
             return []
         # All stages get the same shapes, so sender and receiver compute the same capacity without
         # communication.
-        self._ensure_capacity(max(rows * length for rows, length in shapes))
+        num_tokens = max(rows * length for rows, length in shapes)
+        if num_tokens > self._part.capacity:
+            self._part.capacity = num_tokens
+            # Schedules contain the shape of the tensors that they exchange.
+            self._schedules.clear()
         schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
         # torch splits its arguments into micro-batches, so each forward pass gets its number.
         numbers = torch.arange(num)
@@ -119,12 +123,6 @@ class Pipeline:
         finally:
             self._part.work = None
             self._losses = []
-
-    def _ensure_capacity(self, num_tokens: int) -> None:
-        if num_tokens > self._part.capacity:
-            self._part.capacity = num_tokens
-            # Schedules contain the shape of the tensors that they exchange.
-            self._schedules.clear()
 
     def _new_schedule(self, training: bool, num_micro_batches: int) -> Any:
         # With too few micro-batches to fill the pipeline, the order of 1F1B is GPipe's order.
@@ -163,7 +161,7 @@ class Pipeline:
             group=self._group,
         )
 
-    def _noted(self, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def _noted(self, loss: Tensor, _: Tensor) -> Tensor:
         self._losses.append(loss.detach().clone())
         return loss * self._weight
 
@@ -176,7 +174,7 @@ class _Part(nn.Module):
         self.model, self.spec, self.capacity = model, spec, 0
         self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None
 
-    def forward(self, given: torch.Tensor, *, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(self, given: Tensor, *, numbers: Tensor) -> Tensor:
         """Compute micro-batch *numbers* [1] from *given* [capacity, H]; the first stage ignores *given*, which is 1-D.
 
         Returns hidden states [capacity, H], or on the last stage the loss, 0-dim.
@@ -192,7 +190,7 @@ class _Part(nn.Module):
             return output
         return self._padded(output)
 
-    def _padded(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _padded(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] as [capacity, H] in the dtype of the exchange."""
         flat = hidden.flatten(0, 1).to(self.spec.dtype)
         if flat.shape[0] < self.capacity:
@@ -226,7 +224,14 @@ class TiedEnds:
     def __init__(self, parameters: Iterable[nn.Parameter], layout: RankLayout) -> None:
         """*parameters* are the tied ones of this rank: none on other stages. Collective: every rank calls it once."""
         self._parameters = list(parameters)
-        self._group = _ends(layout)
+        self._group: dist.ProcessGroup | None = None
+        per_stage = layout.world_size // layout.sizes.pp
+        # new_group is collective: every rank creates the groups of the first and the last stage of all pipelines.
+        for index in range(per_stage):
+            ends = [index, layout.world_size - per_stage + index]
+            group = dist.new_group(ends)
+            if layout.rank in ends:
+                self._group = group
         self._is_last = layout.pp_rank == layout.sizes.pp - 1
 
     def sum_gradients(self) -> None:
@@ -245,18 +250,5 @@ class TiedEnds:
         return frozenset(id(parameter) for parameter in self._parameters)
 
 
-def _ends(layout: RankLayout) -> dist.ProcessGroup | None:
-    """The group of the first and the last stage of this rank's pipeline; None on other stages."""
-    per_stage = layout.world_size // layout.sizes.pp
-    mine = None
-    # new_group is collective: every rank creates the groups of all pipelines.
-    for index in range(per_stage):
-        ends = [index, layout.world_size - per_stage + index]
-        group = dist.new_group(ends)
-        if layout.rank in ends:
-            mine = group
-    return mine
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

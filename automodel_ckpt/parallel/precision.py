@@ -67,7 +67,8 @@ def _strategy(
 ) -> Strategy:
     given = config.distributed.strategy
     # Neither packed weights nor all optimizers can be sharded.
-    is_whole = _is_quantized(config) or _updates_no_shards(config)
+    is_quantized = config.peft is not None and config.peft.quantize_base is not None
+    is_whole = is_quantized or _updates_no_shards(config)
     if given != "auto":
         return choose_strategy(given, sizes)
     if sizes.token_parts > 1:
@@ -82,10 +83,6 @@ def _strategy(
         return "single"
     # Autocast would keep 16-bit copies of all float32 weights until the end of a backward pass.
     return "fsdp2"
-
-
-def _is_quantized(config: RecipeConfig) -> bool:
-    return config.peft is not None and config.peft.quantize_base is not None
 
 
 def _updates_no_shards(config: RecipeConfig) -> bool:

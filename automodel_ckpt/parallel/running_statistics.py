@@ -7,7 +7,7 @@ from types import MethodType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -48,7 +48,7 @@ class RunningStatistics:
 
     def equalize(self) -> None:
         """A collective for models with such layers, called after the forward passes of a step."""
-        buffers: list[torch.Tensor] = []
+        buffers: list[Tensor] = []
         for layer in self._layers:
             if layer.training:
                 buffers += [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.utils._pytree import tree_map_only
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.ranks.group_types import sharded_groups
 
 _SHOWING = "_forward_pass_that_shows_types"
 """The attribute of a model, that fsdp2 has sharded, with the state of its forward passes."""
@@ -31,32 +31,31 @@ _READS_NO_VALUES = frozenset(
 """Operations that read the shape, the type and the device of a tensor only."""
 
 
-def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) -> None:
+def show_compute_types(model: nn.Module, kept: Collection[int] = ()) -> None:
     """Let the forward passes of *model*, which fsdp2 has sharded, read the type in which each parameter is computed.
 
     A model may convert inputs to the type of a layer's weight before it calls the layer. fsdp2 has not gathered the
     weight then: it is a DTensor of the type in which it is stored. Therefore the modules have tensors without values in
-    the place of such parameters during a forward pass. Computing with one raises :class:`RecipeError`. The parameters
-    *float32_names* are computed in the type in which they are stored. State dicts never contain such tensors.
+    the place of such parameters during a forward pass. Computing with one raises :class:`RecipeError`. Parameters with
+    ids in *kept* are computed in the type in which they are stored. State dicts never contain such tensors.
     """
-    kept = {
-        id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name in float32_names
-    }
-    of_group = {
-        id(module): _parameters_of(name, module, kept)
-        for name, module in model.named_modules()
-        if isinstance(module, FSDPModule)
-    }
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    of_group: dict[Any, list[_Shown]] = {}
+    for module, group in sharded_groups(model):
+        found = of_group[module] = []
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            is_cast = sharded.is_floating_point() and id(sharded) not in kept
+            computed = group.mp_policy.param_dtype if is_cast else None
+            found.append(_Shown(parameter, computed or sharded.dtype, names[module]))
     forward = _ForwardPass()
-    for module in model.modules():
+    for outer in model.modules():
         inner: list[_Shown] = []
-        for part in module.modules():
-            if part is not module:
-                inner += of_group.get(id(part), ())
+        for part in outer.modules():
+            if part is not outer:
+                inner += of_group.get(part, ())
         if inner:
-            forward.watch(module, inner)
+            forward.watch(outer, inner)
     shown = list(itertools.chain.from_iterable(of_group.values()))
     for owner in {owner for each in shown for owner in each.owners}:
         forward.end_before_states_of(owner)
@@ -68,19 +67,6 @@ def leave_forward_pass(model: nn.Module) -> None:
     forward: _ForwardPass | None = getattr(model, _SHOWING, None)
     if forward is not None:
         forward.leave()
-
-
-def _parameters_of(name: str, module: FSDPModule, kept: Collection[int]) -> list[_Shown]:
-    group: Any = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return []
-    found: list[_Shown] = []
-    for parameter in group.fsdp_params:
-        sharded = parameter.sharded_param
-        is_cast = sharded.is_floating_point() and id(sharded) not in kept
-        computed = group.mp_policy.param_dtype if is_cast else None
-        found.append(_Shown(parameter, computed or sharded.dtype, name))
-    return found
 
 
 class _Shown:
@@ -169,7 +155,7 @@ class _ForwardPass:
         self._shown = ()
 
 
-class NotGathered(torch.Tensor):
+class NotGathered(Tensor):
     """A parameter without values, with the shape, the type and the device that it has when it is gathered."""
 
     _layer: str
@@ -187,12 +173,11 @@ class NotGathered(torch.Tensor):
         layer: str,
         requires_grad: bool = False,
     ) -> NotGathered:
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: NotGathered = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
         made._layer = layer
-        found: NotGathered = made
-        return found
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"NotGathered({tuple(self.shape)}, {self.dtype}, layer={self._layer!r})"
@@ -203,28 +188,22 @@ class NotGathered(torch.Tensor):
     ) -> Any:
         name = function.overloadpacket.__name__
         if name == "detach":
-            return args[0]._detached()
+            given = args[0]
+            return NotGathered(given.shape, given.dtype, given.device, given._layer)
         if name in _READS_NO_VALUES:
             args, kwargs = tree_map_only(NotGathered, NotGathered._without_memory, (args, kwargs))
             return function(*args, **kwargs or {})
         if name in ("to", "type_as"):
             # torch decomposes them before, except in inference mode.
             return function.decompose(*args, **kwargs or {})
+        layers: list[str] = []
+        tree_map_only(NotGathered, lambda each: layers.append(each._layer), (args, kwargs))
         raise RecipeError(
             "the model computes with a weight of a layer outside of the layer, where fsdp2 has not gathered it",
             where="distributed.strategy",
-            value=f"{name} with a weight of {cls._layer_in(args, kwargs) or 'the model'}",
+            value=f"{name} with a weight of {layers[0] or 'the model'}",
             hint="call the layer (not its forward method), or set distributed.strategy to ddp",
         )
 
-    def _detached(self) -> NotGathered:
-        return NotGathered(self.shape, self.dtype, self.device, self._layer)
-
-    def _without_memory(self) -> torch.Tensor:
+    def _without_memory(self) -> Tensor:
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-    @staticmethod
-    def _layer_in(*arguments: Any) -> str:
-        layers: list[str] = []
-        tree_map_only(NotGathered, lambda each: layers.append(each._layer), arguments)
-        return layers[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +56,12 @@ def apply_plan(
                 styles[prefix + part] = part_style
     # Recorded now: parallelize_module creates one parameter per name and so breaks ties without a
     # message.
-    tied = _tied_names(model)
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name = first.setdefault(id(parameter), name)
+        if first_name != name:
+            tied[name] = first_name
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parallelize_module(model, mesh, styles)
     for name in frozen:
@@ -72,17 +76,6 @@ def apply_plan(
             Replicated()._apply(module, mesh)
     for alias, name in tied.items():
         _tie(model, alias, name)
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """{alias: first name} of all parameters with several names."""
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_name = first.setdefault(id(parameter), name)
-        if first_name != name:
-            aliases[name] = first_name
-    return aliases
 
 
 def _tie(model: nn.Module, alias: str, first_name: str) -> None:
@@ -152,7 +145,14 @@ def _blocks(model: nn.Module) -> tuple[str, list[str]]:
     inner = getattr(model, base) if prefix else model
     layers = getattr(inner, "layers", None) or []
     is_supported = len(layers) > 0 and hasattr(inner, "norm")
-    if not is_supported or not all(_is_block(layer) for layer in layers):
+    # A decoder layer consists of the modules of Llama's.
+    is_supported = is_supported and all(
+        {name for name, _ in layer.named_children()} == _BLOCK
+        and hasattr(layer.self_attn, "o_proj")
+        and hasattr(layer.mlp, "down_proj")
+        for layer in layers
+    )
+    if not is_supported:
         raise RecipeError(
             "sequence parallelism supports only models built like Llama and Qwen",
             where="distributed.sequence_parallel",
@@ -160,11 +160,3 @@ def _blocks(model: nn.Module) -> tuple[str, list[str]]:
             hint="remove sequence_parallel: tensor parallelism works without it",
         )
     return prefix, [f"{prefix}layers.{number}" for number in range(len(layers))]
-
-
-def _is_block(layer: Any) -> bool:
-    """Whether a decoder layer consists of the modules of Llama's."""
-    children = {name for name, _ in layer.named_children()}
-    if children != _BLOCK:
-        return False
-    return hasattr(layer.self_attn, "o_proj") and hasattr(layer.mlp, "down_proj")

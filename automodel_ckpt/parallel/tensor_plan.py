@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -63,7 +62,7 @@ class Replicated(ParallelStyle):
             new = nn.Parameter(replicated, requires_grad=parameter.requires_grad)
             owner.register_parameter(name, new)
 
-        def sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
+        def sum_over_ranks(gradient: Tensor) -> Tensor:
             # A hook must not modify its argument (torch's documentation of register_hook).
             total = gradient.clone()
             dist.all_reduce(total, group=group)
@@ -206,7 +205,8 @@ def with_adapters(base: nn.Module, name: str, style: ParallelStyle) -> dict[str,
 
 def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
     plan: Plan = given if given is not None else getattr(model, "tp_plan", None) or {}
-    found = dict(_matches(plan, (name for name, _ in model.named_modules())))
+    names = [name for name, _ in model.named_modules()]
+    found = dict(_matches(plan, names))
     if not found:
         raise RecipeError(
             "this model has no tensor parallel plan",
@@ -214,7 +214,12 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             value=f"{tp_size}, with {type(model).__name__}",
             hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
         )
-    faults = [*_unmatched(given or {}, model), *_faults(model, plan, found, tp_size)]
+    faults = [
+        f"{pattern} (matches no module)"
+        for pattern in given or {}
+        if not any(map(_compiled(pattern).fullmatch, names))
+    ]
+    faults += _faults(model, plan, found, tp_size)
     if faults:
         more = f" and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
         raise RecipeError(
@@ -238,17 +243,16 @@ def _activations(model: nn.Module, found: Plan) -> Iterator[str]:
 
     transformers' plans leave them out.
     """
-    cut = {name.rpartition(".")[0] for name, style in found.items() if _is_colwise(style)}
+    cut = {
+        name.rpartition(".")[0]
+        for name, style in found.items()
+        if style == "colwise" or isinstance(style, ColwiseParallel)
+    }
     for name, module in model.named_modules():
         parent, _, own_name = name.rpartition(".")
         is_activation = own_name in ("act_fn", "act", "activation_fn")
         if is_activation and parent in cut and own_parameters([module]):
             yield name
-
-
-def _is_colwise(style: str | ParallelStyle) -> bool:
-    """Whether a layer of this style returns a rank's columns."""
-    return style == "colwise" or isinstance(style, ColwiseParallel)
 
 
 def _matches(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, str | ParallelStyle]]:
@@ -262,13 +266,6 @@ def _matches(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, str | Para
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-
-
-def _unmatched(given: Plan, model: nn.Module) -> Iterator[str]:
-    names = [name for name, _ in model.named_modules()]
-    for pattern in given:
-        if not any(map(_compiled(pattern).fullmatch, names)):
-            yield f"{pattern} (matches no module)"
 
 
 def _faults(model: nn.Module, plan: Plan, found: Plan, tp_size: int) -> Iterator[str]:

@@ -32,7 +32,6 @@ _KNOWN_PACKAGES = frozenset(
     }
 )
 """The packages with modules that use the same parameters for each batch, apart from what :func:`may_vary` names."""
-_END = -1
 _TAG = 7301
 
 
@@ -78,20 +77,17 @@ class UnusedGradients:
     ) -> None:
         if sharded.reduce_grads:
             for number in numbers:
-                self._fill_one(number)
+                parameter = self._parameters[number]
+                # It is set when the ranks gather the parameters of the group for the first time.
+                if not hasattr(parameter, "_unsharded_param"):
+                    continue
+                gathered = parameter.unsharded_param
+                if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                    self._is_used[number] = True
+                else:
+                    gathered.grad = torch.zeros_like(gathered)
             _in_one_type([self._parameters[number] for number in numbers])
         reduce(*arguments)
-
-    def _fill_one(self, number: int) -> None:
-        parameter = self._parameters[number]
-        # It is set when the ranks gather the parameters of the group for the first time.
-        if not hasattr(parameter, "_unsharded_param"):
-            return
-        gathered = parameter.unsharded_param
-        if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
-            self._is_used[number] = True
-        else:
-            gathered.grad = torch.zeros_like(gathered)
 
     def remove(self) -> None:
         """Remove the gradients of the parameters that no rank has used since the last call.
@@ -161,51 +157,38 @@ def check_call_order(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """
     if agree.size(group) == 1 or not isinstance(model, FSDPModule):
         return
-    if is_of_unknown_packages(model):
-        _CallOrder(model, group)
+    if not is_of_unknown_packages(model):
+        return
+    rank, size = dist.get_rank(group), agree.size(group)
+    before, after = (rank - 1) % size, (rank + 1) % size
 
-
-class _CallOrder:
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        rank, size = dist.get_rank(group), agree.size(group)
-        self._rank, self._before, self._next = rank, (rank - 1) % size, (rank + 1) % size
-        self._names: list[str] = []
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule) and name:
-                self._watch(name, module)  # type: ignore[arg-type]
-        model.register_forward_hook(self._hook(_END))
-
-    def _watch(self, name: str, module: nn.Module) -> None:
-        number = len(self._names)
-        self._names.append(name)
-        # Before fsdp2's hook, which gathers.
-        module.register_forward_pre_hook(self._hook(number), prepend=True)
-
-    def _hook(self, number: int) -> Any:
-        def compare(*_: Any) -> None:
-            # A backward pass calls layers again to recompute their activations.
-            if torch.is_grad_enabled() and not is_bw():
-                self._compare(number)
-
-        return torch.compiler.disable(compare)  # type: ignore[no-untyped-call]
-
-    def _compare(self, number: int) -> None:
-        mine, theirs = torch.tensor([number]), torch.empty(1, dtype=torch.int64)
-        sending = dist.isend(mine, group=self._group, group_dst=self._next, tag=_TAG)
-        dist.recv(theirs, group=self._group, group_src=self._before, tag=_TAG)
+    def compare(name: str, number: int, *_: Any) -> None:
+        # A backward pass calls layers again to recompute their activations.
+        if not torch.is_grad_enabled() or is_bw():
+            return
+        theirs = torch.empty(1, dtype=torch.int64)
+        sending = dist.isend(torch.tensor([number]), group=group, group_dst=after, tag=_TAG)
+        dist.recv(theirs, group=group, group_src=before, tag=_TAG)
         if sending is not None:
             sending.wait()
-        other = int(theirs)
-        if other == number:
+        if int(theirs) == number:
             return
+        other = names[int(theirs)]
         raise RecipeError(
             "ranks call different layers of the model in the same step, which fsdp2 does not support",
             where="distributed.strategy",
-            value=f"rank {self._rank} {self._what(number)}, and rank {self._before} {self._what(other)}",
+            value=f"rank {rank} calls {name}, and rank {before} calls {other}",
             hint="call each layer on each rank (also layers that the batch does not need), or set "
             "distributed.strategy to ddp",
         )
 
-    def _what(self, number: int) -> str:
-        return "calls no further layer" if number == _END else f"calls {self._names[number]}"
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and name:
+            hook: Any = torch.compiler.disable(partial(compare, name, len(names)))  # type: ignore[no-untyped-call]
+            # Before fsdp2's hook, which gathers.
+            module.register_forward_pre_hook(hook, prepend=True)  # type: ignore[attr-defined]
+            names.append(name)
+    names.append("no further layer")
+    hook = torch.compiler.disable(partial(compare, names[-1], len(names) - 1))  # type: ignore[no-untyped-call]
+    model.register_forward_hook(hook)

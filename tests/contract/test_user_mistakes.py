@@ -251,7 +251,7 @@ MISTAKES = {
     ),
     "an attention that the model does not support": Mistake(
         ("--model.from_config={model_type: gpt_oss}", "--model.attn_implementation=sdpa"),
-        r"GptOssForCausalLM does not support[\s\S]*leave model.attn_implementation out",
+        r"GptOssForCausalLM does not support[\s\S]*set model.attn_implementation to sdpa or eager",
     ),
     "a decoder that sees later tokens": Mistake(
         ("--model.from_config={model_type: gemma3_text, use_bidirectional_attention: true}",),

@@ -53,7 +53,8 @@ def causal_layers(
     sees: dict[int, bool] = {}
     with side_effect_free(model), ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            for part in _mixers(layer):
+            mixers = [part for name, part in layer.named_children() if name.endswith(_MIXERS)]
+            for part in mixers or [layer]:
                 before = part.register_forward_pre_hook(_negate_later_tokens, with_kwargs=True)
                 after = part.register_forward_hook(partial(_compare_rows, sees, number))
                 hooks.callback(before.remove)
@@ -63,12 +64,6 @@ def causal_layers(
     if not sees:
         return list(range(len(layers)))
     return sorted(number for number, is_seen in sees.items() if not is_seen)
-
-
-def _mixers(layer: nn.Module) -> list[nn.Module]:
-    """The parts of a decoder layer that compute a token from others; the layer itself if none has a known name."""
-    found = [module for name, module in layer.named_children() if name.endswith(_MIXERS)]
-    return found or [layer]
 
 
 def _negate_later_tokens(

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -32,7 +32,12 @@ from automodel_ckpt.models.attention.documents import (
     documents_of,
 )
 from automodel_ckpt.models.attention.packing_probe import probe_rows
-from automodel_ckpt.models.inspect.forward import attention_of, logits_of, side_effect_free
+from automodel_ckpt.models.inspect.forward import (
+    attention_of,
+    autocast_dtype,
+    logits_of,
+    side_effect_free,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +74,9 @@ def attend_by_document(
     device = device or next(model.parameters()).device
     kernel = kernel or document_kernel(device.type)
     base = attention_of(model)
-    if kernel is None or base not in _BASES or _compares_name(model):
+    if kernel is None or base not in _BASES:
+        return False
+    if any(map(_source_compares_name, {type(part).__module__ for part in model.modules()})):
         return False
     tokens, restarted, continued = probe_rows(multiple, device)
     name = ".".join([_PREFIX, base, kernel.label])
@@ -102,18 +109,13 @@ def attend_by_mask(model: nn.Module) -> None:
             config._attn_implementation_internal = name.split(".")[1]
 
 
-def _compares_name(model: nn.Module) -> bool:
-    """Whether the code of a part of *model* computes something else for another name than sdpa.
+@functools.cache
+def _source_compares_name(module: str) -> bool:
+    """Whether the code of a model in a Python *module* computes something else for another name than sdpa.
 
     Models with an index of the keys that each token sees (DeepSeek V3.2, GLM MoE DSA, MiniMax M3) add it to the mask
     only for the names sdpa and eager. The probe's few tokens cannot show this, because the index then has all keys.
     """
-    modules = {type(part).__module__ for part in model.modules()}
-    return any(_source_compares_name(module) for module in modules)
-
-
-@functools.cache
-def _source_compares_name(module: str) -> bool:
     package, _, name = module.rpartition(".")
     is_harmless = package.rpartition(".")[2] in _COMPARES_HARMLESSLY
     if is_harmless or not name.startswith(("modeling_", "modular_")):
@@ -127,8 +129,8 @@ def _source_compares_name(module: str) -> bool:
 
 
 def _logits(
-    model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor, options: Mapping[str, Any]
-) -> torch.Tensor:
+    model: nn.Module, tokens: Tensor, positions: Tensor, options: Mapping[str, Any]
+) -> Tensor:
     output = model(input_ids=tokens, position_ids=positions, **options)
     return logits_of(output).float()
 
@@ -172,9 +174,9 @@ def _attention(
     kernel: Kernel,
     base: str,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
     *,
     is_probe: bool,
@@ -188,7 +190,10 @@ def _attention(
     if not isinstance(attention_mask, Documents):
         return _base_attention(base, module)(module, query, key, value, attention_mask, **options)
     rows = attention_mask
-    heads = _in_compute_dtype(query, key, value)
+    heads = (query, key, value)
+    # Autocast does not know the kernels.
+    if dtype := autocast_dtype(query.device):
+        heads = (query.to(dtype), key.to(dtype), value.to(dtype))
     reason = kernel.unsupported(heads[0], heads[2], options)
     if is_probe:
         _base_attention(base, module)
@@ -213,26 +218,13 @@ def _base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
     Raises :class:`UnsupportedByKernel` if there is none.
     """
     if base != "eager":
-        of_library: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[base]
-        return of_library
+        return ALL_ATTENTION_FUNCTIONS[base]  # type: ignore[no-any-return]
     # Each model of transformers has its own function for eager attention, with this name.
     for part in type(module).__mro__:
         function = getattr(sys.modules.get(part.__module__), "eager_attention_forward", None)
         if function is not None:
-            found: Callable[..., Any] = function
-            return found
+            return function  # type: ignore[no-any-return]
     raise UnsupportedByKernel(f"{type(module).__name__} has no separate eager attention")
-
-
-def _in_compute_dtype(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors in the dtype of autocast, which does not know the kernels; unchanged without autocast."""
-    device_type = query.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device_type)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _drops(module: nn.Module) -> bool:

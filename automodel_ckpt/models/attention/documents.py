@@ -17,7 +17,7 @@ from types import CellType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_ckpt.base.device_copies import to_device
 
@@ -29,7 +29,7 @@ class Documents:
     the mask between transformers' functions. Not a dataclass: fsdp2 looks for tensors in their fields.
     """
 
-    cumulative: torch.Tensor
+    cumulative: Tensor
     """Set for :class:`VarlenKernel`, int32 [N + 1]: the position where each document begins, and the length of the row.
     N is a power of two: the last documents can be empty."""
     longest: int
@@ -54,14 +54,14 @@ class Documents:
         return [length for length, count in self.runs for _ in range(count)]
 
     @functools.cached_property
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """Attention mask of all pairs of a row: bool [1, 1, T, T], true where a query (row) sees a key (column)."""
         lengths = torch.tensor(self.lengths)
         first = lengths.cumsum(0) - lengths
         starts = to_device(torch.repeat_interleave(first, lengths), self.device)
         return mask_of_pairs(starts, self.window)
 
-    def mask_of(self, length: int) -> torch.Tensor | None:
+    def mask_of(self, length: int) -> Tensor | None:
         """The mask of one document of *length* tokens, bool [1, 1, T, T]. None when causal is the same."""
         if self.window is None or length <= self.window:
             return None
@@ -69,7 +69,7 @@ class Documents:
         return mask_of_pairs(starts, self.window)
 
 
-def mask_of_pairs(starts: torch.Tensor, window: int | None) -> torch.Tensor:
+def mask_of_pairs(starts: Tensor, window: int | None) -> Tensor:
     """The mask of all pairs, bool [1, 1, T, T], of a row with the beginning of each token's document in *starts*
     [T]."""
     positions = torch.arange(len(starts), device=starts.device)
@@ -83,12 +83,12 @@ def mask_of_pairs(starts: torch.Tensor, window: int | None) -> torch.Tensor:
 def documents_of(
     *,
     batch_size: int,
-    mask_function: Callable[..., torch.Tensor],
+    mask_function: Callable[..., Tensor],
     q_length: int = 0,
     kv_length: int = 0,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     device: Any = "cpu",
     **others: Any,
@@ -116,7 +116,7 @@ def documents_of(
             mask_function, device = of_host, "cpu"
     row = torch.zeros(1, dtype=torch.long, device=device)
 
-    def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
         return mask_function(row, row, queries, keys).expand(queries.shape)
 
     positions = torch.arange(q_length, device=device)
@@ -162,11 +162,11 @@ def _values(cell: CellType) -> tuple[Any, ...]:
 
 
 def _is_causal_within(
-    sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    positions: torch.Tensor,
-    starts: torch.Tensor,
+    sees: Callable[[Tensor, Tensor], Tensor],
+    positions: Tensor,
+    starts: Tensor,
     window: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Whether each position sees exactly the range from the start of its document (or window) to itself: bool, 0-dim.
 
     Tested at both ends of the range, in its middle, and one position outside of each end.
@@ -221,9 +221,7 @@ class SdpaKernel:
 
     label = "sdpa"
 
-    def unsupported(
-        self, query: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
-    ) -> str:
+    def unsupported(self, query: Tensor, value: Tensor, options: Mapping[str, Any]) -> str:
         """Why it cannot compute attention of *query* and *value* with *options*; empty if it can."""
         return _needing_pairs(options)
 
@@ -233,12 +231,12 @@ class SdpaKernel:
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         rows: Documents,
         options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute attention of *query*, *key*, *value* [1, heads, T, D]; returns [1, T, heads, D].
 
         *rows* are the result of :meth:`prepare`.
@@ -247,7 +245,11 @@ class SdpaKernel:
         parts = [torch.split(tensor, rows.sizes, dim=2) for tensor in (query, key, value)]
         for (length, count), run in zip(rows.runs, zip(*parts, strict=True), strict=True):
             if count > 1:
-                run = tuple(_one_row_each(part, length) for part in run)
+                # [1, heads, n * length, D] of n documents, viewed as [n, heads, length, D].
+                run = tuple(
+                    part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)
+                    for part in run
+                )
             query, key, value = run
             output = _sdpa(query, key, value, rows.mask_of(length), options).transpose(1, 2)
             outputs.append(output.reshape(1, length * count, *output.shape[2:]))
@@ -255,12 +257,12 @@ class SdpaKernel:
 
 
 def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     options: Mapping[str, Any],
-) -> torch.Tensor:
+) -> Tensor:
     """torch's attention of *query*, *key*, *value* [B, heads, T, D], causal if *mask* is None; returns that shape."""
     repeats = query.shape[1] // key.shape[1]
     # With a mask or large heads, torch's fast kernels do not accept fewer heads of keys.
@@ -280,11 +282,6 @@ def _sdpa(
     )
 
 
-def _one_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
-    """View *part* [1, heads, n * length, D] of n documents as [n, heads, length, D]."""
-    return part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)
-
-
 def _power_of_2(number: int) -> int:
     """The smallest power of two that is at least *number*."""
     return 1 << (number - 1).bit_length()
@@ -300,9 +297,7 @@ class VarlenKernel:
         # Without it, torch 2.12 and later reject fewer heads of keys than of queries.
         self._has_groups = "enable_gqa" in inspect.signature(function).parameters
 
-    def unsupported(
-        self, query: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
-    ) -> str:
+    def unsupported(self, query: Tensor, value: Tensor, options: Mapping[str, Any]) -> str:
         """Why it cannot compute attention of *query* and *value* with *options*; empty if it can."""
         size = query.shape[3]
         if needing := _needing_pairs(options):
@@ -326,19 +321,19 @@ class VarlenKernel:
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         rows: Documents,
         options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute attention: see :meth:`SdpaKernel.attend`."""
         groups = {"enable_gqa": query.shape[1] != key.shape[1]} if self._has_groups else {}
         # The gradient of tensor[0] would be copied into zeros.
         heads = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
         # -1: all tokens before. The kernel does not count the token itself.
         before = -1 if rows.window is None else rows.window - 1
-        output: torch.Tensor = self._function(
+        output: Tensor = self._function(
             *heads,
             rows.cumulative,
             rows.cumulative,

@@ -14,6 +14,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import masking_utils
 
 from automodel_ckpt.base.device_copies import to_device
@@ -27,15 +28,15 @@ row is one sample."""
 class _Pair:
     """A tensor on a device, and its values on the host."""
 
-    on_device: torch.Tensor
-    on_host: torch.Tensor
+    on_device: Tensor
+    on_host: Tensor
     versions: tuple[int, int]
     samples: _Pair | None = None
     """The numbers of the samples that were found in these position ids. Not beside them: another thread may note
     others meanwhile."""
 
     @staticmethod
-    def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair | None:
+    def of(on_device: Tensor, on_host: Tensor) -> _Pair | None:
         """The pair of both tensors. None when *on_host* is not on the host, or if a change of a value may be missed."""
         # Tensors of inference mode have no version, by which a change of their values is seen.
         if on_device.is_inference() or on_host.is_inference():
@@ -44,7 +45,7 @@ class _Pair:
             return None
         return _Pair(on_device, on_host, (on_device._version, on_host._version))
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
+    def is_of(self, tensor: Tensor) -> bool:
         """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
         known = self.on_device
         if tensor is not known:
@@ -66,7 +67,7 @@ _newest: list[_Pair] = []
 """The position ids of the newest rows, if the host knows them."""
 
 
-def note_positions(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
+def note_positions(on_device: Tensor, on_host: Tensor) -> None:
     """Let the next forward pass know that the position ids *on_device* have the values *on_host*."""
     _install()
     pair = _Pair.of(on_device, on_host)
@@ -82,7 +83,7 @@ def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
         return None
 
     def replaced(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             for pair in pairs:
                 if pair.is_of(value):
                     return pair.on_host
@@ -134,11 +135,10 @@ def _install() -> None:
         return
 
     @functools.wraps(find)
-    def find_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+    def find_known(position_ids: Tensor) -> Tensor | None:
         known = [] if torch.compiler.is_compiling() else [*_newest]
         if not known or not known[0].is_of(position_ids):
-            found: torch.Tensor | None = find(position_ids)
-            return found
+            return find(position_ids)  # type: ignore[no-any-return]
         positions = known[0]
         samples = positions.samples
         if samples is not None and samples.is_unchanged():

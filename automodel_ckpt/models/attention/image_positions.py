@@ -7,10 +7,9 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-PositionsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+PositionsOf = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def rotary_positions(model: nn.Module) -> PositionsOf | None:
@@ -27,9 +26,9 @@ def rotary_positions(model: nn.Module) -> PositionsOf | None:
 
 
 def _positions(
-    method: Callable[..., Any], names: Collection[str], batch: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+    method: Callable[..., Any], names: Collection[str], batch: Mapping[str, Tensor]
+) -> Tensor:
     """Call a model's ``get_rope_index`` with those tensors of a batch that it takes."""
-    positions: torch.Tensor
+    positions: Tensor
     positions, _ = method(**{name: tensor for name, tensor in batch.items() if name in names})
     return positions

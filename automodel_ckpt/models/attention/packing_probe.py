@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,
@@ -86,7 +86,7 @@ def keeps_samples_apart(
             outputs = _logits(model, rows, one_row, options)
         after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
         alone, alone_again = outputs[3, :4], outputs[4, :4]
-        if not _are_finite(after_first, after_other, crossed, alone):
+        if not torch.cat([after_first, after_other, crossed, alone]).isfinite().all():
             return Answer(False, " (its outputs are not finite: look for NaN in its weights)")
         # The effect of crossing attention is the scale: rounding is far below it in every dtype.
         allowed = 0.1 * _distance(crossed, alone)
@@ -98,7 +98,9 @@ def keeps_samples_apart(
         rounding = _ROUNDING_FACTOR * _distance(alone, alone_again)
         magnitude = float(alone.abs().max())
         seen = _distance(after_first, after_other)
-        is_rounding = seen <= rounding + _smallest_effect(model) * magnitude
+        has_experts = any("experts" in name for name, _ in model.named_modules())
+        smallest_effect = 1e-2 if has_experts else 1e-6
+        is_rounding = seen <= rounding + smallest_effect * magnitude
         return Answer(largest <= allowed and is_rounding)
     except Exception as error:
         log.debug("could not probe the model for packed samples", exc_info=True)
@@ -132,12 +134,6 @@ def padding_changes_outputs(
         return False
 
 
-def _smallest_effect(model: nn.Module) -> float:
-    """The smallest relative difference between outputs that counts as an effect of another sample."""
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    return 1e-2 if has_experts else 1e-6
-
-
 def _mask_length(model: nn.Module) -> int | None:
     """The length of a causal mask [1, 1, T, T] that a layer keeps as a buffer, as in GPT-Neo; None without one."""
     for buffer in model.buffers():
@@ -147,9 +143,7 @@ def _mask_length(model: nn.Module) -> int | None:
     return None
 
 
-def probe_rows(
-    multiple: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def probe_rows(multiple: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A row of a few samples, to compare ways of computing attention.
 
     Returns (token ids, position ids that restart with each sample, position ids of a single sample), each [1, T] with T
@@ -169,9 +163,7 @@ def _padding(multiple: int) -> list[int]:
     return [0] * (-len(_FIRST + _SECOND) % multiple)
 
 
-def _logits(
-    model: nn.Module, rows: torch.Tensor, one_row: bool, options: Mapping[str, Any]
-) -> torch.Tensor:
+def _logits(model: nn.Module, rows: Tensor, one_row: bool, options: Mapping[str, Any]) -> Tensor:
     """Logits [B, T, V] of *rows* [2, B, T], which are token ids and position ids."""
     size = 1 if one_row else rows.shape[1]
     outputs = []
@@ -181,9 +173,5 @@ def _logits(
     return torch.cat(outputs).float()
 
 
-def _are_finite(*tensors: torch.Tensor) -> bool:
-    return bool(torch.cat(tensors).isfinite().all())
-
-
-def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+def _distance(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())

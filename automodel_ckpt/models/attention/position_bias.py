@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 _NAME = "relative_attention_bias"
 
@@ -27,6 +26,6 @@ def lay_out_position_biases(model: nn.Module) -> int:
 
 def _with_heads_first_in_memory(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     """The biases [Tq, Tk, H] of an embedding, stored so that their transposition [H, Tq, Tk] is contiguous."""
-    if not isinstance(output, torch.Tensor) or output.dim() != 3:
+    if not isinstance(output, Tensor) or output.dim() != 3:
         return output
     return output.permute(2, 0, 1).contiguous().permute(1, 2, 0)

@@ -17,12 +17,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from automodel_ckpt.models.inspect.forward import attention_of, model_without_adapters
+from automodel_ckpt.models.inspect.forward import (
+    attention_of,
+    autocast_dtype,
+    model_without_adapters,
+)
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "create_masks_for_generate"
@@ -58,7 +62,10 @@ def _add_masks(
         return None
     given = inputs["inputs_embeds"] if _has(inputs, "inputs_embeds") else inputs["input_ids"]
     # Only its shape, dtype and device are read.
-    like = torch.empty((*given.shape[:2], 0), dtype=_dtype(decoder, given), device=given.device)
+    # Masks that are added to scores have the type that the decoder computes in.
+    dtype = given.dtype if given.is_floating_point() else next(decoder.parameters()).dtype
+    dtype = autocast_dtype(given.device) or dtype
+    like = torch.empty((*given.shape[:2], 0), dtype=dtype, device=given.device)
     masks = _create_without_cache(
         create_masks_for_generate,
         config=decoder.config,
@@ -80,16 +87,6 @@ def _create_without_cache(create: Callable[..., Any], **arguments: Any) -> Any:
 
 def _has(inputs: Mapping[str, Any], name: str) -> bool:
     return inputs.get(name) is not None
-
-
-def _dtype(decoder: nn.Module, given: torch.Tensor) -> torch.dtype:
-    """The type of masks that are added to scores: the one that *decoder* computes in."""
-    device_type = given.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    if given.is_floating_point():
-        return given.dtype
-    return next(decoder.parameters()).dtype
 
 
 def install_row_masks(model: nn.Module) -> RemovableHandle | None:
@@ -136,7 +133,7 @@ class _RowMasks:
         positions = inputs["position_ids"]
         num_rows, length = positions.shape
         shape = (num_rows, 1, length, length)
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for row in range(num_rows):
             starts = torch.nonzero(positions[row] == 0).flatten().tolist()
             for start, end in pairwise([*starts, length]):
@@ -148,7 +145,10 @@ class _RowMasks:
                         found[name] = torch.zeros(shape, dtype=torch.bool, device=positions.device)
                     found[name][row, 0, start:end, start:end] = self._seen(mask, end - start)
         if self.is_eager:
-            found = {name: self._added(mask) for name, mask in found.items()}
+            lowest = torch.finfo(self.dtype).min
+            for name, mask in found.items():
+                added = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+                found[name] = added.masked_fill(~mask, lowest)
         return found.get(_SINGLE, found)
 
     def _of_sample(self, inputs: Mapping[str, Any], row: int, start: int, end: int) -> Any:
@@ -170,7 +170,7 @@ class _RowMasks:
             **types,
         )
 
-    def _seen(self, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+    def _seen(self, mask: Tensor | None, length: int) -> Tensor:
         """Return the mask of one sample as bool [T, T]. None is causal attention without a mask."""
         if mask is None:
             return torch.ones(length, length, dtype=torch.bool).tril()
@@ -179,9 +179,3 @@ class _RowMasks:
             return square
         # The mask of eager attention is added to the scores.
         return square == 0
-
-    def _added(self, mask: torch.Tensor) -> torch.Tensor:
-        lowest = torch.finfo(self.dtype).min
-        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
-            ~mask, lowest
-        )

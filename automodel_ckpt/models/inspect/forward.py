@@ -9,11 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.models.inspect.error_texts import first_line
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on *device*; None while it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def attention_of(model: nn.Module) -> str:
@@ -27,7 +34,7 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model_without_adapters(model).forward).parameters
 
 
-def text_inputs(model: nn.Module, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def text_inputs(model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of *rows* of text that *model* takes. Decoders take no ``token_type_ids``."""
     taken = forward_parameters(model)
     names = ("input_ids", "attention_mask", "token_type_ids")
@@ -67,12 +74,12 @@ def accepts_use_cache(model: nn.Module) -> bool:
     return config.get_text_config() is not config and hasattr(config.get_text_config(), "use_cache")
 
 
-def last_layer_output(output: Any) -> torch.Tensor:
+def last_layer_output(output: Any) -> Tensor:
     """What a model's last layer returned: logits; hidden states of a pipeline stage; the loss of a loss head.
 
     transformers' models return it in a field that is named ``logits``, whatever it is; other models return it alone.
     """
-    last: torch.Tensor
+    last: Tensor
     if isinstance(output, Mapping) and not hasattr(output, "logits"):
         last = output.get("logits", output)
     else:
@@ -80,7 +87,7 @@ def last_layer_output(output: Any) -> torch.Tensor:
     return last
 
 
-def logits_of(output: Any) -> torch.Tensor:
+def logits_of(output: Any) -> Tensor:
     """The logits in what a model returned. Its last layer is its output layer."""
     return last_layer_output(output)
 

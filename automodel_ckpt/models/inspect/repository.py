@@ -7,7 +7,6 @@ only if the recipe requests it *and* the user trusts it outside of the recipe.
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import logging
 import os
@@ -35,9 +34,6 @@ log = logging.getLogger("automodel_ckpt")
 CODE_PACKAGE = "transformers_modules"
 """The package that transformers imports the code of repositories into."""
 _CODE_KEY = "model.trust_remote_code"
-_OF_URL = (
-    "download it: `ckpt pull URL DIRECTORY` for a checkpoint of ours, or the tools of its store"
-)
 
 
 @contextmanager
@@ -320,7 +316,9 @@ def require_local(name: str, where: str) -> None:
         return
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
     if looks_local or ("/" in name and path.parent.is_dir()):
-        hint = _OF_URL if "://" in name else _nearest_directory(path)
+        hint = "name a directory with a config.json, or a model of the Hugging Face Hub"
+        if "://" in name:
+            hint = "download it: `ckpt pull URL DIRECTORY` for a checkpoint of ours, or the tools of its store"
         raise RecipeError("no such directory", where=where, value=name, hint=hint)
 
 
@@ -332,15 +330,6 @@ def reject_other_weights(name: str, where: str) -> None:
         raise RecipeError(
             f"the directory has {what}, which cannot be trained", where=where, value=name, hint=hint
         )
-
-
-def _nearest_directory(path: Path) -> str:
-    siblings = []
-    if path.parent.is_dir():
-        siblings = [sibling.name for sibling in path.parent.iterdir()]
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f"did you mean {path.parent / near[0]}? " if near else ""
-    return f"{hint}use a directory with a config.json, or a model of the Hugging Face Hub"
 
 
 def fetched_directory(name: str, revision: str | None = None) -> Path | None:

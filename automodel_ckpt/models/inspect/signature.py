@@ -75,7 +75,10 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     model = empty_model(config or directory, hint=hint)
     conversion = read_conversion(model)
     renamed, parts = names_in_files(model, directory, conversion)
-    stored = _stored_names(directory)
+    stored: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            stored.update(file.keys())
     prefix = model.base_model_prefix
     files: dict[str, str] = {}
     written = [name for of_rows in parts.values() for name in of_rows]
@@ -165,30 +168,22 @@ def model_class(config: transformers.PreTrainedConfig) -> Any:
 
     Raises ValueError or AttributeError if there is none.
     """
-    name = _class_name(config)
+    if config.architectures:
+        name = config.architectures[0]
+    else:
+        # Files of Qwen2-VL and Qwen2.5-VL of 2025 can have it in the config of the text model.
+        names = [
+            each
+            for each in config.get_text_config().architectures or ()
+            if getattr(getattr(transformers, each, None), "config_class", None) is type(config)
+        ]
+        if not names:
+            raise ValueError("config.json does not state the class of the model (architectures)")
+        name = names[0]
     found = getattr(transformers, name)
     # The file may name any attribute of transformers, also a function.
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise ValueError(f"{name} is not a model")
-    return found
-
-
-def _class_name(config: transformers.PreTrainedConfig) -> str:
-    """Return the name of the model's class. Raises ValueError if the *config* does not state it."""
-    if config.architectures:
-        return config.architectures[0]
-    # Files of Qwen2-VL and Qwen2.5-VL of 2025 can have it in the config of the text model.
-    for name in config.get_text_config().architectures or ():
-        if getattr(getattr(transformers, name, None), "config_class", None) is type(config):
-            return name
-    raise ValueError("config.json does not state the class of the model (architectures)")
-
-
-def _stored_names(directory: Path) -> set[str]:
-    found: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found.update(file.keys())
     return found
 
 
@@ -247,7 +242,9 @@ def linear_weights(directory: Path) -> frozenset[str]:
     )
     renamed, parts = names_in_files(model, directory)
     found: set[str] = set()
-    prefix = _prefix_of(model, model.get_decoder())
+    decoder = model.get_decoder()
+    [inside] = [name for name, module in model.named_modules() if module is decoder]
+    prefix = f"{inside}." if inside else ""
     for module_name, module in model.named_modules():
         if not module_name.startswith(prefix):
             continue
@@ -259,11 +256,3 @@ def linear_weights(directory: Path) -> frozenset[str]:
             if parameter.dim() == _EXPERTS:
                 found.update(parts.get(f"{module_name}.{parameter_name}", {}))
     return frozenset(found)
-
-
-def _prefix_of(model: nn.Module, part: nn.Module) -> str:
-    """Return the prefix of the names of the modules in *part*, a submodule of *model* or the model itself."""
-    for name, module in model.named_modules():
-        if module is part:
-            return f"{name}." if name else ""
-    raise AssertionError("get_decoder() of a transformers model returns one of its modules")

@@ -29,8 +29,15 @@ _PARTS = {
 }
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 
-_IMAGE_IDS = ("image_token_id", "image_token_index", "boi_token_index", "eoi_token_index")
-_AUDIO_IDS = (
+_MEDIA_IDS = (
+    "image_token_id",
+    "image_token_index",
+    "boi_token_id",
+    "boi_token_index",
+    "eoi_token_id",
+    "eoi_token_index",
+    "vision_start_token_id",
+    "vision_end_token_id",
     "audio_token_id",
     "audio_token_index",
     "audio_start_token_id",
@@ -65,21 +72,8 @@ def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozense
     They get no labels.
     """
     owners = (config, processor, getattr(processor, "tokenizer", None))
-    names = (
-        *_IMAGE_IDS,
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "boi_token_id",
-        "eoi_token_id",
-        *_AUDIO_IDS,
-    )
-    found = set()
-    for owner in owners:
-        for name in names:
-            token = getattr(owner, name, None)
-            if isinstance(token, int) and token >= 0:
-                found.add(token)
-    return frozenset(found)
+    tokens = [getattr(owner, name, None) for owner in owners for name in _MEDIA_IDS]
+    return frozenset(token for token in tokens if isinstance(token, int) and token >= 0)
 
 
 def image_settings(processor: Any, default: PreTrainedConfig) -> dict[str, int]:

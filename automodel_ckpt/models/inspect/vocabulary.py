@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
@@ -51,9 +51,7 @@ def _layer_of(model: nn.Module, getter: str) -> Any:
         return None
 
 
-def check_token_ids(
-    batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str
-) -> None:
+def check_token_ids(batches: Iterable[Mapping[str, Tensor]], size: int | None, where: str) -> None:
     """Validate that a model of *size* embeddings has a row for all tokens and labels; None does not limit the ids.
 
     Raises :class:`RecipeError` with the setting *where*.

@@ -105,8 +105,7 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a selective layer's forward pass and of its recomputation."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
-    return contexts
+    return create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Policy:

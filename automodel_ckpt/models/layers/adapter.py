@@ -64,10 +64,7 @@ def add_adapters(
     targets, saved = find_modules(model, lora, head)
     if getattr(model, "is_quantized", False):
         freeze_quantized(model)
-    base_class = {
-        "base_model_class": type(model).__name__,
-        "parent_library": type(model).__module__,
-    }
+    model_class = type(model)
     ranks, alphas = numbers_of_layers(lora, targets)
     peft_config = _lora_config(model, lora, targets, parameters, saved, task_type)
     all_names = [*targets, *(name.rpartition(".")[0] for name in parameters)]
@@ -82,12 +79,24 @@ def add_adapters(
         peft_config.modules_to_save = list(dict.fromkeys(peft_config.modules_to_save))
     document = _document(peft_config)
     if task_type is None:
-        document["auto_mapping"] = base_class
+        document["auto_mapping"] = {
+            "base_model_class": model_class.__name__,
+            "parent_library": model_class.__module__,
+        }
     description = asdict(lora) | {"targets": targets, "saved": saved, "resized": was_resized}
     description["parameters"] = parameters
     description["ranks"] = {name: rank for name, rank in ranks.items() if rank != lora.r}
     description["alphas"] = {name: alpha for name, alpha in alphas.items() if alpha != lora.alpha}
-    _log_what_is_saved(wrapped, [*targets, *parameters], saved)
+    trained = [each.numel() for each in wrapped.parameters() if each.requires_grad]
+    log.info(
+        "adapters on %s%s: %s of %s parameters are trained, and checkpoints hold only these",
+        counted(len(targets) + len(parameters), "layer"),
+        f", and {', '.join(saved)} as a whole" if saved else "",
+        f"{sum(trained):,}",
+        f"{sum(each.numel() for each in wrapped.parameters()):,}",
+    )
+    if was_resized:
+        log.info("the embeddings are saved too: their size differs from the base's")
     return Adapted(wrapped, document, description)
 
 
@@ -307,27 +316,11 @@ def _document(peft_config: Any) -> dict[str, Any]:
     return fields
 
 
-def _log_what_is_saved(model: nn.Module, targets: Sequence[str], saved: Sequence[str]) -> None:
-    num_all = sum(p.numel() for p in model.parameters())
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    wholes = f", and {', '.join(saved)} as a whole" if saved else ""
-    log.info(
-        "adapters on %s%s: %s of %s parameters are trained, and checkpoints hold only these",
-        counted(len(targets), "layer"),
-        wholes,
-        f"{num_trained:,}",
-        f"{num_all:,}",
-    )
-    if getattr(model, "save_embedding_layers", False):
-        log.info("the embeddings are saved too: their size differs from the base's")
-
-
 def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | str:
     """The target_modules by which peft selects exactly *targets* among *names*.
 
     These are suffixes of names if possible, otherwise a regular expression.
     """
-
     suffixes = suffixes_of(targets, names, has_suffix)
     return suffixes or "|".join(re.escape(target) for target in targets)
 

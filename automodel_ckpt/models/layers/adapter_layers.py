@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import Problem, RecipeError
@@ -26,6 +26,7 @@ _LINEAR = (nn.Linear, Conv1D)
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FUSED_DIMENSIONS = 3
 """Fused experts have the shape (experts, inputs, outputs) or (experts, outputs, inputs)."""
+_UNSUITED = "peft does not support adapters on these layers of this model"
 Named = TypeVar("Named")
 
 
@@ -88,17 +89,15 @@ def find_modules(
     found: set[str] = set()
     if ALL_LINEAR in patterns:
         linear = _all_linear(model, adaptable) - _within(saved, adaptable)
-        for reason, names in unsuited.items():
-            if omitted := sorted(linear & names - excluded):
-                log.warning("%s, so they get none: %s", reason, ", ".join(_leaf_names(omitted)))
-        found = linear.difference(*unsuited.values())
+        if omitted := sorted(linear & unsuited - excluded):
+            log.warning("%s, so they get none: %s", _UNSUITED, ", ".join(_leaf_names(omitted)))
+        found = linear - unsuited
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
     found |= _matching(named, adaptable, modules, key, problems, _of_fused_experts(model))
     found -= excluded | _within(head, adaptable)
-    for reason, names in unsuited.items():
-        if wrong := sorted(found & names):
-            hint = "leave them out (peft.exclude_modules), or use all-linear"
-            problems.append(Problem(reason, key, wrong[:5], hint))
+    if wrong := sorted(found & unsuited):
+        hint = "leave them out (peft.exclude_modules), or use all-linear"
+        problems.append(Problem(_UNSUITED, key, wrong[:5], hint))
     if both := sorted(found & _within(saved, adaptable)):
         what = "these modules would be both fully trained and adapted"
         hint = "list them in only one of the two settings"
@@ -122,7 +121,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
     for pattern in _as_list(patterns):
         if pattern == ALL_EXPERTS:
             # Embeddings of positions can have three dimensions, too.
-            found.update(name for name in fused if _is_of_experts(name))
+            found.update(name for name in fused if "experts" in name.rpartition(".")[0])
             continue
         matches = [name for name in fused if _is_match(pattern, name)]
         found.update(matches)
@@ -154,13 +153,13 @@ def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int
 
     Raises :class:`RecipeError` with every pattern that matches none of them.
     """
-    found: list[dict[str, int]] = []
+    ranks: dict[str, int] = {}
+    alphas: dict[str, int] = {}
     problems: list[Problem] = []
-    for key, patterns in (
-        ("peft.rank_pattern", lora.rank_pattern),
-        ("peft.alpha_pattern", lora.alpha_pattern),
+    for key, patterns, numbers in (
+        ("peft.rank_pattern", lora.rank_pattern, ranks),
+        ("peft.alpha_pattern", lora.alpha_pattern, alphas),
     ):
-        numbers: dict[str, int] = {}
         for pattern, number in patterns.items():
             matches = [name for name in targets if _is_match(pattern, name)]
             for name in matches:
@@ -168,10 +167,8 @@ def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int
             if not matches:
                 what = "no adapted layer has this name"
                 problems.append(Problem(what, key, pattern, _available(targets)))
-        found.append(numbers)
     if problems:
         raise RecipeError.all_of(problems)
-    ranks, alphas = found
     return ranks, alphas
 
 
@@ -180,11 +177,6 @@ def _without_mtp(model: Any, named: dict[str, Named]) -> dict[str, Named]:
     if mtp_of(model) is None:
         return named
     return {name: value for name, value in named.items() if not is_of_mtp(name)}
-
-
-def _is_of_experts(name: str) -> bool:
-    """Whether a module that a parameter is in has the name that transformers gives to experts."""
-    return any("experts" in component for component in name.split(".")[:-1])
 
 
 def _matching(
@@ -228,60 +220,31 @@ def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
     }
 
 
-def _unsuited(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> dict[str, set[str]]:
-    """{why layers can have no adapter: their names}."""
-    return {
-        # peft would adapt the fused experts instead, and the saved adapter would give other outputs in peft.
-        "peft treats layers with these names as experts": _mistaken_for_experts(model, adaptable),
-        "peft does not support adapters on these layers of this model": _rejected_by_peft(
-            model, adaptable
-        ),
-        "these layers do not return what a linear layer does": _not_linear(model, adaptable),
-        "peft cannot load adapters of these layers": _lost_by_peft(model, adaptable),
-    }
+def _unsuited(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
+    """The names of layers that can have no adapter."""
+    leaves = {leaf for leaf in _leaf_names(adaptable) if not _accepts(model, leaf)}
+    rejected = {name for name in adaptable if name.rpartition(".")[2] in leaves}
+    return rejected | _not_linear(model, adaptable) | _lost_by_peft(model, adaptable)
 
 
-def _failing(names: Iterable[str], check: Callable[[str], bool]) -> set[str]:
-    """The *names* with a last component that does not pass *check*, which can also raise ValueError."""
+def _accepts(model: Any, leaf: str) -> bool:
+    """Whether peft puts adapters on layers with this name.
 
-    def passes(leaf: str) -> bool:
-        try:
-            return check(leaf)
-        except ValueError:
-            return False
-
-    names = list(names)
-    failing = {leaf for leaf in _leaf_names(names) if not passes(leaf)}
-    return {name for name in names if name.rpartition(".")[2] in failing}
-
-
-def _mistaken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
-    """The *names* of layers that peft would replace by the fused experts of the model.
-
-    peft interprets such names as names of experts in older versions of the model, and rejects a part of a fused tensor.
+    It rejects layers of some types of models, such as those with kernels that read the weight. It interprets other
+    names as names of experts in older versions of the model: it would adapt the fused experts instead, and the saved
+    adapter would give other outputs in peft.
     """
     from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    def is_unchanged(leaf: str) -> bool:
-        config: Any = LoraConfig(target_modules=[leaf])
+    config: Any = LoraConfig(target_modules=[leaf])
+    try:
+        _check_lora_target_modules_mamba(config, model, leaf)
         convert_peft_config_for_transformers(config, model=model, conversions=None)
-        return leaf in config.target_modules
-
-    return _failing(names, is_unchanged)
-
-
-def _rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
-    """The *names* of layers that peft rejects in models of this type, such as layers with kernels that read the
-    weight."""
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-
-    def is_accepted(leaf: str) -> bool:
-        _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
-        return True
-
-    return _failing(names, is_accepted)
+    except ValueError:
+        return False
+    return leaf in config.target_modules
 
 
 def _lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -332,4 +295,4 @@ def _maps_rows(layer: nn.Linear) -> bool:
             output = torch.func.functional_call(layer, tensors, (rows,))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
-    return isinstance(output, torch.Tensor) and output.shape == (2, 3, layer.out_features)
+    return isinstance(output, Tensor) and output.shape == (2, 3, layer.out_features)

@@ -41,10 +41,18 @@ def compile_layers(
             "remove the compile section",
         )
     _check_backend(backend, device or torch.device("cpu"))
-    _check_mode(backend, mode)
+    modes = list(torch._inductor.list_mode_options()) if backend == "inductor" else []
+    if mode is not None and mode not in modes:
+        hint = f"only inductor has modes: {', '.join(modes)}" if modes else "remove compile.mode"
+        raise _refused("this backend has no such mode", "mode", mode, hint)
     if num_widths is not None or dynamic is not False:
-        # Without a number, few lengths are compiled before torch makes them dynamic.
-        _allow_recompilations(num_widths or _AUTO_WIDTHS)
+        # Above this limit, torch runs a function uncompiled. Each width, and the width of samples without padding, is
+        # compiled for evaluation, for training, and for the training of a layer with inputs that need no gradient: the
+        # first one if the embedding is frozen. Rows have a mask or none. Without a number, few lengths are compiled
+        # before torch makes them dynamic.
+        config = torch._dynamo.config
+        most = 6 * ((num_widths or _AUTO_WIDTHS) + 1)
+        config.recompile_limit = max(config.recompile_limit, most)
     for layer in layers:
         # Not torch.compile(layer): its wrapper adds _orig_mod to the names of parameters.
         layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
@@ -72,16 +80,6 @@ def num_row_widths(
     return _AUTO_WIDTHS if device_type == "cuda" or dynamic is False else None
 
 
-def _allow_recompilations(num_widths: int) -> None:
-    """Raise torch's limit of compilations of one function, above which it runs the function uncompiled.
-
-    Each width, and the width of samples without padding, is compiled for evaluation, for training, and for the training
-    of a layer with inputs that need no gradient: the first one if the embedding is frozen. Rows have a mask or none.
-    """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 6 * (num_widths + 1))
-
-
 def _check_backend(backend: str, device: torch.device) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -102,13 +100,6 @@ def _check_backend(backend: str, device: torch.device) -> None:
         raise _refused(
             "inductor cannot find a C++ compiler for the CPU", "backend", backend, hint
         ) from error
-
-
-def _check_mode(backend: str, mode: str | None) -> None:
-    known = list(torch._inductor.list_mode_options()) if backend == "inductor" else []
-    if mode is not None and mode not in known:
-        hint = f"only inductor has modes: {', '.join(known)}" if known else "remove compile.mode"
-        raise _refused("this backend has no such mode", "mode", mode, hint)
 
 
 def _refused(what: str, key: str, value: object, hint: str) -> RecipeError:

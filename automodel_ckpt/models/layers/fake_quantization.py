@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.loss.fused_cross_entropy import in_autocast_dtype
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -39,7 +40,7 @@ class Grid:
     group_size: int | None = None
     """Number of neighboring elements of the last dimension that share a scale; None: all of them."""
 
-    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+    def rounded(self, tensor: Tensor) -> Tensor:
         """Round *tensor* [..., N] to the nearest values of the grid; the result has its dtype and shape."""
         groups = tensor
         if self.group_size is not None:
@@ -129,19 +130,14 @@ class FakeQuantization:
         """Set whether the layers are quantized in *step*, which counts from 1."""
         self.enabled = step > self.start_step
 
-    def _forward(self, layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         if not self.enabled:
             return F.linear(inputs, layer.weight, layer.bias)
-        weight: torch.Tensor = layer.weight
-        bias: torch.Tensor | None = layer.bias
-        device = inputs.device.type
-        if torch.is_autocast_enabled(device):
-            # A function of autograd is not cast.
-            dtype = torch.get_autocast_dtype(device)
-            inputs, weight = inputs.to(dtype), weight.to(dtype)
-            bias = bias if bias is None else bias.to(dtype)
-        output: torch.Tensor = _QuantizedLinear.apply(inputs, weight, bias, self.scheme)  # type: ignore[no-untyped-call]
-        return output
+        weight: Tensor = layer.weight
+        bias: Tensor | None = layer.bias
+        # Autocast does not cast the inputs of a function of autograd.
+        inputs, weight, bias = in_autocast_dtype(inputs, weight, bias)
+        return _QuantizedLinear.apply(inputs, weight, bias, self.scheme)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _check_no_experts(decoder: nn.Module, name: str) -> None:
@@ -169,18 +165,18 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         scheme: Scheme,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.scheme = scheme
         return F.linear(_rounded(inputs, scheme.inputs), scheme.weights.rounded(weight), bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         needs_inputs, needs_weight, needs_bias, _ = ctx.needs_input_grad
         of_inputs = of_weight = of_bias = None
@@ -194,5 +190,5 @@ class _QuantizedLinear(torch.autograd.Function):
         return of_inputs, of_weight, of_bias, None
 
 
-def _rounded(tensor: torch.Tensor, grid: Grid | None) -> torch.Tensor:
+def _rounded(tensor: Tensor, grid: Grid | None) -> Tensor:
     return tensor if grid is None else grid.rounded(tensor)

@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -39,35 +39,29 @@ def fuse_adapters(model: nn.Module) -> int:
 
 @functools.cache
 def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
-    def compute(layer: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+    def compute(layer: Any, inputs: Tensor) -> Tensor | None:
         # torch 2.11 compiles some functions of autograd with wrong gradients.
-        name = None if torch.compiler.is_compiling() else _only_adapter(layer)
-        if name is None or not _fits(layer, name, inputs):
+        if torch.compiler.is_compiling() or layer.disable_adapters or layer.merged:
             return None
+        active = layer.active_adapters
+        if len(active) != 1 or not _fits(layer, active[0], inputs):
+            return None
+        name = active[0]
         base = layer.base_layer
         down, up = layer.lora_A[name], layer.lora_B[name]
         factors = (base.weight, base.bias, down.weight, up.weight, layer.scaling[name])
-        product: torch.Tensor = _Product.apply(inputs, *factors)  # type: ignore[no-untyped-call]
-        return product
+        return _Product.apply(inputs, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
     return fused_class(adapted, compute)
 
 
-def _only_adapter(layer: Any) -> str | None:
-    """The name of the only adapter that *layer* applies, if it is a plain product; else None."""
-    if layer.disable_adapters or layer.merged:
-        return None
-    active = layer.active_adapters
-    if len(active) != 1 or active[0] not in layer.lora_A or active[0] in layer.lora_variant:
-        return None
-    name: str = active[0]
-    dropout = layer.lora_dropout[name]
-    is_dropped = layer.training and getattr(dropout, "p", 0.0) > 0
-    return None if is_dropped else name
-
-
-def _fits(layer: Any, name: str, inputs: torch.Tensor) -> bool:
-    """Whether the products of *layer* can be computed together: plain linear layers in the dtype of *inputs*."""
+def _fits(layer: Any, name: str, inputs: Tensor) -> bool:
+    """Whether the products of *layer* can be computed together: its adapter *name* is a plain product, and the linear
+    layers are plain ones in the dtype of *inputs*."""
+    if name not in layer.lora_A or name in layer.lora_variant:
+        return False
+    if layer.training and getattr(layer.lora_dropout[name], "p", 0.0) > 0:
+        return False
     if isinstance(inputs, DTensor) or torch.is_autocast_enabled(inputs.device.type):
         return False
     base = layer.base_layer
@@ -91,13 +85,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        down: torch.Tensor,
-        up: torch.Tensor,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
         scaling: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
         narrow = rows @ down.t()
         if bias is None:
@@ -112,7 +106,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, down, up, narrow = ctx.saved_tensors
         gradient = gradient.reshape(-1, gradient.shape[-1])
         # [rows, r], and so small beside the others.

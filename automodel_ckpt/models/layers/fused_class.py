@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-Compute = Callable[[Any, torch.Tensor], torch.Tensor | None]
+Compute = Callable[[Any, Tensor], Tensor | None]
 """Called with a module and its input. None when the module has to compute as before."""
 
 
@@ -34,3 +34,10 @@ def fused_class(module_class: type[nn.Module], compute: Compute) -> type[nn.Modu
         "__doc__": module_class.__doc__,
     }
     return type(module_class.__name__, (module_class,), names)
+
+
+def agrees(found: object, expected: Tensor, **tolerances: Any) -> bool:
+    """Whether a module that was tried has returned *expected*, within *tolerances* of ``torch.allclose``."""
+    if not isinstance(found, Tensor) or found.dtype != expected.dtype:
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, **tolerances)

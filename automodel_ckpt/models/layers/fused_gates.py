@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.models.layers.fused_class import fused_class
+from automodel_ckpt.models.layers.fused_class import agrees, fused_class
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -62,14 +62,12 @@ def _is_gated(module: Any) -> bool:
         # It needs more than its three parts, such as a setting or a dropout.
         return False
     expected = 3 * F.silu(inputs + 0.5) * (2 * inputs)
-    if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
-        return False
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=_TOLERANCE)
+    return agrees(found, expected, rtol=_TOLERANCE)
 
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+    def compute(module: Any, inputs: Tensor) -> Tensor | None:
         if torch.compiler.is_compiling():
             # It makes such kernels itself. torch 2.11 also compiles _GatedProduct with wrong gradients.
             return None
@@ -78,15 +76,14 @@ def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
             product = module.act_fn(gate) * up
         else:
             product = _GatedProduct.apply(gate, up)  # type: ignore[no-untyped-call]
-        result: torch.Tensor = module.down_proj(product)
-        return result
+        return module.down_proj(product)  # type: ignore[no-any-return]
 
     return fused_class(module_class, compute)
 
 
-def _uses_triton(*tensors: torch.Tensor) -> bool:
+def _uses_triton(*tensors: Tensor) -> bool:
     # A subclass, such as the result of a collective that still runs, has no memory that a kernel could read.
-    if any(type(tensor) is not torch.Tensor for tensor in tensors):
+    if any(type(tensor) is not Tensor for tensor in tensors):
         return False
     tensor = tensors[0]
     is_narrow = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -97,7 +94,7 @@ class _GatedProduct(torch.autograd.Function):
     """``silu(gate) * up`` of two tensors of one shape."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         if _uses_triton(gate, up):
             from automodel_ckpt.models.layers import gate_kernels
@@ -107,7 +104,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         if _uses_triton(gradient, gate, up):
             from automodel_ckpt.models.layers import gate_kernels

@@ -13,11 +13,11 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.models.layers.fused_class import fused_class
+from automodel_ckpt.models.layers.fused_class import agrees, fused_class
 
 _EPSILONS = ("variance_epsilon", "eps")
 """Names of the attribute for the smallest mean square, in transformers' modules and in torch's."""
@@ -90,37 +90,26 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
                 found = tried(inputs)
             except Exception:
                 return False
-            if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
-                return False
-            if found.shape != expected.shape:
-                return False
-            if not torch.allclose(found, expected, rtol=0, atol=_TOLERANCE):
+            if not agrees(found, expected, rtol=0, atol=_TOLERANCE):
                 return False
     return True
 
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+    def compute(module: Any, inputs: Tensor) -> Tensor | None:
         weight = module.weight
         # torch.compile makes such kernels itself. torch 2.11 also compiles _RmsNorm with wrong gradients.
-        if torch.compiler.is_compiling() or not _fits(inputs, weight):
+        if torch.compiler.is_compiling() or inputs.dtype != weight.dtype:
             return None
-        normalized: torch.Tensor = _RmsNorm.apply(inputs, weight, _stated_epsilon(module))  # type: ignore[no-untyped-call]
-        return normalized
+        if isinstance(inputs, DTensor) or isinstance(weight, DTensor):
+            return None
+        return _RmsNorm.apply(inputs, weight, _stated_epsilon(module))  # type: ignore[no-any-return, no-untyped-call]
 
     return fused_class(module_class, compute)
 
 
-def _fits(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    if isinstance(inputs, DTensor) or isinstance(weight, DTensor):
-        return False
-    return inputs.dtype == weight.dtype
-
-
-def _normalize(
-    inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalize(inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return the normalized *inputs* times *weight*, and the inverse of their root mean squares in float32."""
     if inputs.is_cuda:
         normalized, inverse = torch.ops.aten._fused_rms_norm(inputs, weight.shape, weight, epsilon)
@@ -134,16 +123,14 @@ class _RmsNorm(torch.autograd.Function):
     """RMS normalization of the last dimension, times a weight; keeps the input and a number per row."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         normalized, inverse = _normalize(inputs, weight, epsilon)
         ctx.save_for_backward(inputs, weight, inverse)
         return normalized
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, inverse = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:2])
         if inputs.is_cuda:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automodel_ckpt.models.layers.fused_class import agrees
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -83,7 +84,7 @@ class _Rotation:
     def _fits(self, *tensors: Any) -> bool:
         """Whether the kernel can compute these queries, keys, cosines and sines."""
         # A subclass, such as a DTensor, has no memory that a kernel could read.
-        if len(tensors) != 4 or any(type(each) is not torch.Tensor for each in tensors):
+        if len(tensors) != 4 or any(type(each) is not Tensor for each in tensors):
             return False
         query, key, cosines, sines = tensors
         if not _can_compute(*tensors) or cosines.requires_grad or sines.requires_grad:
@@ -99,7 +100,7 @@ class _Rotation:
         return size == width or (size < width and self.is_partial)
 
 
-def _can_compute(*tensors: torch.Tensor) -> bool:
+def _can_compute(*tensors: Tensor) -> bool:
     """Whether the kernel computes tensors of this dtype on their device."""
     if any(not each.is_cuda or each.dtype != tensors[0].dtype for each in tensors):
         return False
@@ -112,11 +113,11 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query: Tensor,
+        key: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         from automodel_ckpt.models.layers.rotary_kernels import rotate
 
         ctx.set_materialize_grads(False)
@@ -125,11 +126,11 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from automodel_ckpt.models.layers.rotary_kernels import rotate
 
         cosines, sines = ctx.saved_tensors
-        found: list[torch.Tensor | None] = []
+        found: list[Tensor | None] = []
         for gradient in gradients:
             if gradient is not None:
                 gradient = rotate(gradient, cosines, sines, inverse=True)
@@ -158,16 +159,11 @@ def _rotates(function: Callable[..., Any], size: int) -> bool:
         return False
     if not isinstance(found, tuple) or len(found) != 2:
         return False
-    for tensor, each in zip(found, inputs, strict=True):
-        expected = _rotated(each, cosines, sines)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != expected.dtype:
-            return False
-        if tensor.shape != expected.shape or not torch.allclose(tensor, expected, atol=_TOLERANCE):
-            return False
-    return True
+    expected = [_rotated(each, cosines, sines) for each in inputs]
+    return all(agrees(*pair, atol=_TOLERANCE) for pair in zip(found, expected, strict=True))
 
 
-def _rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """What the kernel computes from *heads* [B, H, T, D] and *cosines* and *sines* [B, T, R], by torch's operators."""
     size = cosines.shape[-1]
     cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _BLOCK = 4096
 """Elements that a program computes: 8 in each thread of 16 warps."""
@@ -46,7 +47,7 @@ def _gradients(gradient, gate, up, of_gate, of_up, num_elements, BLOCK: tl.const
     tl.store(of_up + elements, from_up.to(of_up.dtype.element_ty), mask=is_element)
 
 
-def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def product(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` for contiguous tensors of one shape, computed in float32."""
     result = torch.empty_like(gate)
     num_elements = gate.numel()
@@ -55,9 +56,7 @@ def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def gradients(
-    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of *gate* and *up* for the *gradient* of their product; all are contiguous."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     num_elements = gate.numel()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class EmbeddingNoise:
@@ -25,14 +25,14 @@ class EmbeddingNoise:
         """Register a hook on *embedding*, which returns a tensor [rows, T, d]. Do it after sharding: the hook then gets
         complete embeddings."""
         self.alpha = alpha
-        self._lengths: torch.Tensor | None = None
+        self._lengths: Tensor | None = None
         embedding.register_forward_hook(self._add_noise)
 
-    def note_rows(self, rows: Mapping[str, torch.Tensor]) -> None:
+    def note_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Note the lengths of the samples in *rows*, the inputs of the next forward pass, of shape [rows, T]."""
         self._lengths = sample_lengths(rows)
 
-    def _add_noise(self, module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def _add_noise(self, module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         if not module.training:
             return output
         rows = output.shape[:2]
@@ -46,7 +46,7 @@ class EmbeddingNoise:
         return output + noise * largest.unsqueeze(-1).to(output.dtype)
 
 
-def sample_lengths(rows: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def sample_lengths(rows: Mapping[str, Tensor]) -> Tensor | None:
     """Return for each token the number of tokens of its sample, float32 of shape [rows, T]. None when rows are samples.
 
     Samples in one row begin at position 0 of ``position_ids`` [rows, T]. In a padded row, ``attention_mask`` marks the

@@ -9,9 +9,9 @@ Import this module only where Triton is installed. The kernel also runs on a CPU
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _BLOCK = 1024
 """About the number of pairs that a program rotates: heads of one token."""
@@ -65,9 +65,7 @@ def _rotate(
         tl.store(target + rest[None, :], kept, mask=is_rest)
 
 
-def rotate(
-    heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *, inverse: bool = False
-) -> torch.Tensor:
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, inverse: bool = False) -> Tensor:
     """Return *heads* [B, H, T, D] with their first R elements rotated, computed in float32; D - R elements are copied.
 
     *cosines* and *sines* are [B, T, R] or [1, T, R]. The result is a view of a contiguous tensor [B, T, H, D], as
@@ -94,6 +92,6 @@ def rotate(
     return rotated.transpose(1, 2)
 
 
-def _row_stride(angles: torch.Tensor) -> int:
+def _row_stride(angles: Tensor) -> int:
     """The distance between rows of *angles* [B, T, R]; 0 if all rows share one."""
     return angles.stride(0) if len(angles) > 1 else 0

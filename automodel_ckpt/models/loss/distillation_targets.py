@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
@@ -47,7 +48,7 @@ class LogitTargets:
 
     def __init__(
         self,
-        logits: Callable[[int, int], torch.Tensor],
+        logits: Callable[[int, int], Tensor],
         num_columns: int | None = None,
         part: VocabularyPart | None = None,
     ) -> None:
@@ -58,7 +59,7 @@ class LogitTargets:
         self.num_columns = num_columns
         self._part = part
 
-    def logits(self, start: int, end: int) -> torch.Tensor:
+    def logits(self, start: int, end: int) -> Tensor:
         """Compute the logits [n, V] that are compared, of the positions *start* to *end*, in at least float32.
 
         Where ranks share the output layer, they are the columns of this rank.
@@ -66,7 +67,7 @@ class LogitTargets:
         logits = widened(self._logits(start, end))
         return logits if self.num_columns is None else logits[:, : self.num_columns]
 
-    def complete_logits(self, start: int, end: int) -> torch.Tensor:
+    def complete_logits(self, start: int, end: int) -> Tensor:
         """Compute what :meth:`logits` returns, with the columns of all ranks that share the layer. A collective.
 
         Columns that no token has are minus infinity.
@@ -81,10 +82,10 @@ class LogitTargets:
     def compare(
         self,
         start: int,
-        student: torch.Tensor,
+        student: Tensor,
         weights: DistillationWeights,
         part: VocabularyPart | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Compare the *student* with the teacher at the positions from *start*, by all columns of both.
 
         *student* are log-probabilities [n, V] at the temperature, which are overwritten. Returns the divergence [n]
@@ -96,7 +97,13 @@ class LogitTargets:
         if part is not None and logits.shape[1] > student.shape[1]:
             # The teacher's output layer is not shared by the tensor parallel ranks.
             logits = logits[:, part.first : part.first + student.shape[1]]
-        _require_columns(logits, student)
+        if logits.shape[1] != student.shape[1]:
+            raise RecipeError(
+                "the teacher and the student have vocabularies of different sizes",
+                where="distill.teacher",
+                value=f"{logits.shape[1]} and {student.shape[1]} logits per position",
+                hint="use a teacher with the tokenizer of the student",
+            )
         teacher = log_softmax_(logits.div_(weights.temperature), part)
         teacher.clamp_(min=_LOWEST)
         ratio = student - teacher
@@ -124,21 +131,21 @@ class TopTargets:
     loss.
     """
 
-    tokens: torch.Tensor
+    tokens: Tensor
     """Ids [N, k], int64."""
-    log_probs: torch.Tensor
+    log_probs: Tensor
     """Their log-probabilities [N, k]."""
-    rest: torch.Tensor
+    rest: Tensor
     """The logarithm [N] of the probability of all other tokens."""
     num_columns: int | None = None
 
     def compare(
         self,
         start: int,
-        student: torch.Tensor,
+        student: Tensor,
         weights: DistillationWeights,
         part: VocabularyPart | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Compare the *student* with the teacher at the positions from *start*, by the teacher's k tokens and the rest.
 
         *student* are log-probabilities [n, V] at the temperature, which are overwritten. Returns the divergence [n]
@@ -179,11 +186,11 @@ class TopTargets:
 class Columns:
     """Where the columns [n, k] of a tensor [n, V] are; not all of them are on this rank."""
 
-    columns: torch.Tensor
-    is_here: torch.Tensor | None
+    columns: Tensor
+    is_here: Tensor | None
 
     @staticmethod
-    def of(tokens: torch.Tensor, num_columns: int, part: VocabularyPart | None) -> Columns:
+    def of(tokens: Tensor, num_columns: int, part: VocabularyPart | None) -> Columns:
         """Return where the columns of *tokens* [n, k] are among *num_columns*, the columns of *part* if it is given."""
         if part is None:
             return Columns(tokens, None)
@@ -191,12 +198,12 @@ class Columns:
         is_here = (columns >= 0) & (columns < num_columns)
         return Columns(columns.clamp(0, num_columns - 1), is_here)
 
-    def read(self, source: torch.Tensor) -> torch.Tensor:
+    def read(self, source: Tensor) -> Tensor:
         """The values [n, k] of the columns; 0 for columns of other ranks."""
         found = source.gather(1, self.columns)
         return found if self.is_here is None else found.masked_fill_(~self.is_here, 0)
 
-    def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, target: Tensor, values: Tensor) -> None:
         """Replace the columns by *values* [n, k], as far as they are on this rank."""
         if self.is_here is None:
             target.scatter_(1, self.columns, values)
@@ -205,9 +212,7 @@ class Columns:
         target[rows, self.columns[rows, numbers]] = values[rows, numbers]
 
 
-def _weighted(
-    forward: torch.Tensor, reverse: torch.Tensor, weights: DistillationWeights
-) -> torch.Tensor:
+def _weighted(forward: Tensor, reverse: Tensor, weights: DistillationWeights) -> Tensor:
     # An infinite value of the one that is not wanted, times 0, would be NaN.
     if weights.reverse == 0:
         return forward.mul_(weights.forward)
@@ -216,17 +221,7 @@ def _weighted(
     return forward.mul_(weights.forward).add_(reverse, alpha=weights.reverse)
 
 
-def _require_columns(teacher: torch.Tensor, student: torch.Tensor) -> None:
-    if teacher.shape[1] != student.shape[1]:
-        raise RecipeError(
-            "the teacher and the student have vocabularies of different sizes",
-            where="distill.teacher",
-            value=f"{teacher.shape[1]} and {student.shape[1]} logits per position",
-            hint="use a teacher with the tokenizer of the student",
-        )
-
-
-def log_softmax_(logits: torch.Tensor, part: VocabularyPart | None = None) -> torch.Tensor:
+def log_softmax_(logits: Tensor, part: VocabularyPart | None = None) -> Tensor:
     """Overwrite *logits* [n, V] with their log-softmax. With *part*, V are columns of this rank. Collective."""
     largest = logits.amax(1, keepdim=True)
     if part is not None:
@@ -238,9 +233,7 @@ def log_softmax_(logits: torch.Tensor, part: VocabularyPart | None = None) -> to
     return logits.sub_(total.log_())
 
 
-def top_of(
-    logits: torch.Tensor, k: int, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def top_of(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the *k* most probable tokens of *logits* [n, V] at a *temperature*, for :class:`TopTargets`.
 
     These are ids int32 [n, k], their log-probabilities float32 [n, k], and the logarithm of the probability of all

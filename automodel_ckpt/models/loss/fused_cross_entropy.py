@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from automodel_ckpt.models.inspect.forward import autocast_dtype
 from automodel_ckpt.models.loss.head_gradients import (
     WIDE_PRODUCTS,
     ErrorPlace,
@@ -61,21 +63,21 @@ def chunk_rows(device_type: str, num_columns: int, *, stores: bool = False) -> i
     return math.ceil(elements / num_columns)
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
+def widened(logits: Tensor) -> Tensor:
     """Logits in the dtype of the loss: float64 if they have it, otherwise float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     part: VocabularyPart | None = None,
     transform: LogitTransform = IDENTITY,
     hits: TokenHits | None = None,
     z_loss: ZLoss | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Summed cross-entropy of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for targets [N]; 0-dim, at
     least float32. Rows with target -100 are ignored.
 
@@ -117,7 +119,7 @@ def linear_cross_entropy(
 class _CrossEntropy:
     """The summed cross-entropy of chunks, for :func:`loss_in_chunks`."""
 
-    targets: torch.Tensor
+    targets: Tensor
     part: VocabularyPart | None
     transform: LogitTransform
     hits: TokenHits | None
@@ -126,12 +128,12 @@ class _CrossEntropy:
     def of_chunk(
         self,
         rows: slice,
-        logits: torch.Tensor,
+        logits: Tensor,
         dtype: torch.dtype,
         place: ErrorPlace | None,
         *,
         with_errors: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         targets = self.targets[rows]
         if self.hits is not None:
             # Before the loss, which overwrites the logits.
@@ -148,30 +150,29 @@ class _CrossEntropy:
         )
         return losses.sum(), errors
 
-    def loss_of(self, sums: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, sums: Tensor) -> Tensor:
         return sums
 
 
 def in_autocast_dtype(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast the inputs of a product to the dtype of autocast, if it is enabled; gradients have that dtype too."""
-    device_type = hidden.device.type
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(hidden.device)
+    if dtype is None:
         return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
 def loss_in_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     rule: Any,
     size: int,
     *,
     stores: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The loss of ``hidden [N, H] @ weight [V, H].T + bias [V]`` by *rule*, in chunks of *size* positions; 0-dim.
 
     ``rule.of_chunk(rows, logits, dtype, place, with_errors=)`` returns the sums over a chunk, 0-dim or [k], and the
@@ -179,10 +180,9 @@ def loss_in_chunks(
     *place*, if that is given. ``rule.loss_of(sums)`` is the loss of the sums over all chunks. *stores*: whether the
     gradients of all logits are kept, as :class:`StoredErrors` does.
     """
-    loss: torch.Tensor = _LossInChunks.apply(  # type: ignore[no-untyped-call]
+    return _LossInChunks.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden, weight, bias, rule, size, stores, torch.is_grad_enabled()
     )
-    return loss
 
 
 class _LossInChunks(torch.autograd.Function):
@@ -191,18 +191,18 @@ class _LossInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         rule: Any,
         size: int,
         stores: bool,
         with_gradients: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         kind = StoredErrors if stores else GradientSums
         gradients: GradientSums | StoredErrors = kind(hidden, weight, bias, needed)
-        total: torch.Tensor | None = None
+        total: Tensor | None = None
         # Without positions, an empty chunk, so that there is a sum.
         for rows, place in list(gradients.chunks(size)) or [(slice(0, 0), None)]:
             chunk = hidden[rows]
@@ -218,21 +218,18 @@ class _LossInChunks(torch.autograd.Function):
             ctx.save_for_backward(hidden)
         ctx.gradients = gradients
         assert total is not None
-        loss: torch.Tensor = rule.loss_of(total)
-        return loss
+        return rule.loss_of(total)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, loss_weight: Tensor) -> tuple[Tensor | None, ...]:
         # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
         gradients, ctx.gradients = ctx.gradients, None
         found = gradients.scaled(loss_weight, *ctx.saved_tensors)
         return *found, None, None, None, None
 
 
-def wide_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits [n, V] of a chunk in at least float32, on a GPU without rounding them to a narrower dtype first."""
     # Without rows, for a micro-batch without labels: these products were never tried so.
     if hidden.is_cuda and hidden.dtype in WIDE_PRODUCTS and len(hidden):
@@ -242,8 +239,8 @@ def wide_logits(
 
 
 def losses_and_errors(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     part: VocabularyPart | None,
     transform: LogitTransform,
     dtype: torch.dtype,
@@ -251,7 +248,7 @@ def losses_and_errors(
     with_errors: bool,
     z_loss: ZLoss | None = None,
     place: ErrorPlace | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute the cross-entropy [n] of *logits* [n, V], and its gradient with respect to them [n, V] in *dtype*.
 
     *logits* are the output of the layer in at least float32; they are overwritten. The gradient is softmax minus
@@ -285,14 +282,14 @@ def losses_and_errors(
 
 
 def _by_torch(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     part: VocabularyPart | None,
     transform: LogitTransform,
     z_loss: ZLoss | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """:func:`losses_and_errors` with torch's operations; the gradient has the dtype of *logits*."""
-    slope: torch.Tensor | float = 1.0
+    slope: Tensor | float = 1.0
     if not transform.is_identity:
         logits = transform(logits)
         slope = transform.slope(logits)

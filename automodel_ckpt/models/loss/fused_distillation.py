@@ -9,6 +9,7 @@ that was cached is given by its top-k tokens instead of logits.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.models.loss.distillation_targets import (
     Columns,
@@ -33,13 +34,11 @@ class Distillation:
 
     def __init__(self, targets: TeacherTargets, weights: DistillationWeights) -> None:
         self.targets, self.weights = targets, weights
-        self.sums: torch.Tensor | None = None
+        self.sums: Tensor | None = None
         """The summed cross-entropy and the summed divergence (with its factor temperature**2), [2]; set by a pass."""
         self._labeled: Labeled | None = None
 
-    def __call__(
-        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, labeled: Labeled, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the loss for a layer of *weight* [V, H] and *bias* [V]; 0-dim.
 
         With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
@@ -54,12 +53,12 @@ class Distillation:
     def of_chunk(
         self,
         rows: slice,
-        logits: torch.Tensor,
+        logits: Tensor,
         dtype: torch.dtype,
         place: ErrorPlace | None,
         *,
         with_errors: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Compute the sums [2] of a chunk, and the gradient of its loss: see ``loss_in_chunks``."""
         del place, with_errors  # errors are not stored, and a part of the divergence
         labeled = self._labeled
@@ -68,7 +67,7 @@ class Distillation:
         labels = labeled.labels[rows]
         if labeled.hits is not None:
             labeled.hits.add(logits, labels, part)
-        slope: torch.Tensor | float = 1.0
+        slope: Tensor | float = 1.0
         if not transform.is_identity:
             logits = transform(logits)
             slope = transform.slope(logits)
@@ -93,7 +92,7 @@ class Distillation:
         sums = torch.stack([-of_labels.sum(), divergence.sum() * weights.temperature**2])
         return sums, errors.to(dtype)
 
-    def loss_of(self, sums: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, sums: Tensor) -> Tensor:
         """The loss, 0-dim, of the *sums* [2]. With only one of the two parts, the other does not count even as NaN."""
         self.sums, self._labeled = sums, None
         cross_entropy, divergence = sums.unbind()
@@ -121,14 +120,12 @@ class CapturedHidden:
     """In place of a loss: keeps the hidden states of labeled positions, from which logits are computed later."""
 
     def __init__(self) -> None:
-        self.hidden: torch.Tensor | None = None
+        self.hidden: Tensor | None = None
         """[N, H], set by a forward pass."""
         self.part: VocabularyPart | None = None
         """This rank's rows of the layer; None: all of them."""
 
-    def __call__(
-        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, labeled: Labeled, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Keep the hidden states and the part; returns 0."""
         self.hidden, self.part = labeled.hidden, labeled.part
         return labeled.hidden.new_zeros((), dtype=torch.float32)

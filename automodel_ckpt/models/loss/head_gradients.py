@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.models.loss.loss_inputs import kernel_for
 
@@ -53,7 +54,7 @@ class ErrorBlocks:
     A block [rows, width] is contiguous; the last one can be narrower. *memory* [rows * columns] has one dimension.
     """
 
-    memory: torch.Tensor
+    memory: Tensor
     rows: int
     columns: int
     width: int
@@ -63,7 +64,7 @@ class ErrorBlocks:
         """The first column of each block."""
         return range(0, self.columns, self.width)
 
-    def block(self, first: int) -> torch.Tensor:
+    def block(self, first: int) -> Tensor:
         """The block [rows, width] that begins at one of :attr:`firsts`."""
         width = min(self.width, self.columns - first)
         begin = first * self.rows
@@ -77,7 +78,7 @@ class ErrorPlace:
     blocks: ErrorBlocks
     start: int
 
-    def put(self, errors: torch.Tensor) -> None:
+    def put(self, errors: Tensor) -> None:
         """Copy the *errors* [n, columns] of the chunk."""
         for first in self.blocks.firsts:
             block = self.blocks.block(first)
@@ -90,17 +91,17 @@ class GradientSums:
 
     def __init__(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         needed: Sequence[bool],
     ) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._num_positions = len(hidden)
         self.factor = weight
-        self.hidden: torch.Tensor | None = None
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         if needed[0]:
             # Not initialized: each row belongs to exactly one chunk, and `add` overwrites it.
             self.hidden = torch.empty_like(hidden)
@@ -116,7 +117,7 @@ class GradientSums:
         for start in range(0, self._num_positions, size):
             yield slice(start, min(start + size, self._num_positions)), None
 
-    def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
+    def add(self, start: int, part: Tensor, errors: Tensor) -> None:
         """Add a chunk: *errors* [n, V] are the gradient of its logits, *part* [n, H] its hidden states."""
         if self.hidden is not None:
             rows = self.hidden[start : start + len(part)]
@@ -126,9 +127,9 @@ class GradientSums:
         if self.bias is not None:
             self.bias += errors.sum(0, dtype=self.bias.dtype)
 
-    def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
+    def scaled(self, loss_weight: Tensor) -> list[Tensor | None]:
         """The gradients times *loss_weight*, in the dtype of the parameters. Call it once: it changes the sums."""
-        scaled: list[torch.Tensor | None] = []
+        scaled: list[Tensor | None] = []
         for gradient in (self.hidden, self.weight, self.bias):
             if gradient is None:
                 scaled.append(None)
@@ -151,9 +152,9 @@ class StoredErrors:
 
     def __init__(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         needed: Sequence[bool],
     ) -> None:
         num_columns, hidden_size = self._shape = weight.shape
@@ -169,8 +170,8 @@ class StoredErrors:
             others = weight.new_empty(num_columns * num_others)
             groups.append((num_first, ErrorBlocks(others, num_others, num_columns, width)))
         self._groups = groups
-        self._hidden: torch.Tensor | None = None
-        self._bias: torch.Tensor | None = None
+        self._hidden: Tensor | None = None
+        self._bias: Tensor | None = None
 
     def chunks(self, size: int) -> Iterator[tuple[slice, ErrorPlace]]:
         """The positions of each chunk of at most *size*, and where their errors belong."""
@@ -179,7 +180,7 @@ class StoredErrors:
                 stop = min(start + size, blocks.rows)
                 yield slice(first + start, first + stop), ErrorPlace(blocks, start)
 
-    def multiply(self, weight: torch.Tensor) -> None:
+    def multiply(self, weight: Tensor) -> None:
         """Compute the gradients of the hidden states and of the bias, after the errors of all chunks are stored.
 
         The layer's *weight* [V, H] can be freed afterwards, as fsdp2 does between the two passes.
@@ -201,9 +202,7 @@ class StoredErrors:
                 if self._bias is not None:
                     self._bias[columns] += errors.sum(0, dtype=wide)
 
-    def scaled(
-        self, loss_weight: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def scaled(self, loss_weight: Tensor, hidden: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients times *loss_weight*, in the dtype of *hidden* [N, H]. Call it once: errors are overwritten."""
         of_hidden = of_bias = None
         if self._hidden is not None:
@@ -212,7 +211,7 @@ class StoredErrors:
             of_bias = _scaled(self._bias, loss_weight, hidden.dtype)
         return of_hidden, self._of_weight(loss_weight, hidden), of_bias
 
-    def _of_weight(self, loss_weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _of_weight(self, loss_weight: Tensor, hidden: Tensor) -> Tensor:
         num_columns, hidden_size = self._shape
         gradient = self._memory[: num_columns * hidden_size].view(num_columns, hidden_size)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -229,14 +228,12 @@ class StoredErrors:
         return gradient.detach()
 
 
-def _new(*shape: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _new(*shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor that a first product overwrites."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _add_product(
-    total: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, is_first: bool
-) -> None:
+def _add_product(total: Tensor, first: Tensor, second: Tensor, *, is_first: bool) -> None:
     """Add ``first [m, k] @ second [k, n]`` to *total* [m, n], on a GPU in the dtype of *total*.
 
     With *is_first*, *total* counts as 0 and is not read.
@@ -258,7 +255,7 @@ def _add_product(
         torch.addmm(total, first, second, out_dtype=total.dtype, out=total)
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """*gradient* times *factor* in *dtype*; in one pass over the memory on a GPU. Can change *gradient*."""
     if gradient.dtype == dtype or not gradient.is_cuda:
         return gradient.mul_(factor).to(dtype)
@@ -267,7 +264,7 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     return scaled
 
 
-def _scale(values: torch.Tensor, factor: torch.Tensor, scaled: torch.Tensor) -> None:
+def _scale(values: Tensor, factor: Tensor, scaled: Tensor) -> None:
     """Write *values* times *factor*, 0-dim, to *scaled*, which may have a narrower dtype."""
     is_plain = values.is_contiguous() and scaled.is_contiguous()
     if is_plain and kernel_for(values.device.type, values.dtype) == "triton":

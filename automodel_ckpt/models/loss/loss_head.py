@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -52,7 +52,7 @@ _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
 
 
-LinearLoss = Callable[[Labeled, torch.Tensor, torch.Tensor | None], torch.Tensor]
+LinearLoss = Callable[[Labeled, Tensor, Tensor | None], Tensor]
 """What a loss head computes from labeled hidden states, for a layer of weight [V, H] and bias [V]: all of its rows, or
 the rows of ``labeled.part``. Returns a 0-dim tensor, or a vector of one loss for each position."""
 
@@ -62,13 +62,13 @@ class LossPass(AbstractContextManager["LossPass"]):
     """A context in which a model's forward pass computes a loss. A generator would take three times as long."""
 
     _head: LossHead
-    positions: torch.Tensor | None
-    targets: torch.Tensor
+    positions: Tensor | None
+    targets: Tensor
     sizes: Sequence[int] | None = None
     hits: TokenHits | None = None
     criterion: LinearLoss | None = None
     z_loss: ZLoss | None = None
-    _loss: torch.Tensor | None = field(default=None, init=False)
+    _loss: Tensor | None = field(default=None, init=False)
     _shape: torch.Size = field(default=torch.Size(), init=False)
 
     def __enter__(self) -> LossPass:
@@ -78,9 +78,7 @@ class LossPass(AbstractContextManager["LossPass"]):
     def __exit__(self, *_: object) -> None:
         _set_past_torch(self._head, "_loss_pass", None)
 
-    def of_labeled(
-        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def of_labeled(self, labeled: Labeled, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The loss of labeled hidden states, for a layer that is one matrix."""
         if self.criterion is not None:
             return self.criterion(labeled, weight, bias)
@@ -89,7 +87,7 @@ class LossPass(AbstractContextManager["LossPass"]):
             hidden, weight, bias, labels, part, transform, hits, self.z_loss
         )
 
-    def output_for(self, loss: torch.Tensor) -> torch.Tensor:
+    def output_for(self, loss: Tensor) -> Tensor:
         """What the layer returns for a *loss*, 0-dim or one per group: [1, groups, 1].
 
         A model may select columns of its logits, so that the output has as many dimensions as they have. A model that
@@ -102,7 +100,7 @@ class LossPass(AbstractContextManager["LossPass"]):
             loss = _Carrier.apply(loss, transform.scale)  # type: ignore[no-untyped-call]
         return loss.reshape(1, -1, 1)
 
-    def loss_in(self, output: Any) -> torch.Tensor:
+    def loss_in(self, output: Any) -> Tensor:
         """The summed loss in what the model returned inside the context, in float32 or float64.
 
         It is 0-dim, or a vector with one loss per group or position.
@@ -112,8 +110,7 @@ class LossPass(AbstractContextManager["LossPass"]):
             return returned
         if isinstance(returned, DTensor):
             returned = returned.to_local()
-        loss: torch.Tensor = _Carried.apply(returned, self._loss)  # type: ignore[no-untyped-call]
-        return loss
+        return _Carried.apply(returned, self._loss)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Carrier(torch.autograd.Function):
@@ -124,12 +121,12 @@ class _Carrier(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, slope: float) -> torch.Tensor:
+    def forward(ctx: Any, loss: Tensor, slope: float) -> Tensor:
         ctx.slope = slope
         return torch.zeros_like(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.slope, None
 
 
@@ -137,12 +134,12 @@ class _Carried(torch.autograd.Function):
     """The value of a loss, with the gradient of what the model returned for its :class:`_Carrier`."""
 
     @staticmethod
-    def forward(ctx: Any, returned: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, returned: Tensor, loss: Tensor) -> Tensor:
         ctx.dtype = returned.dtype
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
 
 
@@ -179,8 +176,8 @@ class LossHead(nn.Linear):
 
     def computing_loss(
         self,
-        positions: torch.Tensor | None,
-        targets: torch.Tensor,
+        positions: Tensor | None,
+        targets: Tensor,
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
         criterion: LinearLoss | None = None,
@@ -196,7 +193,7 @@ class LossHead(nn.Linear):
         """
         return LossPass(self, positions, targets, sizes, hits, criterion, z_loss)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
         loss_pass = self._loss_pass
         if loss_pass is None:
@@ -212,11 +209,11 @@ class LossHead(nn.Linear):
     def _loss(
         self,
         loss_pass: LossPass,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         part: VocabularyPart | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """What the layer returns for the loss of labeled states *hidden* [N, H], by *weight* [V, H] and *bias* [V]."""
         groups = [(hidden, loss_pass.targets)]
         sizes = loss_pass.sizes
@@ -231,13 +228,13 @@ class LossHead(nn.Linear):
         ]
         return loss_pass.output_for(losses[0] if sizes is None else torch.stack(losses))
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
         pass. With tensor parallelism, V are the columns of this rank. The weights have to be gathered."""
         bias = None if self.bias is None else _local(self.bias)
         return self.transform(wide_logits(*in_autocast_dtype(hidden, _local(self.weight), bias)))
 
-    def _loss_in_parts(self, input: DTensor, loss_pass: LossPass) -> torch.Tensor:
+    def _loss_in_parts(self, input: DTensor, loss_pass: LossPass) -> Tensor:
         """The losses if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
         mesh, weight, positions = input.device_mesh, self.weight, loss_pass.positions
         assert isinstance(weight, DTensor) and positions is not None
@@ -254,7 +251,7 @@ class LossHead(nn.Linear):
         return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that tensor parallel ranks share."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -288,7 +285,7 @@ def install_loss_head(
     transform: LogitTransform | None = None
     why = "modifies its logits after the output layer"
     # No subclasses: theirs may compute something else than weight and bias.
-    if layer is None or class_of(layer) is not nn.Linear or _is_sharded_across(layer):
+    if layer is None or class_of(layer) is not nn.Linear or not _has_rows_of_tokens(layer):
         why = "has no plain output layer"
     elif adds_bias_to_logits(inner):
         why = "adds a bias to its logits"
@@ -321,11 +318,15 @@ def adds_bias_to_logits(model: Any) -> bool:
 
 def output_layer(model: Any) -> nn.Module | None:
     """The layer that computes logits; if peft trains a copy of it, that copy."""
-    layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layer = _stated_output_layer(model)
     copies = getattr(layer, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         return copies[layer.active_adapters[0]]
     return layer  # type: ignore[no-any-return]
+
+
+def _stated_output_layer(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead | None:
@@ -333,32 +334,29 @@ def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead |
 
     None: the loss is computed from full logits, as where peft trains a copy of the output layer.
     """
-    inner = model_without_adapters(model)
-    layer: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    layer = _stated_output_layer(model_without_adapters(model))
     has_copy = isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict)
     return None if has_copy else head
 
 
-def _is_sharded_across(layer: nn.Module) -> bool:
-    """Whether tensor parallel ranks have parts of the layer other than rows of its weight (tokens)."""
-    for parameter in layer.parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
-            continue
+def _has_rows_of_tokens(layer: nn.Module) -> bool:
+    """Whether a tensor parallel rank has all of the layer, or rows of its weight (tokens)."""
+    placements = [
         # tp is the innermost dimension of the mesh, so its placement is the last one.
-        if parameter.placements[-1] not in (Shard(0), Replicate()):
-            return True
-    return False
+        parameter.placements[-1]
+        for parameter in layer.parameters()
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+    ]
+    return all(placement in (Shard(0), Replicate()) for placement in placements)
 
 
 def _probe_logits(
-    model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
+    model: nn.Module, layer: nn.Module, tokens: Tensor, options: Mapping[str, Any]
 ) -> LogitTransform | None:
     """Find what *model* does to the logits of *layer*. None when it is not a :class:`LogitTransform`."""
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
 
-    def substitute(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    def substitute(_: Any, __: Any, output: Tensor) -> Tensor:
         outputs.append(_test_logits(output.shape, output.device))
         # A copy: a model that changes its logits in place would otherwise appear to return them.
         return _placed_like(output, outputs[-1].clone())
@@ -383,7 +381,7 @@ def _probe_logits(
     return transform
 
 
-def _test_logits(shape: torch.Size, device: torch.device) -> torch.Tensor:
+def _test_logits(shape: torch.Size, device: torch.device) -> Tensor:
     """Logits of both signs and very different sizes, all different. The first and the last are 2^-8 and 2^16."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.rand(shape, generator=generator)
@@ -397,7 +395,7 @@ def _test_logits(shape: torch.Size, device: torch.device) -> torch.Tensor:
     return logits.to(device)
 
 
-def _placed_like(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _placed_like(output: Tensor, logits: Tensor) -> Tensor:
     """*logits*, equal on all ranks, sharded as *output* is."""
     if not isinstance(output, DTensor):
         return logits
@@ -406,7 +404,7 @@ def _placed_like(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return replicated.redistribute(mesh, output.placements)
 
 
-def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTransform | None:
+def _transform_between(output: Tensor, logits: Tensor) -> LogitTransform | None:
     """The transform that computed *logits* from *output*, both of :func:`_test_logits`. None when there is none."""
     if torch.equal(logits, output.to(logits.dtype)):
         return IDENTITY

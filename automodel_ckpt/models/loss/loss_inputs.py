@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.kernel_trial import has_triton, succeeds
@@ -30,9 +31,7 @@ class TokenHits:
     def __init__(self, device: torch.device) -> None:
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(
-        self, logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None = None
-    ) -> None:
+    def add(self, logits: Tensor, labels: Tensor, part: VocabularyPart | None = None) -> None:
         """Count the positions of *logits* [N, V] where one of *labels* [N] has the highest logit; label -100 is
         ignored.
 
@@ -51,7 +50,7 @@ class TokenHits:
         self._count += (predicted == labels).sum()
 
     @property
-    def count(self) -> torch.Tensor:
+    def count(self) -> Tensor:
         """The count so far, 0-dim on the device."""
         return self._count
 
@@ -68,19 +67,19 @@ class VocabularyPart:
     first: int
     most: int
 
-    def largest(self, values: torch.Tensor) -> None:
+    def largest(self, values: Tensor) -> None:
         """Replace *values* by their maximum over all ranks."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
-    def smallest(self, values: torch.Tensor) -> None:
+    def smallest(self, values: Tensor) -> None:
         """Replace *values* by their minimum over all ranks."""
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
 
-    def sum(self, values: torch.Tensor) -> None:
+    def sum(self, values: Tensor) -> None:
         """Replace *values* by their sum over all ranks."""
         dist.all_reduce(values, group=self.group)
 
-    def gather(self, columns: torch.Tensor) -> torch.Tensor:
+    def gather(self, columns: Tensor) -> Tensor:
         """The *columns* [n, most] of all ranks in their order, [n, most * ranks]."""
         columns = columns.contiguous()
         found = [torch.empty_like(columns) for _ in range(self.group.size())]
@@ -103,14 +102,14 @@ class LogitTransform:
         """Whether the logits are the output itself."""
         return self.scale == 1 and self.cap is None
 
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output: Tensor) -> Tensor:
         """The logits for the *output* of the layer; the same tensor if nothing changes."""
         logits = output if self.scale == 1 else output * self.scale
         if self.cap is None:
             return logits
         return torch.tanh(logits / self.cap) * self.cap
 
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+    def slope(self, logits: Tensor) -> Tensor | float:
         """The derivative of *logits* with respect to the output of the layer."""
         if self.cap is None:
             return self.scale
@@ -123,9 +122,9 @@ IDENTITY = LogitTransform()
 class Labeled(NamedTuple):
     """Hidden states at labeled positions, and what their loss depends on beside the layer."""
 
-    hidden: torch.Tensor
+    hidden: Tensor
     """[N, H]."""
-    labels: torch.Tensor
+    labels: Tensor
     """The tokens [N] that they predict."""
     transform: LogitTransform = IDENTITY
     hits: TokenHits | None = None
@@ -140,17 +139,15 @@ def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
         if name != "triton":
             return name
         # The kernels compute in float32.
-        if logits_dtype == torch.float32 and _runs_triton(device_type):
+        if logits_dtype != torch.float32:
+            continue
+        if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
+            return name
+        # Not tried before this process uses a GPU.
+        if has_triton() and (not torch.cuda.is_initialized() or try_kernels()):  # type: ignore[no-untyped-call]
             return name
     return "torch"
-
-
-def _runs_triton(device_type: str) -> bool:
-    """Whether Triton's kernels run; not tried before this process uses a GPU."""
-    if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
-        return True
-    return has_triton() and (not torch.cuda.is_initialized() or try_kernels())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

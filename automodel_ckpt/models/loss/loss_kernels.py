@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 IGNORE_INDEX = tl.constexpr(-100)
 _BLOCK = 8192
@@ -192,7 +193,7 @@ def _losses_and_errors(
         )
 
 
-def narrowed_view(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def narrowed_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of *dtype* and of the shape [n, V] of *logits*, in the memory of *logits*, each row at the start of its.
 
     Matrix products accept the gap between rows without a copy.
@@ -202,15 +203,15 @@ def narrowed_view(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def losses_and_errors(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     scale: float,
     cap: float | None,
     dtype: torch.dtype,
     with_errors: bool,
     z_coefficient: float = 0.0,
     place: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the losses [n] in float32 and the gradient [n, V] in *dtype* of float32 *logits* [n, V].
 
     The third result is the part of the losses [n] that is z-loss, with its coefficient *z_coefficient*; without one, it
@@ -260,7 +261,7 @@ def _scale(values, factor, scaled, num_elements, BLOCK: tl.constexpr):
     tl.store(scaled + elements, result.to(scaled.dtype.element_ty), mask=is_element)
 
 
-def scale(values: torch.Tensor, factor: torch.Tensor, scaled: torch.Tensor) -> None:
+def scale(values: Tensor, factor: Tensor, scaled: Tensor) -> None:
     """Write float32 *values* times *factor*, 0-dim, to *scaled*, of any dtype. All are contiguous.
 
     torch's product with a result of another dtype reads and writes single elements, at a third of the memory's rate.

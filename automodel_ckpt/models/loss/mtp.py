@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_ckpt.errors import RecipeError, replaced_forward_pass
 from automodel_ckpt.models.hf_names import InFiles
@@ -62,11 +62,11 @@ class PredictionDepth(nn.Module):
 
     def forward(
         self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
+        embeddings: Tensor,
+        hidden: Tensor,
         arguments: Mapping[str, Any],
         part: slice,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute hidden states [B, t, H] after the norm, from embeddings [B, T, H] and hidden states [B, t, H].
 
         *arguments* are those that the main model's decoder got: masks, positions, and what attention needs, for
@@ -79,8 +79,7 @@ class PredictionDepth(nn.Module):
             after = embeddings.shape[1] - part.stop
             projected = F.pad(projected, (0, 0, part.start, after))
         output = self.decoder(inputs_embeds=projected, use_cache=False, **arguments)
-        last: torch.Tensor = output.last_hidden_state
-        return last
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class MultiTokenPrediction(nn.Module):
@@ -101,7 +100,7 @@ class MultiTokenPrediction(nn.Module):
         ]
         self.depths = nn.ModuleList(depths)
         self._call = _DecoderCall()
-        self._noted: torch.Tensor | None = None
+        self._noted: Tensor | None = None
 
     def install(
         self,
@@ -129,11 +128,11 @@ class MultiTokenPrediction(nn.Module):
             self._call.is_wanted = False
             self._call.embeddings, self._call.arguments = None, {}
 
-    def note(self, losses: torch.Tensor) -> None:
+    def note(self, losses: Tensor) -> None:
         """Keep the summed losses [D] of the depths in the latest forward pass."""
         self._noted = losses.mean()
 
-    def take_noted(self) -> torch.Tensor:
+    def take_noted(self) -> Tensor:
         """Return and clear the mean of the depths' summed losses in the latest forward pass; 0-dim, without the factor.
 
         Raises :class:`RecipeError` if :meth:`note` was not called.
@@ -144,14 +143,14 @@ class MultiTokenPrediction(nn.Module):
         return noted
 
     def forward(
-        self, hidden: torch.Tensor, embeddings: torch.Tensor, arguments: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
+        self, hidden: Tensor, embeddings: Tensor, arguments: Mapping[str, Any]
+    ) -> list[Tensor]:
         """Compute the hidden states [B, t, H] of each depth.
 
         *hidden* [B, t, H] are the model's last hidden states, *embeddings* [B, T, H] what its first layer got, and
         *arguments* its decoder's arguments. t is T, unless context parallel ranks divide rows.
         """
-        found: list[torch.Tensor] = []
+        found: list[Tensor] = []
         part = slice(0, embeddings.shape[1])
         if self._call.part_of is not None:
             part = self._call.part_of(embeddings.shape[1])
@@ -178,8 +177,8 @@ class MultiTokenPrediction(nn.Module):
         return args, options
 
     def _append_depths(
-        self, _output_layer: nn.Module, args: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
+        self, _output_layer: nn.Module, args: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
         """Put the hidden states of the depths behind those that the output layer gets."""
         if self._call.embeddings is None:
             return None
@@ -197,11 +196,11 @@ class _DecoderCall:
     part_of: Callable[[int], slice] | None = None
     embedding: Any = None
     """The model's embedding, called with token ids."""
-    embeddings: torch.Tensor | None = None
+    embeddings: Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def ahead(values: torch.Tensor, distance: int) -> torch.Tensor:
+def ahead(values: Tensor, distance: int) -> Tensor:
     """Move *values* [B, T, H] *distance* positions to the left; the last positions are 0."""
     return F.pad(values[:, distance:], (0, 0, 0, min(distance, values.shape[1])))
 
@@ -209,8 +208,11 @@ def ahead(values: torch.Tensor, distance: int) -> torch.Tensor:
 def _depth_decoder(main: Any, family: Family) -> Any:
     """A decoder of the class of *main*, with the layers of one depth and without an embedding."""
     config = copy.deepcopy(main.config)
-    for name, value in family.settings(config).items():
-        setattr(config, name, value)
+    for name, value in family.settings.items():
+        # The layers of a decoder may change a list.
+        setattr(config, name, copy.copy(value))
+    if hasattr(config, "mtp_layers_block_type"):
+        config.layers_block_type = list(config.mtp_layers_block_type)
     # The embedding is the main model's: this one is made only because the constructor makes one.
     config.vocab_size, config.pad_token_id = 1, None
     decoder = type(main)(config)

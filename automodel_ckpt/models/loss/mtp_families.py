@@ -42,13 +42,13 @@ class Family:
     """The types of models that name and build their layers in one way.
 
     *count* is the setting of the text model's config that has the number of depths in the files, and *default* its
-    value where the config lacks it. *settings* returns the settings of the config that the layers of a depth are built
+    value where the config lacks it. *settings* are the settings of the config that the layers of a depth are built
     from, where they differ from the model's. *names* returns the names of depth *number*, from 0. *most* is the number
     of depths for which the files have separate layers; None: any number.
     """
 
     names: Callable[[int, Any], DepthNames]
-    settings: Callable[[Any], Mapping[str, Any]]
+    settings: Mapping[str, Any]
     count: str = "num_nextn_predict_layers"
     default: int = 0
     most: int | None = None
@@ -92,32 +92,20 @@ def _names_of_nemotron(number: int, config: Any) -> DepthNames:
     )
 
 
-def _experts_from_the_first_layer(config: Any) -> Mapping[str, Any]:
-    return {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-
-
-def _sparse_layer(config: Any) -> Mapping[str, Any]:
-    return {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
-
-
-def _full_attention(config: Any) -> Mapping[str, Any]:
-    return {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-
-
-def _own_pattern(config: Any) -> Mapping[str, Any]:
-    return {"layers_block_type": list(config.mtp_layers_block_type)}
-
-
-_DEEPSEEK = Family(_names_after_the_layers, _experts_from_the_first_layer)
+_FULL_ATTENTION = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+_DEEPSEEK = Family(_names_after_the_layers, {"num_hidden_layers": 1, "first_k_dense_replace": 0})
 # Its config.json has no number of depths, and its files have one.
-_QWEN3_NEXT = Family(_names_of_qwen, _full_attention, default=1, most=1)
-_QWEN3_5 = Family(_names_of_qwen, _full_attention, count="mtp_num_hidden_layers", most=1)
+_QWEN3_NEXT = Family(_names_of_qwen, _FULL_ATTENTION, default=1, most=1)
+_QWEN3_5 = Family(_names_of_qwen, _FULL_ATTENTION, count="mtp_num_hidden_layers", most=1)
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": Family(_names_after_the_layers, _sparse_layer),
-    "nemotron_h": Family(_names_of_nemotron, _own_pattern),
+    "glm4_moe_lite": Family(
+        _names_after_the_layers, {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
+    ),
+    # Its layers are those of mtp_layers_block_type in the config.
+    "nemotron_h": Family(_names_of_nemotron, {}),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5,

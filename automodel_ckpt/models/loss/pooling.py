@@ -6,15 +6,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automodel_ckpt.errors import RecipeError
 
 Pooling = Literal["mean", "cls", "last"]
 
 
-def pool(
-    hidden: torch.Tensor, mask: torch.Tensor, how: Pooling, *, normalize: bool
-) -> torch.Tensor:
+def pool(hidden: Tensor, mask: Tensor, how: Pooling, *, normalize: bool) -> Tensor:
     """Pool hidden states [N, T, H] to embeddings [N, H] in float32, or in float64 where the hidden states are.
 
     *mask* [N, T] is 1 for tokens and 0 for padding, which may be on the left or the right. ``mean`` is the mean over
@@ -33,7 +32,7 @@ def pool(
     return F.normalize(pooled, dim=-1) if normalize else pooled
 
 
-def _position(mask: torch.Tensor, how: Pooling) -> torch.Tensor:
+def _position(mask: Tensor, how: Pooling) -> Tensor:
     """The position [N] of the first or the last token of each row."""
     is_token = mask.to(torch.int32)
     if how == "cls":
@@ -42,13 +41,13 @@ def _position(mask: torch.Tensor, how: Pooling) -> torch.Tensor:
     return mask.shape[1] - 1 - is_token.flip(1).argmax(dim=1)
 
 
-def hidden_states_of(output: Any) -> torch.Tensor:
+def hidden_states_of(output: Any) -> Tensor:
     """The hidden states [N, T, H] of the last layer in what a model without an output layer returned.
 
     Raises :class:`RecipeError` for another output.
     """
     hidden = getattr(output, "last_hidden_state", output)
-    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         raise RecipeError(
             "the model returns no hidden state for each token, which pooling requires",
             where="model",

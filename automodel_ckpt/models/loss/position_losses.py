@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.models.loss.fused_cross_entropy import (
     chunk_rows,
@@ -25,18 +26,15 @@ from automodel_ckpt.models.loss.loss_inputs import (
 )
 
 
-def position_losses(
-    labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def position_losses(labeled: Labeled, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A criterion of the loss head: the cross-entropy [N] of each labeled position, in float32 or float64.
 
     Hits are not counted. With ``labeled.part``, *weight* and *bias* are this rank's rows, and this is collective.
     """
     hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
-    losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
+    return _PositionLosses.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
     )
-    return losses
 
 
 class _PositionLosses(torch.autograd.Function):
@@ -45,13 +43,13 @@ class _PositionLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
         part: VocabularyPart | None,
         transform: LogitTransform,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.part, ctx.transform = part, transform
         ctx.save_for_backward(hidden, weight, bias, labels)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -67,7 +65,7 @@ class _PositionLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
         for rows in _chunks(hidden, weight, ctx.part):
@@ -84,9 +82,7 @@ class _PositionLosses(torch.autograd.Function):
         return *sums.scaled(one), None, None, None
 
 
-def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, part: VocabularyPart | None
-) -> Iterator[slice]:
+def _chunks(hidden: Tensor, weight: Tensor, part: VocabularyPart | None) -> Iterator[slice]:
     """The positions of each chunk of logits; with *part*, the same number of chunks on all ranks."""
     num_columns = part.most if part is not None else weight.shape[0]
     size = chunk_rows(hidden.device.type, num_columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 IGNORE_INDEX = -100
 
@@ -17,15 +18,15 @@ class ZLoss:
         self.coefficient = coefficient
         self._sum = torch.zeros((), device=device)
 
-    def of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The z-loss of *logits* [N, V], summed over *labels* [N] other than -100; 0-dim, with a gradient."""
         return self.of_logs(torch.logsumexp(logits, dim=1), labels).sum()
 
-    def of_logs(self, logs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def of_logs(self, logs: Tensor, labels: Tensor) -> Tensor:
         """The z-loss [N] of each position by its logsumexp in *logs* [N]; 0 where *labels* [N] are -100."""
         return (logs.square() * self.coefficient).masked_fill(labels == IGNORE_INDEX, 0)
 
-    def factors(self, logs: torch.Tensor) -> torch.Tensor:
+    def factors(self, logs: Tensor) -> Tensor:
         """What the softmax in the gradient of the cross-entropy is multiplied by for both losses: [N] for *logs* [N].
 
         The gradient of logsumexp is the softmax, so the gradient of its scaled square is ``2 * coefficient * logs``
@@ -33,11 +34,11 @@ class ZLoss:
         """
         return logs.mul(2 * self.coefficient).add_(1)
 
-    def note(self, value: torch.Tensor) -> None:
+    def note(self, value: Tensor) -> None:
         """Add *value*, 0-dim, to what :meth:`take` returns."""
         self._sum = self._sum + value.detach()
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Return the sum of the values noted since the last call, 0-dim, and begin again."""
         value, self._sum = self._sum, torch.zeros_like(self._sum)
         return value

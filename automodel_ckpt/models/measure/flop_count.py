@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.models.config_checks import config_of_layer, layer_configs
@@ -49,7 +48,7 @@ class FlopCount:
     per_label: int
     per_pair: Mapping[int | None, int]
 
-    def of(self, micro_batch: Mapping[str, torch.Tensor], num_labels: int) -> float:
+    def of(self, micro_batch: Mapping[str, Tensor], num_labels: int) -> float:
         """The operations for a micro-batch [B, T] on the CPU with *num_labels* labels."""
         lengths = document_lengths(micro_batch)
         total = self.per_label * num_labels + self.per_token * int(lengths.sum())
@@ -59,7 +58,7 @@ class FlopCount:
         return float(total)
 
 
-def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
+def document_lengths(micro_batch: Mapping[str, Tensor]) -> Lengths:
     """The lengths of the documents of a micro-batch, without padding: rows, or the samples of packed rows."""
     labels, mask = micro_batch["labels"], micro_batch.get("attention_mask")
     positions = micro_batch.get("position_ids")
@@ -67,12 +66,10 @@ def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
         is_token = np.ones(labels.shape, dtype=np.bool_) if mask is None else mask.numpy() != 0
         starts = np.flatnonzero((positions.numpy() == 0)[is_token])
         ends = np.append(starts[1:], np.count_nonzero(is_token))
-        lengths: Lengths = ends - starts
-        return lengths
+        return ends - starts
     if mask is None:
         return np.full(labels.shape[0], labels.shape[1], dtype=np.int64)
-    of_rows: Lengths = np.count_nonzero(mask.numpy(), axis=1)
-    return of_rows
+    return np.count_nonzero(mask.numpy(), axis=1)  # type: ignore[no-any-return]
 
 
 def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | None:
@@ -192,8 +189,7 @@ def _operations_per_pair(layer: Any) -> int | None:
         # Multi-head latent attention has heads of two widths.
         of_keys = getattr(layer, "qk_head_dim", None) or width
         of_values = getattr(layer, "v_head_dim", None) or width
-    operations: int = 2 * num_heads * (of_keys + of_values)
-    return operations
+    return 2 * num_heads * (of_keys + of_values)  # type: ignore[no-any-return]
 
 
 def _layer_kinds(text: Any, num_layers: int) -> Sequence[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TextStreamer
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
@@ -73,7 +74,7 @@ def has_chat_template(preprocessor: Any) -> bool:
 
 def inputs_of(
     preprocessor: Any, prompt: str | Sequence[Message], device: torch.device
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the model's inputs for *prompt*, on *device*: ``input_ids`` [1, T] and others.
 
     Text is tokenized as it is; messages are rendered by the chat template, up to the answer of the assistant. Raises
@@ -99,7 +100,7 @@ def inputs_of(
         name: value.to(device)
         for name, value in encoded.items()
         # Tokenizers of some models return types of tokens that their model does not take.
-        if isinstance(value, torch.Tensor) and name != "token_type_ids"
+        if isinstance(value, Tensor) and name != "token_type_ids"
     }
     if not inputs["input_ids"].shape[1]:
         raise RecipeError(
@@ -115,7 +116,7 @@ def inputs_of(
 def generate(
     model: Any,
     preprocessor: Any,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
     *,
@@ -144,13 +145,16 @@ def generate(
     if end is not None:
         ends.add(end)
         arguments["eos_token_id"] = sorted(ends)
+    # transformers asks for the padding token although one sequence needs none.
+    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, *_end_tokens(model))
+    padding = next((int(each) for each in candidates if each is not None), None)
     where = f"generation_config.json and config.json of {model.config.name_or_path or 'the model'}"
     with naming_files("transformers cannot generate text with this model", where):
         output = model.generate(
             **inputs,
             **arguments,
             streamer=_Callback(tokenizer, on_text) if on_text is not None and streams else None,
-            pad_token_id=_padding(model, tokenizer),
+            pad_token_id=padding,
             synced_gpus=synced,
         )
     tokens = output[0, num_before:].tolist()
@@ -173,9 +177,3 @@ def _end_tokens(model: Any) -> set[int]:
     if ids is None:
         return set()
     return set(ids) if isinstance(ids, list) else {ids}
-
-
-def _padding(model: Any, tokenizer: Any) -> int | None:
-    """The padding token, which transformers asks for although one sequence needs none."""
-    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, *_end_tokens(model))
-    return next((int(each) for each in candidates if each is not None), None)

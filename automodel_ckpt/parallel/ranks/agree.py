@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -37,10 +37,9 @@ def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0)
     """The ``value`` of the rank ``source`` (its rank in the group); the values of other ranks are ignored."""
     if size(group) == 1:
         return value
-    values = [value if dist.get_rank(group) == source else None]
+    values: list[Any] = [value if dist.get_rank(group) == source else None]
     dist.broadcast_object_list(values, group=group, group_src=source)
-    result: Any = values[0]
-    return result  # type: ignore[no-any-return]
+    return values[0]  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[float]:
@@ -49,8 +48,7 @@ def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[floa
         return [float(value) for value in values]
     vector = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(vector, group=group)
-    sums: list[float] = vector.tolist()
-    return sums
+    return vector.tolist()
 
 
 def on_any_rank(group: dist.ProcessGroup | None, flags: Sequence[bool]) -> list[bool]:
@@ -106,8 +104,7 @@ def gather_or_raise(
     outcomes = gather_objects(group, (result, None if failure is None else _portable(failure)))
     _raise_reported([report for _, report in outcomes], failure)
     # None failed, so that all have a result.
-    results: list[Any] = [value for value, _ in outcomes]
-    return results
+    return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -197,27 +194,17 @@ def _portable(error: BaseException) -> AutomodelError:
 def _raise_reported(reports: Sequence[AutomodelError | None], error: BaseException | None) -> None:
     """Raise the error that all ranks raise if any of them reported one. *error* is the error of this rank."""
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
-    if failed:
-        raise _combined(failed, len(reports)) from error
-
-
-def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> AutomodelError:
+    if not failed:
+        return
     first = min(failed)
-    error = copy.copy(failed[first])
-    texts = {str(other) for other in failed.values()}
-    if len(failed) < num_ranks or len(texts) > 1:
-        error.problems = _named(first, failed)
-    error.rank = first  # type: ignore[attr-defined]
-    return error
-
-
-def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, ...]:
-    head, *rest = failed[first].problems
-    named = replace(head, what=f"rank {first}: {head.what}")
-    problems = [named, *rest]
-    others = [
-        f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first
-    ]
-    if others:
-        problems.append(Problem("other ranks failed too", "; ".join(others), "", ""))
-    return tuple(problems)
+    raised = copy.copy(failed[first])
+    raised.rank = first  # type: ignore[attr-defined]
+    if len(failed) < len(reports) or len({str(report) for report in failed.values()}) > 1:
+        head, *rest = raised.problems
+        problems = [replace(head, what=f"rank {first}: {head.what}"), *rest]
+        del failed[first]
+        if failed:
+            others = [f"rank {rank}: {each.problems[0].what}" for rank, each in failed.items()]
+            problems.append(Problem("other ranks failed too", "; ".join(others), "", ""))
+        raised.problems = tuple(problems)
+    raise raised from error

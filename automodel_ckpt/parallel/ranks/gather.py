@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -26,7 +27,7 @@ def data_group(layout: RankLayout) -> dist.ProcessGroup | None:
     return mesh.get_group("dp")
 
 
-def gather_parts(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather_parts(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Stack the *part* of each rank, which has the same shape on all of them: [ranks, ...]. A collective.
 
     The gradient of a part is the sum of its gradients on all ranks, so that the sum of the losses of all ranks has the
@@ -35,15 +36,14 @@ def gather_parts(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
     """
     if group is None:
         return part.unsqueeze(0)
-    gathered: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return _Gather.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     """A stack over the ranks. Its backward pass adds the gradients of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None

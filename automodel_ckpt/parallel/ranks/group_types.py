@@ -14,18 +14,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from automodel_ckpt.errors import RecipeError
 
 
-def divide_groups_by_type(model: nn.Module, float32_names: Collection[str] = ()) -> None:
+def divide_groups_by_type(model: nn.Module, kept: Collection[int] = ()) -> None:
     """Let the groups that fsdp2 has made of *model* contain parameters of several types.
 
     fsdp2 gathers a group in one type, and raises an error in the first forward pass if it contains trained parameters
-    of several. The parameters *float32_names* are gathered in the type in which they are stored. Gradients are reduced
+    of several. Parameters with ids in *kept* are gathered in the type in which they are stored. Gradients are reduced
     once for each type. Nothing changes for a group of one type.
     """
-    kept = {
-        id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name in float32_names
-    }
     for _module, group in sharded_groups(model):
         by_type: dict[tuple[torch.dtype, bool], list[Any]] = defaultdict(list)
         for parameter in group.fsdp_params:
@@ -112,7 +107,9 @@ class _DividedGroup:
                 self._reductions.append(reduction)
         group.fsdp_params, group.mp_policy = everything, policy
         # A reduction waits for the one before, so the largest is last.
-        self._reductions.sort(key=_num_elements)
+        self._reductions.sort(
+            key=lambda reduction: sum(each.sharded_param.numel() for each in reduction.parameters)
+        )
         if self._reductions:
             self._reductions[-1].parameters.extend(frozen)
 
@@ -129,7 +126,3 @@ class _DividedGroup:
         group.fsdp_params = everything
         if not self._reductions:
             self._reduce(*arguments)
-
-
-def _num_elements(reduction: _Reduction) -> int:
-    return sum(each.sharded_param.numel() for each in reduction.parameters)

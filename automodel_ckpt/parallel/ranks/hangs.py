@@ -153,15 +153,13 @@ def place_of_main_thread() -> str:
     if frame is None:
         return "unknown"
     innermost = frame
-    while frame is not None and _is_of_library(frame):
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module not in ("torch", "threading", "automodel_ckpt", "contextlib", "transformers"):
+            break
         frame = frame.f_back
     here = _text_of(innermost)
     return here if frame is None or frame is innermost else f"{here}, called by {_text_of(frame)}"
-
-
-def _is_of_library(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return module in ("torch", "threading", "automodel_ckpt", "contextlib", "transformers")
 
 
 def _text_of(frame: FrameType) -> str:

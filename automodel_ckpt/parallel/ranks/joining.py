@@ -101,23 +101,19 @@ def _wait_for(
     while not condition():
         waited = time.monotonic() - start
         if waited > timeout.total_seconds():
-            raise _error(missing(), timeout)
+            raise AutomodelError(
+                "not all ranks of the run have started within distributed.timeout_minutes "
+                f"({timeout.total_seconds() / 60:g})",
+                where=f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}",
+                value=f"missing: {missing()}",
+                hint=_hint(os.environ),
+            )
         if waited > REPORT_SECONDS and not has_reported:
             has_reported = True
             if reports() and (names := missing()):
                 log.warning("waiting for %s, not started yet: %s", names, _hint(os.environ))
         time.sleep(poll)
         poll = min(1.5 * poll, _LONGEST_POLL_SECONDS)
-
-
-def _error(missing: str, timeout: timedelta) -> AutomodelError:
-    return AutomodelError(
-        "not all ranks of the run have started within distributed.timeout_minutes "
-        f"({timeout.total_seconds() / 60:g})",
-        where=f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}",
-        value=f"missing: {missing}",
-        hint=_hint(os.environ),
-    )
 
 
 def _names(ranks: Sequence[int], world_size: int) -> str:

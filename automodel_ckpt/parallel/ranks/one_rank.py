@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from automodel_ckpt.parallel.ranks.group_types import sharded_groups
@@ -36,8 +36,10 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) ->
 
     All of it runs on the stream of the backward pass, so memory needs no synchronization.
     """
-    taken: list[tuple[_CastParameter, torch.Tensor, bool]] = []
-    if group.reduce_grads and _only_sums(group):
+    taken: list[tuple[_CastParameter, Tensor, bool]] = []
+    # As by default.
+    only_sums = group.gradient_divide_factor is None and group._all_reduce_hook is None
+    if group.reduce_grads and only_sums:
         for parameter in group.fsdp_params:
             if isinstance(parameter, _CastParameter) and parameter.has_plain_gradient():
                 taken.append((parameter, *parameter.take_gradient()))
@@ -49,12 +51,7 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) ->
         _keep_gradient(*taken.pop())
 
 
-def _only_sums(group: Any) -> bool:
-    """Whether the gradients of *group* are summed over the ranks and nothing else, as by default."""
-    return group.gradient_divide_factor is None and group._all_reduce_hook is None
-
-
-def _keep_gradient(parameter: _CastParameter, gradient: torch.Tensor, is_owned: bool) -> None:
+def _keep_gradient(parameter: _CastParameter, gradient: Tensor, is_owned: bool) -> None:
     shard = parameter.sharded_param
     if shard.grad is None:
         if not is_owned or gradient.dtype != shard.dtype:
@@ -78,7 +75,7 @@ class _CastParameter(FSDPParam):
     """A parameter that is cast while it is copied into the memory of the gathered parameter, and its gradient."""
 
     @property
-    def all_gather_inputs(self) -> list[torch.Tensor]:
+    def all_gather_inputs(self) -> list[Tensor]:
         """What fsdp2 copies into the gathered parameter, which has the dtype of computation from the first time on."""
         shard = self._sharded_local_tensor
         is_plain = not self.offload_to_cpu and not hasattr(shard, "fsdp_pre_all_gather")
@@ -100,7 +97,7 @@ class _CastParameter(FSDPParam):
             return False
         return self.reduce_dtype is None or _is_exact(gradient.dtype, self.reduce_dtype)
 
-    def take_gradient(self) -> tuple[torch.Tensor, bool]:
+    def take_gradient(self) -> tuple[Tensor, bool]:
         """The gradient of the gathered parameter, which loses it, and whether its memory is only this parameter's."""
         self.accumulate_unsharded_grad_if_needed()
         accumulated = self.unsharded_accumulated_grad
@@ -111,4 +108,4 @@ class _CastParameter(FSDPParam):
         # The sum of micro-batches that fsdp2 has not reduced, in memory of the type of reductions.
         gradient = self.unsharded_accumulated_grad_data
         self.unsharded_accumulated_grad = None
-        return gradient, type(gradient) is torch.Tensor and gradient.is_contiguous()
+        return gradient, type(gradient) is Tensor and gradient.is_contiguous()

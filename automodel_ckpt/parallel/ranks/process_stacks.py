@@ -97,19 +97,14 @@ def report_on(address: ProcessAddress) -> ProcessReport | None:
         stat = Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2]
         if stat.split()[0] in "Tt":
             return ProcessReport(f"is suspended (process {process})", "")
-    stacks = _dumped(address)
-    dumped = ", its stacks were dumped" if stacks else ""
-    return ProcessReport(f"does not respond (process {process}){dumped}", stacks)
-
-
-def _dumped(address: ProcessAddress) -> str:
-    """Let a process dump its stacks, and return them; empty if it does not."""
+    stacks = ""
     with contextlib.suppress(OSError):
         before = address.path.stat().st_size
-        os.kill(address.process, DUMP_SIGNAL)
+        os.kill(process, DUMP_SIGNAL)
         time.sleep(_DUMP_SECONDS)
         with address.path.open("rb") as file:
             # An earlier dump is in the file, too.
             file.seek(before)
-            return file.read(_MAX_BYTES).decode("utf-8", "replace")
-    return ""
+            stacks = file.read(_MAX_BYTES).decode("utf-8", "replace")
+    dumped = ", its stacks were dumped" if stacks else ""
+    return ProcessReport(f"does not respond (process {process}){dumped}", stacks)

@@ -223,7 +223,10 @@ class StopRequest:
         is_first = not self._first_at
         self.note(number)
         if is_first:
-            self._first_arrived(number)
+            if self.announce is not None:
+                self.announce()
+            self._acknowledge(number)
+            self._leave_soon(number)
         if is_first or time.monotonic() - self._first_at < SAME_SIGNAL_SECONDS:
             return
         ends_wait = self._ends_wait
@@ -242,12 +245,6 @@ class StopRequest:
             # In `finally` and with os._exit: a failing callback must not keep the process, and
             # sys.exit would end only this thread.
             os._exit(128 + number)
-
-    def _first_arrived(self, number: int) -> None:
-        if self.announce is not None:
-            self.announce()
-        self._acknowledge(number)
-        self._leave_soon(number)
 
     def _acknowledge(self, number: int) -> None:
         if self.on_request is None or self._is_acknowledged:
@@ -321,12 +318,10 @@ class PeerStop:
             while not self._closed.wait(PEER_SECONDS):
                 # check returns immediately; get would wait for the key.
                 if self._store.check([self.KEY]):
-                    self._interrupt_until_closed()
-
-    def _interrupt_until_closed(self) -> None:
-        """Repeat the interruption until the run ends, because it has no effect between two waits."""
-        while not self._closed.wait(PEER_SECONDS):
-            self._request.interrupt()
+                    break
+            # Repeated until the run ends, because an interruption has no effect between two waits.
+            while not self._closed.wait(PEER_SECONDS):
+                self._request.interrupt()
 
 
 class _Interrupting(AbstractContextManager[None]):

@@ -68,33 +68,6 @@ def test_embedding_and_head_are_gathered_separately_unless_they_are_tied_or_smal
         assert prefetched["model.embed_tokens"] == LAYERS[:1]
 
 
-def gathered_modules() -> dict[str, set[str]]:
-    """The names of the modules whose parameters are gathered while each layer computes its forward pass."""
-    model = sharded_model("untied")
-    found: dict[str, set[str]] = {}
-    names = {m: name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-
-    def note(module: Any, _inputs: Any, _output: Any) -> None:
-        here = set()
-        for other, name in names.items():
-            group = other._get_fsdp_state()._fsdp_param_group
-            if group is not None and group.is_unsharded:
-                here.add(name)
-        found[names[module]] = here
-
-    for layer in (model.get_submodule(name) for name in LAYERS):
-        # Before the hook of fsdp2, which frees the parameters of the layer.
-        layer.register_forward_hook(note, prepend=True)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    model(input_ids=tokens, use_cache=False).logits.sum().backward()
-    return found
-
-
-def test_only_a_layer_and_the_rest_of_the_model_are_gathered_while_it_computes() -> None:
-    # Prefetched parameters are copied out of the buffer of the collective when they are used.
-    assert ranks.run(gathered_modules, 2)[0] == {name: {"", name} for name in LAYERS}
-
-
 def forward_after_a_failed_one() -> tuple[bool, float, float]:
     """Whether all parameters are sharded after a failure, and the next two outputs after the weights changed."""
     model = sharded_model("untied")

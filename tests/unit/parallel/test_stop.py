@@ -27,14 +27,6 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_is_remembered(number: signal.Signals) -> None:
-    done = run(
-        f"assert stop.requested == 0; os.kill(os.getpid(), {int(number)}); print(stop.requested)"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
-
-
 def test_signals_that_come_together_are_one_request_and_the_first_counts() -> None:
     done = run("""
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
@@ -43,17 +35,6 @@ def test_signals_that_come_together_are_one_request_and_the_first_counts() -> No
         print(signal.Signals(stop.requested).name)
     """)
     assert (done.returncode, done.stdout) == (0, "SIGUSR1\n")
-
-
-def test_a_forked_trainer_handles_signals_itself() -> None:
-    done = run("""
-        if not (child := os.fork()):
-            stop.install()
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(stop.requested)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.requested)
-    """)
-    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM)} 0\n")
 
 
 def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() -> None:
@@ -108,15 +89,6 @@ def test_a_wait_for_data_is_ended_by_a_signal_and_by_another_ranks(wait: str) ->
     assert (done.returncode, done.stdout) == (0, "stopped\nstopped immediately\n"), done.stderr
 
 
-def test_last_words_that_fail_do_not_keep_the_process() -> None:
-    done = run("""
-        stop.on_immediate_end = lambda number: 1 / 0
-        twice(signal.SIGTERM, signal.SIGTERM)
-        time.sleep(100)
-    """)
-    assert done.returncode == 128 + signal.SIGTERM
-
-
 def test_a_forked_workers_signals_are_not_the_processs() -> None:
     done = run("""
         child = os.fork()
@@ -130,26 +102,6 @@ def test_a_forked_workers_signals_are_not_the_processs() -> None:
         print(os.WTERMSIG(status), stop.requested)
     """)
     assert done.stdout == f"{int(signal.SIGTERM)} 0\n"
-
-
-def test_a_request_is_acknowledged_once_while_the_main_thread_is_busy() -> None:
-    done = run("""
-        import threading
-        acknowledged = threading.Event()
-
-        def acknowledge(number):
-            print("acknowledged", number, flush=True)
-            acknowledged.set()
-
-        stop.on_request = acknowledge
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        acknowledged.wait(100)
-        time.sleep(0.2)
-        stop.interrupt()
-        print("main thread", flush=True)
-    """)
-    assert done.stdout == f"acknowledged {int(signal.SIGINT)}\nmain thread\n", done.stderr
 
 
 def test_signals_after_the_work_is_done_change_no_exit_code() -> None:

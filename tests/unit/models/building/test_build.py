@@ -30,13 +30,12 @@ from automodel_ckpt.models.build import (
 )
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
-from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.repository import (
     base_directory,
     require_local,
 )
 from automodel_ckpt.models.layers.freezing import freeze
-from automodel_ckpt.models.quantize import cast_to, check_not_quantized
+from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.parallel.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.training.model.deferred_model import build_deferred
 
@@ -379,26 +378,3 @@ def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole(
     )
     with pytest.raises(RecipeError, match=r"stay quantized(.|\n)*gptq(.|\n)*peft"):
         check_not_quantized(model)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kept"),
-    [
-        (torch.bfloat16, {"conv.norm.weight", "conv.norm.bias", "attn_hc.base"}),
-        (torch.float16, {"conv.norm.weight", "conv.norm.bias", "attn_hc.base", "wo.weight"}),
-        (torch.float32, set()),
-    ],
-)
-def test_patterns_with_dots_keep_parts_in_float32_as_in_transformers(
-    dtype: torch.dtype, kept: set[str]
-) -> None:
-    model: Any = nn.Module()
-    model._keep_in_fp32_modules_strict = ["conv.n*m", "attn_hc.base"]
-    model._keep_in_fp32_modules = ["wo"]
-    model.conv, model.attn_hc, model.wo = nn.Module(), nn.Module(), nn.Linear(2, 2, bias=False)
-    model.conv.norm, model.conv.up = nn.LayerNorm(2), nn.Linear(2, 2)
-    model.attn_hc.base, model.attn_hc.fn = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    assert float32_names(model, dtype) == kept
-    cast_to(model, dtype)
-    found = {name for name, each in model.named_parameters() if each.dtype == torch.float32}
-    assert dtype == torch.float32 or found == kept

@@ -64,13 +64,3 @@ def test_values_that_only_a_constructor_knows_are_noticed() -> None:
     assert not InitialValues(
         on_meta(lambda: OfItsConstructor(PreTrainedConfig())), 0
     ).are_complete()
-
-
-def test_what_has_values_keeps_them_when_the_rest_gets_memory() -> None:
-    model: Any = on_meta(lambda: nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}))
-    model["one"].weight = model["two"].weight
-    model["two"].bias = nn.Parameter(torch.tensor([1.0, 2.0]))
-    allocate(model, torch.device("cpu"))
-    assert model["one"].weight is model["two"].weight
-    assert model["two"].bias.tolist() == [1.0, 2.0]
-    assert not any(parameter.is_meta for parameter in model.parameters())

@@ -206,16 +206,6 @@ def test_tokens_that_a_teacher_excludes_have_no_part_in_the_forward_divergence()
         assert loss.isfinite()
 
 
-def test_a_part_of_the_loss_that_does_not_count_may_be_anything() -> None:
-    leaves, teacher, labels = inputs()
-    teacher[3] = math.nan
-    targets = LogitTargets(lambda start, end: teacher[start:end].clone())
-    criterion = Distillation(targets, DistillationWeights(kd_ratio=0.0))
-    loss = criterion(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
-    wanted = F.cross_entropy(TRANSFORM(F.linear(*leaves)), labels, reduction="sum")
-    assert_same(loss, wanted, leaves)
-
-
 def test_without_labels_the_loss_is_zero_and_has_gradients() -> None:
     leaves, teacher, labels = inputs()
     criterion = Distillation(LogitTargets(lambda start, end: teacher[start:end]), WEIGHTS[3])

@@ -19,7 +19,6 @@ from automodel_ckpt.models.hf_names import names_in_files
 from automodel_ckpt.models.loss.mtp import (
     add_mtp,
     ahead,
-    copies_in_files,
     is_of_mtp,
     mtp_of,
     with_mtp_names,
@@ -94,28 +93,6 @@ def test_every_family_has_a_name_in_files_for_each_tensor_and_initial_values(fam
     assert InitialValues(model, 0).are_complete()
 
 
-def test_fused_experts_of_the_base_stay_one_tensor() -> None:
-    model = model_of("qwen3_5_moe_text")
-    fused = "mtp.layers.0.mlp.experts.gate_up_proj"
-    split = with_mtp_names(model, names_in_files(model), frozenset())
-    whole = with_mtp_names(model, names_in_files(model), frozenset({fused}))
-    name = "mtp.depths.0.decoder.layers.0.mlp.experts.gate_up_proj"
-    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in split.parts[name]
-    assert whole.names[name] == fused
-    assert name not in whole.parts
-
-
-def test_copies_in_files_are_those_of_the_embedding_and_the_output_layer() -> None:
-    model = model_of("deepseek_v3", 2)
-    assert copies_in_files(model, {}) == {
-        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.2.shared_head.head.weight": "lm_head.weight",
-        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.3.shared_head.head.weight": "lm_head.weight",
-    }
-    assert copies_in_files(model_of("qwen3_next"), {}) == {}
-
-
 def test_the_number_of_depths_is_that_of_the_config_and_exports_state_it() -> None:
     config = mtp.config_of("deepseek_v3")
     assert plan(config, is_new=False).num_depths == 1
@@ -155,14 +132,6 @@ def test_a_config_with_a_senseless_number_of_depths_is_an_error(number: Any) -> 
         assert len(patterns_in_files(config)) < 1000
 
 
-def test_patterns_match_the_layers_and_no_layer_of_the_model() -> None:
-    patterns = patterns_in_files(mtp.config_of("deepseek_v3"))
-    assert "model.layers.2.*" in patterns
-    assert not any(pattern.startswith("model.layers.1.") for pattern in patterns)
-    assert "mtp.fc.*" in patterns_in_files(mtp.config_of("qwen3_next"))
-    assert patterns_in_files(LlamaConfig()) == []
-
-
 def test_labels_of_a_depth_are_further_ahead_and_never_of_another_sample() -> None:
     labels = torch.tensor([[-100, 1, 2, 3, -100, 5, 6, 7]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
@@ -180,20 +149,3 @@ def test_labels_of_a_depth_are_further_ahead_and_never_of_another_sample() -> No
     short = labels_of_depths(torch.tensor([[4, 5]]), 3)
     assert (short[1:] == -100).all()
     assert ahead(torch.ones(1, 2, 4), 3).tolist() == torch.zeros(1, 2, 4).tolist()
-
-
-def test_new_layers_have_the_dtype_and_the_initial_values_of_the_model() -> None:
-    config = mtp.config_of("qwen3_next")
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
-    add_mtp(model, plan(config, 1))
-    layers = mtp_of(model)
-    assert layers is not None
-    assert {parameter.dtype for parameter in layers.parameters()} == {torch.bfloat16}
-    assert torch.get_default_dtype() == torch.float32
-    depth: Any = layers.depths[0]
-    # nn.Linear would have 0.1.
-    assert depth.projection.weight.float().std().item() == pytest.approx(
-        config.initializer_range, rel=0.2
-    )
-    assert depth.decoder.config.vocab_size == config.vocab_size

@@ -67,7 +67,7 @@ def expected_of(rows: Rows, settings: list[float], bits: torch.Tensor | None = N
     """Copies of *rows*, and of further bits, after the update of torch's operations on the CPU."""
     copies = [each.clone() for each in rows]
     copy_of_bits = None if bits is None else bits.clone()
-    update_blocks(*copies, *TABLES, torch.tensor(settings), copy_of_bits)
+    update_blocks(copies, TABLES, torch.tensor(settings), copy_of_bits)
     return copies + ([] if copy_of_bits is None else [copy_of_bits])
 
 
