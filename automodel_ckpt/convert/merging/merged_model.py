@@ -267,9 +267,6 @@ class MergedModel:
         self._assign_expert_changes(changes, lacking)
         for name, change in changes.items():
             is_new = bool(change.whole) and name in self._naming.files
-            if self._found(name) is None and self._changes_nothing(change):
-                self.notes.append(f"not in the base, and its adapter learned nothing: {name}")
-                continue
             has_own_head = self._adapter.model_config is not None
             if self._found(name) is None and not (has_own_head and is_new):
                 raise self._not_mergeable(lacking, name)
@@ -292,11 +289,6 @@ class MergedModel:
                     there = ExpertRange(parameter.num_experts, *part)
                     self._changes[name] = dataclasses.replace(change, experts=there)
                     self._in_memory[name] = parameter.name
-
-    def _changes_nothing(self, change: Change) -> bool:
-        """Whether the adapter adds zero: its layer, such as the pooler of an encoder, took no part in training."""
-        factor = change.factors.get("b")
-        return not change.whole and factor is not None and not self._factor(factor, "F32").any()
 
     def _untie(self) -> set[str]:
         """Return the names of tensors that config.json ties and that differ. Those that are equal are stored once."""
