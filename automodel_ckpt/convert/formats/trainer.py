@@ -2,12 +2,15 @@
 
 ``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
 ``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
-(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes, and are not read.
+(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes: nothing of the
+random state is read, and of the arguments only their description (``torch_objects.py``), for the number of
+micro-batches.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +39,9 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     TorchModelDirectory,
     read_archive,
 )
+from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.type_aliases import ValueDict, Values
+from automodel_ckpt.errors import CheckpointUnusable
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -118,6 +123,7 @@ class TransformersTrainer(Format):
         return TrainingState(
             step=counters.step,
             epoch=counters.epoch,
+            consumed_samples=counters.consumed_samples,
             optimizer=optimizer,
             scheduler=scheduler,
             omitted=tuple(omitted),
@@ -138,11 +144,40 @@ def _scheduler(path: Path) -> ValueDict:
 
 
 def _counters(path: Path) -> Counters:
-    """Return the steps and finished epochs; the trainer has a fractional ``epoch``."""
+    """Return the steps, samples and finished epochs; the trainer has a fractional ``epoch``."""
     state = read_json(path, STATE_FILE) or {}
     epoch: Any = state.get("epoch")
     is_finite = isinstance(epoch, int | float) and math.isfinite(epoch)
-    return Counters.of(state.get("global_step"), int(epoch) if is_finite else None)
+    step = Counters.of(state.get("global_step")).step
+    samples = None if step is None else _consumed_samples(path, names_in(path), state, step)
+    return Counters.of(step, int(epoch) if is_finite else None, samples)
+
+
+def _consumed_samples(path: Path, names: list[str], state: Values, step: int) -> int | None:
+    """Return the samples of *step* global batches, or None when the files do not state the size of a batch.
+
+    The size is the size of a rank's micro-batch x micro-batches per step x ranks. Each rank saves a file of its random
+    state. The last batch of an epoch may have been smaller.
+    """
+    micro_batch = Counters.of(state.get("train_batch_size")).step
+    accumulation = _accumulation_steps(path, names)
+    if not micro_batch or not accumulation:
+        return None
+    num_ranks = max(1, sum(1 for name in names if _RANDOM_FILE.fullmatch(name)))
+    return step * micro_batch * accumulation * num_ranks
+
+
+def _accumulation_steps(path: Path, names: list[str]) -> int | None:
+    """Return ``gradient_accumulation_steps`` of the arguments, read from their description."""
+    if _ARGUMENTS_FILE not in names or os.path.islink(path / _ARGUMENTS_FILE):
+        return None
+    try:
+        arguments = read_archive(path / _ARGUMENTS_FILE).value
+    except CheckpointUnusable:
+        # They are only used for this number, and may contain anything.
+        return None
+    stated = arguments.get("gradient_accumulation_steps") if isinstance(arguments, Opaque) else None
+    return Counters.of(stated).step
 
 
 # ---------------------------------------------------------------- accelerate with FSDP

@@ -20,17 +20,15 @@ def tensor_blocks(
     dtype: str,
     part: Box | None = None,
     *,
-    is_checked: bool = False,
     num_zeros: int = 0,
 ) -> Iterator[memoryview]:
     """Yield the row-major bytes of a tensor in files below *root*, or of a *part* of it, cast to *dtype*, in blocks of
     at most 256 Ki elements, and then *num_zeros* bytes of zeros.
 
-    Unless that was done (*is_checked*), the stored bytes are compared with their digests first, if there are any.
+    The stored bytes are compared with their digests first, if there are any.
     Raises :class:`CheckpointUnusable` for a damaged tensor.
     """
-    if not is_checked:
-        require_intact(root, tensor)
+    require_intact(root, tensor)
     outer = part or tensor.box
     reader = BoxReader(root, tensor)
     stored_dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
@@ -56,8 +54,8 @@ def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) ->
     if not {copy.dtype, original.dtype} <= ORDINARY_FLOATS and copy.dtype != original.dtype:
         return f"in the file {copy.dtype}, in the base {original.dtype}"
     pairs = zip(
-        tensor_blocks(root, copy, copy.dtype, is_checked=True),
-        tensor_blocks(base.root, original, copy.dtype, is_checked=True),
+        tensor_blocks(root, copy, copy.dtype),
+        tensor_blocks(base.root, original, copy.dtype),
         strict=True,
     )
     return "" if all(ours == theirs for ours, theirs in pairs) else "other values"
