@@ -314,10 +314,7 @@ class _Model:
             for name, stored in self._tied.items()
             if name not in self._tensors and stored in self._tensors
         }
-        stored_names = [*self._tensors, *tied]
-        names = plain_names(self._states.value, stored_names)
-        if len(set(names.values())) != len(names):
-            names = {name: name for name in stored_names}
+        names = plain_names(self._states.value, [*self._tensors, *tied])
         value = self._states.value
         present = [key for key in value if is_text_name(key) and value[key] is not None]
         others = [key[:40] for key in present if key not in _MODEL_KEYS]

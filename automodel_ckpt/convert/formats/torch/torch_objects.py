@@ -8,6 +8,8 @@ object of any other class an :class:`Opaque`, whatever the class is.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnp
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_ranges
 from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 
-_PLAIN = (bool, int, float, str, type(None))
+_KEYS = (bool, int, float, str)
+_PLAIN = (*_KEYS, type(None))
 _COUNTER = "collections.Counter"
 _MAX_STATE_DEPTH = 16
 # A learning-rate schedule's state or the options of a parameter group can contain functions and objects of any class.
@@ -36,40 +39,27 @@ def plain_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
     the others keep their positions. A ``collections.Counter`` becomes a dict. Raises :class:`Fault` if the values are
     nested too deeply, or are too many.
     """
-    found = _Copy().value(state, 0)
-    assert isinstance(found, dict)
-    return found
+    numbers = itertools.count(1)
 
-
-class _Copy:
-    """A copy of plain values. Counts them, to limit their number."""
-
-    def __init__(self) -> None:
-        self._num_values = 0
-
-    def value(self, value: Any, depth: int) -> Any:
-        """Return a copy of *value*; ``_ABSENT`` for an object that is not plain."""
-        self._num_values += 1
-        if self._num_values > _MAX_VALUES:
-            raise Fault(f"a state has more than {_MAX_VALUES} plain values")
-        if depth > _MAX_STATE_DEPTH:
-            raise Fault(f"a state is nested more than {_MAX_STATE_DEPTH} levels deep")
+    def copied(value: Any, depth: int) -> Any:
+        if next(numbers) > _MAX_VALUES or depth > _MAX_STATE_DEPTH:
+            limits = f"{_MAX_VALUES} plain values, or {_MAX_STATE_DEPTH} levels"
+            raise Fault(f"a state has more than {limits}")
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Opaque) and value.kind == _COUNTER and value.arguments:
             value = value.arguments[0]
         if isinstance(value, dict):
-            copied = {
-                key: self.value(item, depth + 1)
-                for key, item in value.items()
-                if type(key) in (str, int, float, bool)
-            }
-            return {key: item for key, item in copied.items() if item is not _ABSENT}
+            items = value.items()
+            found = {key: copied(item, depth + 1) for key, item in items if type(key) in _KEYS}
+            return {key: item for key, item in found.items() if item is not _ABSENT}
         if isinstance(value, (list, tuple)):
-            items = [self.value(item, depth + 1) for item in value]
-            items = [None if item is _ABSENT else item for item in items]
-            return tuple(items) if isinstance(value, tuple) else items
+            entries = (copied(item, depth + 1) for item in value)
+            return type(value)(None if item is _ABSENT else item for item in entries)
         return _ABSENT
+
+    plain: dict[Any, Any] = copied(state, 0)
+    return plain
 
 
 STORAGE_DTYPES = {
@@ -184,6 +174,33 @@ def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None 
         if name.startswith("data/")
     }
     return Archive(_Reader(program).load(), storages)
+
+
+def describe_file(
+    descriptor: int,
+    start: int = 0,
+    nbytes: int | None = None,
+    *,
+    max_program_bytes: int | None = None,
+) -> Archive:
+    """Describe the object in *nbytes* at *start* of a file of ``torch.save``, by default in the whole file.
+
+    The storages are byte ranges of the file. Only the pages that are accessed are read. Raises as
+    :func:`describe_archive`.
+    """
+    with (
+        mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
+        # The views must be released before the map can be closed.
+        memoryview(content) as everything,
+    ):
+        stop = len(everything) if nbytes is None else start + nbytes
+        # A slice of a memoryview beyond its end is shorter, without an error.
+        if stop > len(everything):
+            raise Fault(f"the file has {len(everything)} bytes, the item ends at {stop}")
+        with everything[start:stop] as data:
+            archive = describe_archive(data, max_program_bytes=max_program_bytes)
+    storages = {key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()}
+    return Archive(archive.value, storages)
 
 
 def describe_pickle(program: bytes) -> Any:
