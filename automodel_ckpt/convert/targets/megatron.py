@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.names.conversion import Conversion, required_conversion
+from automodel_ckpt.convert.names.conversion import Conversion, conversion_in, required_conversion
 from automodel_ckpt.convert.names.megatron_names import (
     LOCAL_MLP_NORM,
     MOE_NORM,
@@ -80,7 +80,7 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
     export.check(reads_parts=True, num_threads=num_threads)
     export.warn(*opened.notes)
     side = opened.config_directory
-    conversion = required_conversion(side)
+    conversion = required_conversion(conversion_in(side), side)
     export.check_language_model(read_json(side, "config.json") or {}, "Megatron-Core")
     plan = export.plan()
     export.log_casts(plan.casts)

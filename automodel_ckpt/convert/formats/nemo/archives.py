@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import faults_of, first_bytes, is_gzip
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -28,7 +28,6 @@ from automodel_ckpt.convert.formats.nemo.tar_files import (
     TarMember,
     TarReader,
     TarWriter,
-    tar_members,
 )
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
@@ -67,9 +66,6 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
         raise unusable("there is no archive to unpack", source, "no such file", hint)
     target = Path(os.path.realpath(target))
     check_directory_target(target)
-    if not is_gzip(first_bytes(real, 2)):
-        # Before anything is written: the headers alone are read, which is quick.
-        _kind([member.name for member in tar_members(real)], source)
     files = {}
     with published_directory(target, log, what="the unpacked model") as staging:
         with TarReader(real) as reader:

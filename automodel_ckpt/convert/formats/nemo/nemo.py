@@ -70,15 +70,9 @@ class NemoDirectory(Format):
         return frozenset(name for name in names_in(path) if _is_weights(path, name))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        """Return the artifacts with their sizes, and the config as written."""
-        packed = packed_files(path)
-        artifacts = []
-        for key, name in artifacts_in(read_config(packed)):
-            stored = packed.files.get(name)
-            size = "missing" if stored is None else f"{stored.nbytes} bytes"
-            artifacts.append(f"{key}: {name} ({size})")
-        content = packed.read(CONFIG, MAX_CONFIG_BYTES).decode()
-        return {"artifacts": tuple(artifacts), CONFIG: tuple(content.splitlines())}
+        """Return the config as written."""
+        content = packed_files(path).read(CONFIG, MAX_CONFIG_BYTES).decode()
+        return {CONFIG: tuple(content.splitlines())}
 
 
 class NemoFile(NemoDirectory):
