@@ -37,7 +37,6 @@ _LOGS = (
     layout.LATE_VALIDATIONS,
     layout.TEXT_LOG,
 )
-_FIRST_FORMAT = "archive.json"
 
 
 def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[str], int, int]:
@@ -90,11 +89,10 @@ def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[s
 def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
     """Extract all checkpoints of the archive *path* into the run directory *run*; return their paths.
 
-    Checkpoints that exist already with the same manifest are skipped. What was published before a failure stays.
-    Nothing else remains.
+    What was published before a failure stays. Nothing else remains.
 
     Raises:
-        CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.
+        CheckpointUnusable: The archive is damaged or hostile, or a checkpoint of one of its names exists.
         SaveFailed: A checkpoint cannot be written.
     """
     zstandard = _zstandard()
@@ -171,16 +169,11 @@ class _Extraction:
         if layout.parse_checkpoint_name(name) != (manifest.step, manifest.epoch):
             raise self._unusable(f"the manifest of {name} belongs to another checkpoint")
         if os.path.lexists(target):
-            if Manifest.read(target).digest != manifest.digest:
-                raise unusable(
-                    "another checkpoint of this name already exists",
-                    target,
-                    name,
-                    "extract into another run directory",
-                )
-            self._log(f"{name} exists already")
-            self._files(name, manifest, None)
-            return target
+            what, hint = (
+                "a checkpoint of this name already exists",
+                "extract into another run directory",
+            )
+            raise unusable(what, target, name, hint)
         self._log(f"extracting {name}")
         staging = commit.reserve(self._root, name)
         try:
@@ -193,8 +186,8 @@ class _Extraction:
         finally:
             commit.discard(staging)
 
-    def _files(self, name: str, manifest: Manifest, staging: Path | None) -> None:
-        """Read the files of a checkpoint, which must be the next members, and write them below *staging*, if given."""
+    def _files(self, name: str, manifest: Manifest, staging: Path) -> None:
+        """Write the files of a checkpoint, which must be the next members, below *staging*."""
         for path in sorted(manifest.files):
             member = next(self._members, None)
             expected = f"{name}/{path} of {manifest.files[path].size} bytes"
@@ -203,8 +196,6 @@ class _Extraction:
             found = f"{member.name} of {member.nbytes} bytes"
             if member.is_directory or found != expected:
                 raise self._unusable(f"it has {found} in place of {expected}")
-            if staging is None:
-                continue
             target = staging / path
             target.parent.mkdir(parents=True, exist_ok=True)
             with DurableFile(target, nbytes=member.nbytes) as out:
@@ -212,8 +203,5 @@ class _Extraction:
                     out.write(block)
 
     def _unusable(self, value: str) -> CheckpointUnusable:
-        hint = "use another copy of the file"
-        if _FIRST_FORMAT in value:
-            hint = "an earlier version wrote it: extract it with revision f375f3ef of this program"
         where = str(self._reader.path)
-        return unusable("the archive is damaged", where, value, hint)
+        return unusable("the archive is damaged", where, value, "use another copy of the file")

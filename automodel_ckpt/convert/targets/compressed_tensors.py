@@ -72,7 +72,7 @@ def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> Expo
     quantized = _selected(export, plan, linear_weights(side), quantizer)
     files[_CONFIG] = _config(files[_CONFIG], quantizer, plan, quantized)
     export.log_casts(plan.casts)
-    with export.published_directory("the quantized model") as staging:
+    with export.published_directory() as staging:
         files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
         write_side_files(files, staging)
     num_tensors = sum(len(file.tensors) for file in plan.files)

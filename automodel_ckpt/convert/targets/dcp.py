@@ -50,7 +50,7 @@ def write(export: Export, *, prefix: str | None = None, names: str | None = None
     state_dict = state_dict_of(export, opened, "")
     outer = tuple(part for part in (prefix or "").split(".") if part)
     with (
-        export.published_directory("the DCP directory") as directory,
+        export.published_directory() as directory,
         DcpWriter(directory) as writer,
     ):
         for fqn, tensor in state_dict.items():

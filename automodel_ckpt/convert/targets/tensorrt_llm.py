@@ -78,7 +78,7 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
                 writer.add_streamed(f"rank{rank}.safetensors", partial(write_rank, own))
             writer.finish()
     else:
-        with export.published_directory("the checkpoint of TensorRT-LLM") as staging:
+        with export.published_directory() as staging:
             write_side_files(contents, staging)
             for rank, own in enumerate(ranks):
                 with open(staging / f"rank{rank}.safetensors", "xb") as file:

@@ -71,7 +71,7 @@ def write(
     if run is None:
         raise _unusable(what, source, "weights only")
     export.directory("", f"checkpoint-{run.step}")
-    with export.published_directory("the Trainer's checkpoint") as directory:
+    with export.published_directory() as directory:
         weights = consolidate(source, directory / _WEIGHTS, keep_dtypes=True, log=log)
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)

@@ -67,7 +67,7 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     target = Path(os.path.realpath(target))
     check_directory_target(target)
     files = {}
-    with published_directory(target, log, what="the unpacked model") as staging:
+    with published_directory(target, log) as staging:
         with TarReader(real) as reader:
             for member in reader:
                 _extract(reader, member, staging)
