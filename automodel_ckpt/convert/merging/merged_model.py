@@ -30,7 +30,7 @@ from automodel_ckpt.convert.merging.merge_rules import (
     merged,
     unusable,
 )
-from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.targets.tensor_blocks import is_copy
 from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -301,8 +301,8 @@ class MergedModel:
             num_changed = sum(name in self._changes for name in pair)
             if num_changed == 0:
                 # transformers then does not tie them.
-                base, both = Tensors(_ROOT, self._base), self._base.keys() >= set(pair)
-                if both and difference(_ROOT, self._base[pair[0]], base, pair[1:]):
+                stored = [self._base[name] for name in pair if name in self._base]
+                if len(stored) == 2 and not is_copy(_ROOT, stored[0], _ROOT, stored[1]):
                     apart.update(pair)
                 continue
             # Up to rounding: a tied head has the factors of the embedding, multiplied in the other order.

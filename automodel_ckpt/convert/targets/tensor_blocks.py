@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
-from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 
@@ -40,22 +39,16 @@ def tensor_blocks(
         yield memoryview(_ZEROS)[: num_zeros - first]
 
 
-def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:
-    """Return how the tensor *copy* differs from the base's tensor with one of the *names*. Empty if it does not.
-
-    The base's values are rounded to the dtype of the copy first: peft saves the dtype that the base had in training.
-    """
-    found = [base.tensors[name] for name in names if name in base.tensors]
-    if not found:
-        return f"the base has no {names[0]}"
-    original = found[0]
+def is_copy(root: Path, copy: Tensor, other_root: Path, original: Tensor) -> bool:
+    """Return whether *copy* has the values of *original*, rounded to its dtype. Each is in files below its root."""
+    has_other_dtype = copy.dtype != original.dtype
     if copy.shape != original.shape:
-        return f"in the file {list(copy.shape)}, in the base {list(original.shape)}"
-    if not {copy.dtype, original.dtype} <= ORDINARY_FLOATS and copy.dtype != original.dtype:
-        return f"in the file {copy.dtype}, in the base {original.dtype}"
+        return False
+    if has_other_dtype and not {copy.dtype, original.dtype} <= ORDINARY_FLOATS:
+        return False
     pairs = zip(
         tensor_blocks(root, copy, copy.dtype),
-        tensor_blocks(base.root, original, copy.dtype),
+        tensor_blocks(other_root, original, copy.dtype),
         strict=True,
     )
-    return "" if all(ours == theirs for ours, theirs in pairs) else "other values"
+    return all(ours == theirs for ours, theirs in pairs)

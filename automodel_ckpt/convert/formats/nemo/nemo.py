@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import names_in, reports
+from automodel_ckpt.convert.formats.files import faults_of, names_in, reports
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
 from automodel_ckpt.convert.formats.nemo.packed_files import (
@@ -93,15 +93,8 @@ def _is_weights(path: Path, name: str) -> bool:
 
 def read_config(packed: PackedFiles) -> ValueDict:
     """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
-    try:
-        value = parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode())
-    except ValueError as error:
-        raise unusable("the model's config cannot be read", packed.path / CONFIG, error) from error
-    if not isinstance(value, dict):
-        raise unusable(
-            "the model's config is not a mapping", packed.path / CONFIG, type(value).__name__
-        )
-    return value
+    with faults_of(packed.path / CONFIG, "the model's config cannot be read"):
+        return dict(parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode()))
 
 
 def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:

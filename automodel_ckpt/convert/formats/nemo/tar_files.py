@@ -164,8 +164,7 @@ class TarReader:
         name = _safe_name(entry.name)
         is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
         if not (is_file or entry.isdir()) or entry.sparse is not None:
-            kinds = {"a link": entry.islnk() or entry.issym(), "a sparse file": entry.issparse()}
-            kind = next((text for text, is_kind in kinds.items() if is_kind), "a special file")
+            kind = "a link" if entry.islnk() or entry.issym() else "a sparse or special file"
             raise TarFault(f"its member {name!r} is {kind}")
         end = entry.offset_data + entry.size
         if entry.size < 0 or end > self._limit or (entry.isdir() and entry.size):

@@ -78,12 +78,10 @@ def _array(name: str, value: ValueDict) -> ZarrArray:
     for key, usual in expected.items():
         if value.get(key) not in (usual, []):
             raise Fault(f"its {key} is {value.get(key)!r:.200}")
-    shape, chunks = counts(value["shape"]), counts(value["chunks"])
-    if shape is None or chunks is None or len(shape) != len(chunks) or 0 in chunks:
-        raise Fault("its shape is invalid")
-    fault = shape_fault(shape) or shape_fault(chunks)
-    if fault is not None:
-        raise Fault(fault)
+    shape, chunks = counts(value["shape"]) or (), counts(value["chunks"]) or ()
+    invalid = len(shape) != len(chunks) or len(shape) != len(value["shape"]) or 0 in chunks
+    if invalid or shape_fault(shape) or shape_fault(chunks):
+        raise Fault(f"its shape is invalid: {value['shape']!r:.100}, {value['chunks']!r:.100}")
     dtype = value["dtype"]
     if dtype not in _DTYPES or value.get("dimension_separator", ".") != ".":
         raise Fault(

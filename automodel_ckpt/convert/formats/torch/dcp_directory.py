@@ -242,10 +242,11 @@ def _archive(directory: Path, item: Item, max_program_bytes: int | None) -> Arch
 def _raw_start(archive: Archive, dtype: str, sizes: Shape) -> int:
     """Return the offset in the file at which the tensor's row-major bytes begin."""
     view = archive.value
-    if not isinstance(view, StoredView) or view.dtype != dtype:
-        raise Fault(f"it is not a plain tensor, or a tensor of another dtype than {dtype}")
-    if view.shape != sizes or view.offset != 0:
-        raise Fault("it is a tensor of another shape, or a view into a larger one")
+    expected = (dtype, sizes, 0)
+    if not isinstance(view, StoredView) or (view.dtype, view.shape, view.offset) != expected:
+        raise Fault(
+            f"it is not a plain tensor of {dtype} {list(sizes)}, or a view into a larger one"
+        )
     if view.num_outer_dimensions > 0:
         why = "it was saved transposed, or as channels_last"
         raise Fault(f"its elements are not in row-major order ({why})")
