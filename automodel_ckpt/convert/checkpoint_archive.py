@@ -89,10 +89,11 @@ def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[s
 def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
     """Extract all checkpoints of the archive *path* into the run directory *run*; return their paths.
 
-    What was published before a failure stays. Nothing else remains.
+    Checkpoints that exist already with the same manifest are skipped. What was published before a failure stays.
+    Nothing else remains.
 
     Raises:
-        CheckpointUnusable: The archive is damaged or hostile, or a checkpoint of one of its names exists.
+        CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.
         SaveFailed: A checkpoint cannot be written.
     """
     zstandard = _zstandard()
@@ -169,11 +170,16 @@ class _Extraction:
         if layout.parse_checkpoint_name(name) != (manifest.step, manifest.epoch):
             raise self._unusable(f"the manifest of {name} belongs to another checkpoint")
         if os.path.lexists(target):
-            what, hint = (
-                "a checkpoint of this name already exists",
-                "extract into another run directory",
-            )
-            raise unusable(what, target, name, hint)
+            if Manifest.read(target).digest != manifest.digest:
+                raise unusable(
+                    "another checkpoint of this name already exists",
+                    target,
+                    name,
+                    "extract into another run directory",
+                )
+            self._log(f"{name} exists already")
+            self._files(name, manifest, None)
+            return target
         self._log(f"extracting {name}")
         staging = commit.reserve(self._root, name)
         try:
@@ -186,8 +192,8 @@ class _Extraction:
         finally:
             commit.discard(staging)
 
-    def _files(self, name: str, manifest: Manifest, staging: Path) -> None:
-        """Write the files of a checkpoint, which must be the next members, below *staging*."""
+    def _files(self, name: str, manifest: Manifest, staging: Path | None) -> None:
+        """Read the files of a checkpoint, which must be the next members, and write them below *staging*, if given."""
         for path in sorted(manifest.files):
             member = next(self._members, None)
             expected = f"{name}/{path} of {manifest.files[path].size} bytes"
@@ -196,6 +202,8 @@ class _Extraction:
             found = f"{member.name} of {member.nbytes} bytes"
             if member.is_directory or found != expected:
                 raise self._unusable(f"it has {found} in place of {expected}")
+            if staging is None:
+                continue
             target = staging / path
             target.parent.mkdir(parents=True, exist_ok=True)
             with DurableFile(target, nbytes=member.nbytes) as out:

@@ -74,6 +74,9 @@ def test_a_run_comes_back_bit_for_bit(
     for name in ("training.jsonl", "log.txt"):
         assert (tmp_path / "back" / name).read_bytes() == (run / name).read_bytes()
     assert main(["verify", "--deep", str(tmp_path / "back")]) == 0
+    # Again, over what exists: nothing changes.
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
+    assert_equal_runs(run, tmp_path / "back")
 
 
 def test_damage_before_or_after_archiving_is_found(tmp_path: Path, capsys: Capture) -> None:
