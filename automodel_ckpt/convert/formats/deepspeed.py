@@ -33,7 +33,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     shape_fault,
 )
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import (
     UNCHECKED,
     check_regular_files,
@@ -175,7 +175,6 @@ def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
         what = "the file of the model's states is missing"
         raise unusable(what, tag, "no mp_rank_00_model_states.pt")
     used = [*model.values(), *optimizer.values()]
-    check_no_links(tag, used)
     check_regular_files(tag, used)
     return model, optimizer, is_partitioned
 

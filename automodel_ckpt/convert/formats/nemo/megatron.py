@@ -67,7 +67,7 @@ class MegatronCore(Format):
         """Describe the model under the names that Megatron stores. Links are never followed."""
         path = self.place(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
-        check_no_links(path, (*data_files, layout.DCP_METADATA, _COMMON))
+        check_no_links(path, (layout.DCP_METADATA, _COMMON))
         check_regular_files(path, data_files)
         tensors, others = _stored(path, only_model=True)
         if not tensors:
