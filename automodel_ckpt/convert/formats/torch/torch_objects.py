@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import mmap
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.dtypes import CODES, DTYPE_BITS
@@ -270,13 +271,6 @@ class _Class:
     name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Function:
-    """A known function of a pickle, and its replacement."""
-
-    replacement: Callable[..., Any]
-
-
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
     # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype (its storage is untyped). Then whether the
     # tensor is the conjugate or the negative of what is stored.
@@ -303,9 +297,9 @@ _PLAIN_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.para
 def _typed(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
     """A tensor with Python attributes, or of a subclass of torch.Tensor."""
     name = kind.name if type(kind) is _Class else "a subclass of torch.Tensor"
-    if type(function) is _Function and type(arguments) is tuple:
+    if isinstance(function, FunctionType) and type(arguments) is tuple:
         # A tensor of the subclass has a storage.
-        arguments = function.replacement(*arguments)
+        arguments = function(*arguments)
         if name in _PLAIN_CLASSES:
             return arguments
     return Opaque(name, (arguments,))
@@ -343,21 +337,21 @@ def _reconstructed(kind: Any, *arguments: Any) -> Opaque:
 
 
 _KNOWN: ValueDict = {
-    "torch._utils._rebuild_tensor": _Function(_view),
-    "torch._utils._rebuild_tensor_v2": _Function(_view),
-    "torch._utils._rebuild_tensor_v3": _Function(_view),
-    "torch._utils._rebuild_parameter": _Function(_first),
-    "torch._utils._rebuild_parameter_with_state": _Function(_first),
-    "torch._tensor._rebuild_from_type_v2": _Function(_typed),
-    "torch.Size": _Function(_first),
+    "torch._utils._rebuild_tensor": _view,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _view,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": _typed,
+    "torch.Size": _first,
     "torch.storage.UntypedStorage": "U8",
-    "collections.OrderedDict": _Function(_dict),
-    "collections.defaultdict": _Function(_dict),
-    "copyreg._reconstructor": _Function(_reconstructed),
-    "copy_reg._reconstructor": _Function(_reconstructed),
-    "_codecs.encode": _Function(_text),
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _dict,
+    "copyreg._reconstructor": _reconstructed,
+    "copy_reg._reconstructor": _reconstructed,
+    "_codecs.encode": _text,
     **{
-        f"{module}.{name}": _Function(_list)
+        f"{module}.{name}": _list
         for module in ("builtins", "__builtin__")
         for name in ("set", "frozenset", "list")
     },
@@ -395,17 +389,16 @@ class _Reader(RestrictedUnpickler):
         if type(saved_id) is not tuple or len(saved_id) != 5 or saved_id[0] != "storage":
             raise Fault("it refers to something else than a storage")
         _, dtype, key, _, numel = saved_id
-        if type(dtype) is not str or dtype not in DTYPE_BITS:
+        is_known = type(dtype) is str and dtype in DTYPE_BITS
+        if not is_known or type(key) is not str or counts([numel]) is None:
             name = dtype.name if type(dtype) is _Class else dtype
             raise Fault(f"it has a storage of an unknown kind: {name!r:.100}")
-        if type(key) is not str or counts([numel]) is None:
-            raise Fault("the key or the size of a storage is of another form")
-        nbytes = numel * DTYPE_BITS[dtype] // 8
-        return _Storage(dtype, key, nbytes)
+        return _Storage(dtype, key, numel * DTYPE_BITS[dtype] // 8)
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if type(function) is _Function:
-            return function.replacement(*arguments)
+        # A pickle cannot make a function: it is one of _KNOWN.
+        if isinstance(function, FunctionType):
+            return function(*arguments)
         if type(function) is _Class:
             return Opaque(function.name, arguments)
         return self.reject()
