@@ -196,8 +196,6 @@ class SafetensorsFile(Format):
     name = "a safetensors file"
 
     def detect(self, path: Path) -> bool:
-        if not path.is_file():
-            return False
         return path.suffix == ".safetensors" or first_bytes(path, 9)[8:] == b"{"
 
     def open(self, path: Path) -> Source:

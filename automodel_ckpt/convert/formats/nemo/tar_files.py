@@ -23,7 +23,6 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import is_gzip
 
-HEAD_BYTES = 512
 _BLOCK_BYTES = 1 << 20
 _MAX_MEMBERS = 20_000
 _MAX_NAME_BYTES = 1024

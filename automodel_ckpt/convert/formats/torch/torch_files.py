@@ -83,8 +83,6 @@ class TorchFile(Format):
     has_own_names = True
 
     def detect(self, path: Path) -> bool:
-        if not path.is_file():
-            return False
         return is_torch_archive(first_bytes(path, _HEAD_BYTES))
 
     def open(self, path: Path) -> Source:
