@@ -20,16 +20,19 @@ from typing import Any
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.source import Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.format import ModelParameter
+from automodel_ckpt.convert.open import open_base
+from automodel_ckpt.convert.targets.tensor_blocks import difference
 from automodel_ckpt.convert.type_aliases import Files, Shape, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
-# What peft can save of a module that is trained in full, in addition to it: a second copy, and the base's. It reads
-# neither of them.
-_UNUSED_COPIES = (".modules_to_save.", ".original_module.")
+# What peft saves of modules besides their adapters: a module that is trained in full, as a second copy, and the one of
+# the base, which is not used.
+_TRAINED = ".modules_to_save."
+_UNTRAINED = ".original_module."
 _ADAPTER_PARTS = (
     ".lora_A.",
     ".lora_B.",
@@ -40,7 +43,6 @@ _ADAPTER_PARTS = (
 _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
 _MAX_NAMED = 5
-_WITHOUT_BASE = "save the adapter again with save_embedding_layers=False"
 _RESTORE = "restore the file from another copy"
 _MERGE = (
     "merge it into its base with peft (merge_and_unload), and import the result; an adapter that is no change of the "
@@ -129,21 +131,21 @@ recipe cannot have the adapter.
 def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> AdapterModel:
     """Return the model of the adapter in *directory*. Its file has the tensors *weights*.
 
-    Raises :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors
-    do not match the adapter.
+    The file can also have the weights of adapted embeddings and output layers, as peft saves them. Raises
+    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors do not
+    match the adapter.
     """
     path = directory / layout.ADAPTER_MODEL
-    tensors = {
-        name: tensor
-        for name, tensor in weights.tensors.items()
-        if not any(copy in name for copy in _UNUSED_COPIES)
-    }
-    for name in tensors:
-        if name.endswith(".base_layer.weight"):
-            what = (
-                "the adapter's file has weights of the base, which may have been resized or trained"
-            )
-            raise unusable(what, path, name[:200], f"{_WITHOUT_BASE}, or {_MERGE}")
+    tensors = {}
+    for name, tensor in weights.tensors.items():
+        other = name.replace(_TRAINED, ".")
+        if other == name and _UNTRAINED not in name:
+            tensors[name] = tensor
+        elif other != name and (
+            other not in weights.tensors or difference(weights.root, tensor, weights, [other])
+        ):
+            what = "a module that was trained in full differs from its second copy, or has only one"
+            raise unusable(what, path, name[:200], _RESTORE)
     try:
         model = build(_read_settings(directory, tensors))
     except RecipeError as error:
@@ -151,8 +153,11 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
         problem = error.problems[0]
         where = directory / layout.ADAPTER_CONFIG
         raise unusable(problem.what, where, problem.value, _MERGE) from error
+    more = tensors.keys() - model.shapes.keys()
+    of_base = [name for name in more if name.endswith(".base_layer.weight")]
+    _check_copies(path, weights, of_base, model.base)
     lines: list[str] = []
-    for name in sorted({*tensors, *model.shapes}):
+    for name in sorted({*tensors, *model.shapes} - {*of_base}):
         stored = list(tensors[name].shape) if name in tensors else "missing"
         built = list(model.shapes[name]) if name in model.shapes else "no such tensor"
         if stored != built:
@@ -162,10 +167,30 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
             "the adapter's tensors are not those of an adapter on this base",
             path,
             "\n    ".join(["", *lines[:_MAX_NAMED]]),
-            "name the directory of the base that it was trained on with --base; if the file has embeddings, "
-            f"{_WITHOUT_BASE}",
+            "name the directory of the base that it was trained on with --base; if the file has embeddings, save the "
+            "adapter again with save_embedding_layers=False",
         )
     return replace(model, files={**model.files, **read_files(directory, ADAPTER_SIDE_FILES)})
+
+
+def _check_copies(path: Path, weights: Tensors, copies: Sequence[str], base: Path) -> None:
+    """Raise :class:`CheckpointUnusable` unless each of the *copies* equals a tensor of the base with its shape.
+
+    peft saves them with adapters on an embedding or an output layer. One that differs was resized or trained.
+    """
+    stored = open_base(base).modules[MODEL] if copies else None
+    for name in copies:
+        assert stored is not None
+        copy = weights.tensors[name]
+        alike = [other for other, tensor in stored.tensors.items() if tensor.shape == copy.shape]
+        if all(difference(weights.root, copy, stored, [other]) for other in alike):
+            raise unusable(
+                "the adapter's file has weights of the base that differ from the base",
+                path,
+                name[:200],
+                f"{base} is not the base that it was trained on: name that one with --base; or they were resized or "
+                f"trained: {_MERGE}",
+            )
 
 
 def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
@@ -177,10 +202,8 @@ def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
         raise _unsupported(path, "peft_type", values.get("peft_type"))
     if values.get("init_lora_weights", True) not in _INITS:
         raise _unsupported(path, "init_lora_weights", values["init_lora_weights"])
-    for name, value in values.items():
-        # Such as trainable_token_indices.
-        if name not in _READ_OPTIONS and value:
-            raise _unsupported(path, name, value)
+    for name in unknown_options(values):
+        raise _unsupported(path, name, values[name])
     dropout = values.get("lora_dropout", 0.0)
     for name, is_right in (
         ("lora_dropout", type(dropout) in (int, float) and 0 <= dropout < 1),
@@ -206,11 +229,17 @@ def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
         lora[name] = bool(values.get(name))
     rows: dict[str, int] = {}
     for name, tensor in tensors.items():
+        module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
         if name.endswith(".weight") and len(tensor.shape) == 2:
-            rows[name.removeprefix(_PREFIX).removesuffix(".weight")] = tensor.shape[0]
+            rows[module] = tensor.shape[0]
     base = values.get("base_model_name_or_path") or ""
     revision = base_revision(values, path)
     return AdapterSettings(lora, tuple(targets), rows, values.get("task_type"), base, revision)
+
+
+def unknown_options(options: Values) -> list[str]:
+    """The names of what is set in adapter_config.json and no recipe has, such as ``trainable_token_indices``."""
+    return [name for name, value in options.items() if name not in _READ_OPTIONS and value]
 
 
 def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]:

@@ -93,17 +93,38 @@ def error(tmp_path: Path, capsys: Capture) -> Error:
     return call
 
 
-def test_copies_of_the_base_in_the_file_are_an_error(tmp_path: Path, error: Error) -> None:
-    """peft saves them with an adapter on the embedding or the output layer, unless it is told not to."""
-    base = base_in(tmp_path / "base")
-    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head", "q_proj"])
-    text = error(adapter)
-    assert "lm_head.base_layer.weight" in text and "save_embedding_layers=False" in text
-
-
-def test_second_copies_of_a_module_that_was_trained_in_full_are_left_out(
-    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", [["lm_head", "q_proj"], ["embed_tokens", "lm_head"]])
+def test_copies_of_the_base_that_peft_saves_with_an_adapter_are_left_out(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], tied: bool, targets: list[str]
 ) -> None:
+    base = base_in(tmp_path / "base", tied=tied)
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=targets)
+    num_copies = sum("base_layer" in name for name in load_file(adapter / FILE))
+    assert num_copies
+    report = imported(adapter)
+    assert any("of weights of the base or the adapter" in text for text in report["left_out"])
+    assert report["peft"].get("ensure_weight_tying", True) != tied
+    model = Path(report["checkpoint"]) / "model"
+    assert not any("base_layer" in name for name in load_file(model / FILE))
+    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+
+
+def test_a_copy_of_the_base_that_was_trained_is_an_error(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head"])
+    weights = load_file(adapter / FILE)
+    weights["base_model.model.lm_head.base_layer.weight"][3, 3] += 0.5
+    save_file(weights, adapter / FILE)
+    text = error(adapter)
+    assert "weights of the base that differ from the base" in text
+    assert "lm_head.base_layer.weight" in text and "merge_and_unload" in text
+
+
+def test_second_copies_of_a_module_that_was_trained_in_full_must_be_equal(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], error: Error
+) -> None:
+    """What peft writes with save_embedding_layers, which it does itself for adapted embeddings."""
     base = base_in(tmp_path / "base")
     options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     adapter = adapter_on(base, tmp_path / "adapter", **options)
@@ -113,9 +134,16 @@ def test_second_copies_of_a_module_that_was_trained_in_full_are_left_out(
     weights[f"{name}.modules_to_save.weight"] = head.clone()
     weights[f"{name}.original_module.weight"] = head + 1
     save_file(weights, adapter / FILE)
-    model = Path(imported(adapter)["checkpoint"]) / "model"
-    assert torch.equal(load_file(model / FILE)[f"{name}.weight"], head)
-    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+    report = imported(adapter)
+    stored = load_file(Path(report["checkpoint"]) / "model" / FILE)
+    assert torch.equal(stored[f"{name}.weight"], head)
+    for changed in (head + 1, None):
+        weights.pop(f"{name}.weight")
+        if changed is not None:
+            weights[f"{name}.weight"] = changed
+        save_file(weights, adapter / FILE)
+        text = error(adapter)
+        assert "differs from its second copy" in text and f"{name}.modules_to_save" in text
 
 
 def test_embeddings_of_the_base_in_the_file_are_an_error(tmp_path: Path, error: Error) -> None:
@@ -134,10 +162,9 @@ def test_embeddings_of_the_base_in_the_file_are_an_error(tmp_path: Path, error: 
 
 def test_a_resized_layer_without_the_embedding_is_an_error(tmp_path: Path, error: Error) -> None:
     base = base_in(tmp_path / "base")
-    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    adapter = adapter_on(base, tmp_path / "adapter", **options)
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head"])
     weights = load_file(adapter / FILE)
-    name = "base_model.model.lm_head.weight"
+    name = "base_model.model.lm_head.base_layer.weight"
     resized = torch.cat([weights[name], weights[name][:1]])
     save_file({**weights, name: resized}, adapter / FILE)
     text = error(adapter)
@@ -151,6 +178,7 @@ def test_a_resized_layer_without_the_embedding_is_an_error(tmp_path: Path, error
     [
         {"target_modules": ["q_proj"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
     ],
 )
 def test_adapters_on_a_resized_vocabulary_are_imported(
