@@ -249,13 +249,15 @@ class _StateFile:
 class _Partition:
     """One rank's part of the parameters, in the file *path*: a flat tensor for each group.
 
-    All ranks have the same *stage*, and the same *num_ranks* share the groups.
+    All ranks have the same *stage*, and the same *num_ranks* share the groups. *places* has where the file states that
+    parameters are, for each group, as stored.
     """
 
     path: Path
     stage: int
     num_ranks: int
     parts: Sequence[Tensor]
+    places: Any
 
 
 def _read_partition(tag: Path, name: str) -> _Partition:
@@ -279,7 +281,7 @@ def _read_partition(tag: Path, name: str) -> _Partition:
     if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
         # Parameters of experts are divided among fewer ranks than the others.
         raise _divided(file.path, "expert parallelism", f"partition_count {count!r:.100}")
-    return _Partition(file.path, stage, numbers[0], parts)
+    return _Partition(file.path, stage, numbers[0], parts, state.get("param_slice_mappings"))
 
 
 # ---------------------------------------------------------------- the model
@@ -401,6 +403,7 @@ class _Model:
             what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
             raise unusable(what, first.path, len(first.parts))
         for index, shapes in enumerate(groups):
+            _check_places(ranks, index)
             vector = [rank.parts[index] for rank in ranks]
             self._add_group(list(shapes.items()), [vector])
 
@@ -527,3 +530,28 @@ def _slices(
             first += num_elements
             position += num_elements
         begin = end
+
+
+def _check_places(ranks: Sequence[_Partition], index: int) -> None:
+    """Raise :class:`CheckpointUnusable` if the parts of a parameter do not follow one another in group *index*.
+
+    This finds most files under the name of another rank, which have the same sizes. The parts of different parameters
+    are not compared: with ``round_robin_gradients``, DeepSpeed states another order than the one that it stores.
+    """
+    ends: dict[str, int] = {}
+    rank_begin = 0
+    for rank in ranks:
+        groups = rank.places if isinstance(rank.places, (list, tuple)) else ()
+        group = groups[index] if index < len(groups) else None
+        for fqn, address in group.items() if isinstance(group, dict) else ():
+            place = None
+            if isinstance(address, Opaque):
+                place = counts([address.get("start"), address.get("numel")])
+            if place is None:
+                continue
+            begin = rank_begin + place[0]
+            if ends.setdefault(fqn, begin) != begin:
+                what = f"the part of {fqn!r:.200} does not continue the part of the rank before"
+                raise unusable(what, rank.path, f"element {begin}, not {ends[fqn]}")
+            ends[fqn] = begin + place[1]
+        rank_begin += rank.parts[index].shape[0]

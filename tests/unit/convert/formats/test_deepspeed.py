@@ -139,6 +139,13 @@ def without(pattern: str) -> Callable[[Path], None]:
     return lambda directory: sorted(directory.glob(pattern))[-1].unlink()
 
 
+def swap(directory: Path) -> None:
+    first, second = sorted(directory.glob("*_optim_states.pt"))
+    first.rename(directory / "x")
+    second.rename(first)
+    (directory / "x").rename(second)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -152,6 +159,8 @@ def without(pattern: str) -> Callable[[Path], None]:
         ("stage2-float32", without("mp_rank_00_model_states.pt"), "model's states is missing"),
         ("stage2-bfloat16", truncate, "cannot be read"),
         ("stage2-bfloat16", link, "symbolic link"),
+        ("stage1-float32", swap, "does not continue the part of the rank before"),
+        ("stage2-bfloat16", swap, "does not continue the part of the rank before"),
         ("stage1-float32", touching("mp_rank_01_model_states.pt"), "tensor parallelism"),
         ("stage3-float32", touching("zero_pp_rank_0_mp_rank_01_optim_states.pt"), "tensor paral"),
         ("stage1-float32", touching("layer_00-model_states.pt"), "pipeline or expert parallelism"),
