@@ -37,7 +37,6 @@ _LOGS = (
     layout.LATE_VALIDATIONS,
     layout.TEXT_LOG,
 )
-_FIRST_FORMAT = "archive.json"
 
 
 def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[str], int, int]:
@@ -212,8 +211,5 @@ class _Extraction:
                     out.write(block)
 
     def _unusable(self, value: str) -> CheckpointUnusable:
-        hint = "use another copy of the file"
-        if _FIRST_FORMAT in value:
-            hint = "an earlier version wrote it: extract it with revision f375f3ef of this program"
         where = str(self._reader.path)
-        return unusable("the archive is damaged", where, value, hint)
+        return unusable("the archive is damaged", where, value, "use another copy of the file")

@@ -201,19 +201,18 @@ def _in_hugging_face_names(source: Source, path: Path, config: Path | None) -> S
     )
     from automodel_ckpt.convert.names.torchtitan import (
         has_torchtitan_names,
-        required_torchtitan_conversion,
         torchtitan_conversion,
     )
 
     directory = path if path.is_dir() else path.parent
     if has_torchtitan_names(source.tensors):
-        found = (
-            required_torchtitan_conversion(config) if config else torchtitan_conversion(directory)
-        )
+        found = torchtitan_conversion(config or directory)
     elif has_megatron_names(source.tensors):
-        found = required_conversion(config) if config else conversion_in(directory)
+        found = conversion_in(config or directory)
     else:
         return source
+    if config is not None:
+        found = required_conversion(found, config)
     if found is None:
         return replace(source, notes=(*source.notes, _OWN_NAMES))
     return replace(found.source(source), side_files=config or directory)

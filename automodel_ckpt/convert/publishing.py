@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, fsync_file, walk
+from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, walk
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.export.publish import staged
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.checkpoint.parts.commit import make_run_directory
@@ -60,7 +60,16 @@ def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
     the link. *what* names the file in errors, for example ``the GGUF file``. An OSError in the block or in publishing
     becomes :class:`SaveFailed` with path and errno.
     """
-    with _staged(target, log, what) as staging:
+    staging = None
+    try:
+        make_run_directory(target.parent)
+        staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
+        for entry in os.scandir(target.parent):
+            path = Path(entry.path)
+            is_staged = layout.staged_name(path.name) == target.name
+            if is_staged and entry.is_file(follow_symlinks=False) and is_abandoned(path):
+                log(f"removing {path}, left by an interrupted export")
+                path.unlink()
         staging.touch(exist_ok=False)
         with owned(staging):
             yield staging
@@ -68,38 +77,6 @@ def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
             fsync_file(staging)
             os.replace(staging, target)
         fsync_directory(target.parent)
-
-
-@contextlib.contextmanager
-def published_directory(target: Path, log: Log, *, what: str) -> Iterator[Path]:
-    """Yield a directory that becomes *target* when the block ends, and is removed if the block raises.
-
-    *target* must have passed :func:`check_directory_target`. The block may leave files that are not fsynced. *what*
-    names the directory in errors. Missing parents are created. An OSError in the block or in publishing becomes
-    :class:`SaveFailed` with path and errno.
-    """
-    with _staged(target, log, what) as staging:
-        staging.mkdir()
-        with owned(staging):
-            yield staging
-            for parent, _, names in walk(staging):
-                for name in names:
-                    fsync_file(Path(parent, name))
-            fsync_directories(staging)
-            # Replaces nothing but an empty directory: rename(2) raises ENOTEMPTY for any other.
-            os.rename(staging, target)
-        fsync_directory(target.parent)
-
-
-@contextlib.contextmanager
-def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
-    """Yield a free path next to *target*. Remove what is there when the block ends."""
-    staging = None
-    try:
-        make_run_directory(target.parent)
-        _clear_leftovers(target, log)
-        staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
-        yield staging
     except OSError as error:
         error.filename = error.filename or str(target)
         hint = f"{writing_hint(error)}, or choose another output path"
@@ -107,24 +84,21 @@ def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
         raise SaveFailed.all_of([problem]) from error
     finally:
         if staging is not None:
-            _remove(staging)
+            staging.unlink(missing_ok=True)
 
 
-def _clear_leftovers(target: Path, log: Log) -> None:
-    for entry in os.scandir(target.parent):
-        if layout.staged_name(entry.name) != target.name or entry.is_symlink():
-            continue
-        is_ours = entry.is_file() or entry.is_dir()
-        if is_ours and is_abandoned(Path(entry.path)):
-            log(f"removing {entry.path}, left by an interrupted export")
-            _remove(Path(entry.path))
+@contextlib.contextmanager
+def published_directory(target: Path, log: Log) -> Iterator[Path]:
+    """Yield a directory that becomes *target* when the block ends, and is removed if the block raises.
 
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    *target* must have passed :func:`check_directory_target`. The block may leave files that are not fsynced. Missing
+    parents are created. An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
+    """
+    with staged(target, log) as staging:
+        yield staging
+        for parent, _, names in walk(staging):
+            for name in names:
+                fsync_file(Path(parent, name))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     shape_fault,
 )
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import (
     UNCHECKED,
     check_regular_files,
@@ -66,6 +67,7 @@ _OTHER_FILE = re.compile(
     r"|(layer_-?[0-9]+_)?expert_[0-9]+_mp_rank_.*_states\.pt|expp_rank_.*_states\.pt",
     re.ASCII,
 )
+_CONVERTER = "Convert it with the zero_to_fp32.py beside the checkpoint"
 _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _MAX_TAG_BYTES = 1024
 _MAX_DIMENSIONS = 64
@@ -173,7 +175,6 @@ def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
         what = "the file of the model's states is missing"
         raise unusable(what, tag, "no mp_rank_00_model_states.pt")
     used = [*model.values(), *optimizer.values()]
-    check_no_links(tag, used)
     check_regular_files(tag, used)
     return model, optimizer, is_partitioned
 
@@ -244,38 +245,43 @@ class _StateFile:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class _Partition:
-    """One rank's part of the parameters: a flat tensor for each group.
+    """One rank's part of the parameters, in the file *path*: a flat tensor for each group.
 
-    *facts* are what all ranks have in common: the stage, the number of ranks that share the groups, the number of
-    groups, their dtype, and the elements after each parameter that belong to none. *places* has where the file states
-    that parameters are, for each group, as stored. Raises :class:`CheckpointUnusable` if the file is damaged.
+    All ranks have the same *stage*, and the same *num_ranks* share the groups. *places* has where the file states that
+    parameters are, for each group, as stored.
     """
 
-    def __init__(self, tag: Path, name: str) -> None:
-        file = _StateFile(tag, name)
-        self.path = file.path
-        with faults_of(file.path, "this rank's part of the parameters cannot be read"):
-            state = file.mapping("optimizer_state_dict")
-            # An optimizer without ZeRO (BF16_Optimizer) states no stage.
-            stage = state.get("zero_stage")
-            if isinstance(stage, Opaque) and stage.kind == _STAGE_ENUM:
-                (stage,) = stage.arguments
-            if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
-                raise Fault(f"the stage of ZeRO is unknown: {stage!r:.100}")
-            key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-            self.parts = [file.flat(key, group) for group in state[key]]
-            count = state["partition_count"]
-            numbers = counts(count if isinstance(count, (list, tuple)) else [count])
-            dtypes = {part.dtype for part in self.parts}
-            if len(dtypes) != 1 or not numbers:
-                raise Fault(f"{key} is empty or has several dtypes, or no partition_count")
-            if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
-                # Parameters of experts are divided among fewer ranks than the others.
-                raise _divided(self.path, "expert parallelism", f"partition_count {count!r:.100}")
-        paddings = state.get("param_alignment_paddings")
-        self.facts: tuple[Any, ...] = (stage, numbers[0], len(self.parts), dtypes, paddings)
-        self.places = state.get("param_slice_mappings")
+    path: Path
+    stage: int
+    num_ranks: int
+    parts: Sequence[Tensor]
+    places: Any
+
+
+def _read_partition(tag: Path, name: str) -> _Partition:
+    """Return one rank's part of the parameters. Raises :class:`CheckpointUnusable` if the file is damaged."""
+    file = _StateFile(tag, name)
+    with faults_of(file.path, "this rank's part of the parameters cannot be read"):
+        state = file.mapping("optimizer_state_dict")
+        stage = state.get("zero_stage")
+        if isinstance(stage, Opaque) and stage.kind == _STAGE_ENUM:
+            (stage,) = stage.arguments
+        if type(stage) is not int or stage not in (1, 2, 3):
+            raise Fault(f"the stage of ZeRO is unknown: {stage!r:.100}. {_CONVERTER}")
+        if any(map(any, state.get("param_alignment_paddings") or ())):
+            raise Fault(f"parameters have paddings between them. {_CONVERTER}")
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        parts = [file.flat(key, group) for group in state[key]]
+        count = state["partition_count"]
+        numbers = counts(count if isinstance(count, (list, tuple)) else [count])
+        if not parts or not numbers:
+            raise Fault(f"{key} is empty, or there is no partition_count")
+    if len(set(numbers)) > 1 or state.get("ds_zero_partition_groups"):
+        # Parameters of experts are divided among fewer ranks than the others.
+        raise _divided(file.path, "expert parallelism", f"partition_count {count!r:.100}")
+    return _Partition(file.path, stage, numbers[0], parts, state.get("param_slice_mappings"))
 
 
 # ---------------------------------------------------------------- the model
@@ -309,10 +315,7 @@ class _Model:
             for name, stored in self._tied.items()
             if name not in self._tensors and stored in self._tensors
         }
-        stored_names = [*self._tensors, *tied]
-        names = plain_names(self._states.value, stored_names)
-        if len(set(names.values())) != len(names):
-            names = {name: name for name in stored_names}
+        names = plain_names(self._states.value, [*self._tensors, *tied])
         value = self._states.value
         present = [key for key in value if is_text_name(key) and value[key] is not None]
         others = [key[:40] for key in present if key not in _MODEL_KEYS]
@@ -372,54 +375,46 @@ class _Model:
     def _add_partitions(self, groups: Sequence[Shapes]) -> None:
         """Add the parameters of *groups*. Their values are in the ranks' files of optimizer states."""
         files = sorted(self._optimizer_files.items())
-        ranks = [_Partition(self._tag, name) for _, name in files]
+        ranks = [_read_partition(self._tag, name) for _, name in files]
         first = ranks[0]
-        stage, num_ranks, num_groups, _, stated_paddings = first.facts
+        dtypes = {part.dtype for rank in ranks for part in rank.parts}
         for rank in ranks:
-            if rank.facts != first.facts:
+            facts = [(each.stage, each.num_ranks, len(each.parts)) for each in (rank, first)]
+            if facts[0] != facts[1] or len(dtypes) > 1:
                 what = "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes"
                 raise unusable(what, rank.path, f"as in {first.path.name}")
-        _check_ranks(self._optimizer_files, num_ranks, self._tag)
+        _check_ranks(self._optimizer_files, first.num_ranks, self._tag)
         stated = self._states.value.get("dp_world_size")
         # Ranks that share a sequence count as one there.
-        is_of_run = type(stated) is not int or (stated > 0 and num_ranks % stated == 0)
-        if not is_of_run or (stage == 3) != self._is_partitioned:
+        is_of_run = type(stated) is not int or (stated > 0 and first.num_ranks % stated == 0)
+        if not is_of_run or (first.stage == 3) != self._is_partitioned:
             raise unusable(
                 "the files of the optimizer's and the model's states are of different numbers of ranks, "
                 "or of different stages of ZeRO",
                 self._tag,
-                f"stage {stage} of {num_ranks} ranks in {first.path.name}; dp_world_size {stated}",
+                f"stage {first.stage} of {first.num_ranks} ranks in {first.path.name}; dp_world_size {stated}",
             )
-        if stage == 3:
+        if first.stage == 3:
             # All groups follow one another in each rank's part.
             merged = [item for shapes in groups for item in shapes.items()]
-            self._add_group(merged, [rank.parts for rank in ranks], [0] * len(merged))
+            self._add_group(merged, [rank.parts for rank in ranks])
             return
-        if len(groups) != num_groups:
+        if len(groups) != len(first.parts):
             what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
-            raise unusable(what, first.path, num_groups)
+            raise unusable(what, first.path, len(first.parts))
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
-            with faults_of(first.path, "the paddings of the parameters are damaged"):
-                paddings = counts(stated_paddings[index] if stated_paddings else [0] * len(shapes))
-                if paddings is None or len(paddings) != len(shapes):
-                    raise Fault(repr(stated_paddings)[:200])
             vector = [rank.parts[index] for rank in ranks]
-            self._add_group(list(shapes.items()), [vector], paddings)
+            self._add_group(list(shapes.items()), [vector])
 
-    def _add_group(
-        self,
-        shapes: Sequence[tuple[str, Shape]],
-        vectors: Sequence[Vector],
-        paddings: Sequence[int],
-    ) -> None:
-        """Add parameters that follow one another in *vectors*, each with a *padding* after it.
+    def _add_group(self, shapes: Iterable[tuple[str, Shape]], vectors: Sequence[Vector]) -> None:
+        """Add parameters that follow one another in *vectors*.
 
         Each parameter is divided evenly among the vectors. The end of the last parts is padding.
         """
         position = 0
         dtype = vectors[0][0].dtype
-        for (fqn, shape), padding in zip(shapes, paddings, strict=True):
+        for fqn, shape in shapes:
             num_elements = math.prod(shape)
             share = -(-num_elements // len(vectors))
             slices: list[Slice] = []
@@ -428,7 +423,7 @@ class _Model:
                 elements = range(first, min(first + share, num_elements))
                 slices.extend(_slices(vector, fqn, shape, elements, position))
             self._add_tensor(tiled(fqn, dtype, shape, slices, self._tag))
-            position += share + padding
+            position += share
         # One vector is padded to twice the number of ranks, and that padding is stored only in part.
         unit = max(1, 2 * len(self._optimizer_files) if len(vectors) == 1 else 1)
         longest = max(sum(part.shape[0] for part in vector) for vector in vectors)
@@ -447,7 +442,7 @@ class _Model:
         if any((each.dtype, each.shape) != (flat[0].dtype, (share,)) for each in flat):
             what = f"the parts of the parameter {fqn!r} do not have its size, or several dtypes"
             raise unusable(what, file.path, f"{len(flat)} parts of {list(shape)}")
-        self._add_group([(fqn, shape)], [[each] for each in flat], [0])
+        self._add_group([(fqn, shape)], [[each] for each in flat])
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.fqn in self._tensors:

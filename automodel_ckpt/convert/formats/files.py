@@ -54,11 +54,6 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
         os.close(descriptor)
 
 
-def is_tar(head: bytes) -> bool:
-    """Return whether a file that begins with *head* (512 bytes) is an uncompressed tar archive of a current format."""
-    return head[257:262] == b"ustar"
-
-
 def is_gzip(head: bytes) -> bool:
     """Return whether a file that begins with *head* is compressed with gzip."""
     return head[:2] == b"\x1f\x8b"

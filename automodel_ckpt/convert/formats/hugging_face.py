@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,15 +113,13 @@ def _check_not_mlx(directory: Path, tensors: TensorMap) -> None:
             )
 
 
-def _check_numbers(directory: Path, names: Iterable[str]) -> None:
+def _check_numbers(directory: Path, names: Collection[str]) -> None:
     """Raise :class:`CheckpointUnusable` if files are missing, by the numbers in the *names* of the others."""
-    present: dict[tuple[str, str], set[int]] = {}
+    present = set(names)
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        present.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    for (stem, total), numbers in present.items():
-        for number in range(1, int(total) + 1):
-            if number not in numbers:
-                missing = f"{stem}-{number:05d}-of-{total}.safetensors"
+        for number in range(1, int(match[3]) + 1):
+            missing = f"{match[1]}-{number:05d}-of-{match[3]}.safetensors"
+            if missing not in present:
                 raise unusable("a file of weights is missing", directory / missing, "no such file")
 
 
@@ -198,8 +196,6 @@ class SafetensorsFile(Format):
     name = "a safetensors file"
 
     def detect(self, path: Path) -> bool:
-        if not path.is_file():
-            return False
         return path.suffix == ".safetensors" or first_bytes(path, 9)[8:] == b"{"
 
     def open(self, path: Path) -> Source:

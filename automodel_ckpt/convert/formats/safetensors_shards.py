@@ -6,7 +6,6 @@ A ``model/`` directory of this program without its manifest has this format, too
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
@@ -16,6 +15,7 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.convert.formats.files import (
     check_regular_files,
+    faults_of,
     names_in,
     renamed,
     tiled,
@@ -41,28 +41,22 @@ class SafetensorsShards(Format):
     def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: all shards are in one directory."""
         names = [name for name in names_in(path) if name.endswith(".safetensors")]
-        check_no_links(path, (*names, layout.HF_METADATA))
+        check_no_links(path, (layout.HF_METADATA,))
         check_regular_files(path, names)
-        found: dict[str, _Found] = {}
+        slices: dict[str, list[Slice]] = {}
+        shapes: dict[str, Shape] = {}
         for name in names:
-            _add_slices_of(path / name, found)
-        tensors = {fqn: _tensor(fqn, parts, path) for fqn, parts in found.items()}
-        tensors = renamed(tensors, names_without_wrappers(found))
+            _add_slices_of(path / name, slices, shapes)
+        tensors = {fqn: _tensor(fqn, slices[fqn], shapes.get(fqn), path) for fqn in slices}
+        tensors = renamed(tensors, names_without_wrappers(slices))
         notes = [_UNCHECKED]
-        if any(parts.shape is None for parts in found.values()):
+        if len(shapes) < len(slices):
             notes.append(_NO_SHAPES)
         return Source(path, path, tensors, notes=tuple(notes))
 
 
-@dataclass(slots=True)
-class _Found:
-    """The slices of one tensor in the shards read so far, and its global shape if a header states it."""
-
-    slices: list[Slice] = field(default_factory=list)
-    shape: Shape | None = None
-
-
-def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
+def _add_slices_of(path: Path, slices: dict[str, list[Slice]], shapes: dict[str, Shape]) -> None:
+    """Add the slices in the file *path*, and the global shapes that its header states."""
     header = read_header(path)
     info = _sharding_info(header, path)
     for fqn, entry in header.tensors.items():
@@ -77,14 +71,12 @@ def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
                 repr(info.get(fqn))[:200],
             )
         nbytes = entry.end - entry.start
-        parts = found.setdefault(fqn, _Found())
-        parts.slices.append(
+        slices.setdefault(fqn, []).append(
             Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, nbytes)
         )
         shape = counts(stated.get("global_shape"))
-        if shape is not None and parts.shape not in (None, shape):
+        if shape is not None and shapes.setdefault(fqn, shape) != shape:
             raise unusable(f"shards disagree on the shape of {fqn!r}", path, list(shape))
-        parts.shape = parts.shape if shape is None else shape
 
 
 def _sharding_info(header: Header, path: Path) -> Values:
@@ -96,18 +88,12 @@ def _sharding_info(header: Header, path: Path) -> Values:
             f"no {SHARDING_INFO}",
             "remove the file if it is not one of the shards; complete Hugging Face files need no consolidation",
         )
-    try:
-        info = parse_json(text)
-    except ValueError as error:
-        raise unusable(f"{SHARDING_INFO} is not JSON", path, repr(error)) from None
-    if not isinstance(info, dict):
-        raise unusable(f"{SHARDING_INFO} is not a mapping", path, type(info).__name__)
-    return info
+    with faults_of(path, f"{SHARDING_INFO} is not a JSON mapping"):
+        return dict(parse_json(text))
 
 
-def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
+def _tensor(fqn: str, slices: list[Slice], shape: Shape | None, directory: Path) -> Tensor:
     """Return the tensor that the slices make up. Raises :class:`CheckpointUnusable` if they do not tile its shape."""
-    slices = found.slices
     dtypes = {stored.dtype for stored in slices}
     if len(dtypes) > 1 or len({len(stored.sizes) for stored in slices}) > 1:
         raise unusable(
@@ -117,7 +103,7 @@ def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
         )
     # PyTorch's writer states no global shape. Then a missing last shard only makes the tensor
     # smaller, which nothing here can detect: the note _NO_SHAPES reports it.
-    shape = _extents(slices) if found.shape is None else found.shape
+    shape = _extents(slices) if shape is None else shape
     return tiled(fqn, slices[0].dtype, shape, slices, directory)
 
 

@@ -211,7 +211,6 @@ class AccelerateFsdp(Format):
             check_no_links(path, [_FSDP_DIRECTORY])
             source = PyTorchDcp().open(path / _FSDP_DIRECTORY)
         else:
-            check_no_links(path, [_FSDP_FILE])
             check_regular_files(path, [_FSDP_FILE])
             source = TorchFile().open(path / _FSDP_FILE)
         return replace(source, side_files=config_beside(path))

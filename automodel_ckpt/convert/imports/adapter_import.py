@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.format import ModelParameter
 from automodel_ckpt.convert.open import open_base
-from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.targets.tensor_blocks import is_copy
 from automodel_ckpt.convert.type_aliases import Files, Shape, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -142,7 +142,8 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
         if other == name and _UNTRAINED not in name:
             tensors[name] = tensor
         elif other != name and (
-            other not in weights.tensors or difference(weights.root, tensor, weights, [other])
+            other not in weights.tensors
+            or not is_copy(weights.root, tensor, weights.root, weights.tensors[other])
         ):
             what = "a module that was trained in full differs from its second copy, or has only one"
             raise unusable(what, path, name[:200], _RESTORE)
@@ -183,7 +184,9 @@ def _check_copies(path: Path, weights: Tensors, copies: Sequence[str], base: Pat
         assert stored is not None
         copy = weights.tensors[name]
         alike = [other for other, tensor in stored.tensors.items() if tensor.shape == copy.shape]
-        if all(difference(weights.root, copy, stored, [other]) for other in alike):
+        if not any(
+            is_copy(weights.root, copy, stored.root, stored.tensors[each]) for each in alike
+        ):
             raise unusable(
                 "the adapter's file has weights of the base that differ from the base",
                 path,

@@ -93,7 +93,11 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     name_notes: tuple[str, ...] = ()
     omitted = [*source.opened.omitted]
     if adapter is not None:
-        stored = weights = _without_copies(weights, adapter, omitted)
+        # peft can save second copies of modules that are trained in full.
+        tensors = {name: weights.tensors[name] for name in adapter.shapes}
+        if num_copies := len(weights.tensors) - len(tensors):
+            omitted.append(f"{counted(num_copies, 'copy', 'copies')} of weights of the adapter")
+        stored = weights = replace(weights, tensors=tensors)
         if options.parameters is not None:
             trained = adapter.parameters
             options = replace(options, parameters=lambda _: lambda: trained)
@@ -201,15 +205,6 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
         hint = "name the directory of the base with --base"
         raise source_error(what, source.directory, layout.ADAPTER_MODEL, hint)
     return adapter_model(source.directory, weights, options.adapters)
-
-
-def _without_copies(weights: Tensors, adapter: AdapterModel, omitted: list[str]) -> Tensors:
-    """Return an adapter's tensors without the copies of other weights in its file, which *omitted* names."""
-    tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
-    if num_copies := len(weights.tensors) - len(tensors):
-        copies = counted(num_copies, "copy", "copies")
-        omitted.append(f"{copies} of weights of the base or the adapter")
-    return replace(weights, tensors=tensors)
 
 
 def _config_directory(config: Path) -> Path:

@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, re
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
 from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
-from automodel_ckpt.convert.formats.files import faults_of, read_json
+from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
 from automodel_ckpt.convert.open import Weights, open_weights
@@ -42,17 +42,7 @@ from automodel_ckpt.errors import RecipeError
 
 Integers = Literal["equal", "first", "last"]
 _SHOWN = 5
-# Options of an adapter that decide what its tensors mean. The base decides, too; it is compared by its digest.
-_ADAPTER_OPTIONS = (
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
+_ADAPTER_FILES = (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG, *ADAPTER_SIDE_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,23 +255,35 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[FileDict, list[str]]:
-    """Return the side files of the first source, and notes for the user."""
+    """Return the side files of the first source, and notes for the user.
+
+    Raises :class:`CheckpointUnusable` if only some sources are adapters, or with other options or another base.
+    """
     first = opened[0].path
     adapters = [_adapter_files(weights_in.path) for weights_in in opened]
     if any(adapters):
-        _check_adapters(opened, adapters)
-        tokenizer = read_files(_adapter_directory(first), ADAPTER_SIDE_FILES)
+        expected = _adapter_options(first, adapters[0])
+        for weights_in, files in zip(opened, adapters, strict=True):
+            options = _adapter_options(weights_in.path, files)
+            for key in sorted(options.keys() | expected.keys()):
+                if options.get(key) != expected.get(key):
+                    raise unusable(
+                        f"the adapters differ in {key}",
+                        weights_in.path,
+                        f"{options.get(key)}, not {expected.get(key)}",
+                        "merge each adapter into its base (`ckpt export --merge`), and average the results",
+                    )
         note = (
             "the factors of the adapters are averaged, which is not the average of their products"
         )
-        return {**tokenizer, **adapters[0]}, [note]
+        return adapters[0], [note]
     files = _side_files(first)
-    expected = _mapping(files.get(CONFIG), first)
+    config = _mapping(files.get(CONFIG), first)
     notes = []
     for path in (each.path for each in opened[1:]):
         found = _mapping(_side_files(path).get(CONFIG), path)
-        changes = config_changes(found, expected, there="there")
-        if expected and found and changes.function:
+        changes = config_changes(found, config, there="there")
+        if config and found and changes.function:
             notes.append(
                 f"config.json of {path} describes a model that computes something else than {first}. The average "
                 f"gets the config of {first}: {_some(changes.function)}"
@@ -301,46 +303,27 @@ def _mapping(content: bytes | None, where: Path) -> ValueDict:
         return dict(parse_json(content or b"{}"))
 
 
-def _adapter_directory(path: Path) -> Path:
-    """Return the directory with the side files of an adapter."""
-    for directory in (path / MODEL / layout.HF_METADATA, path / layout.HF_METADATA, path / MODEL):
-        if (directory / layout.ADAPTER_CONFIG).is_file():
-            return directory
-    return path
-
-
 def _adapter_files(path: Path) -> FileDict:
-    """Return the files that describe an adapter. Empty if *path* has no adapter."""
-    directory = _adapter_directory(path)
-    files = read_files(directory, [layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG])
-    if layout.ADAPTER_CONFIG not in files:
-        return {}
-    record = read_json(directory, layout.AUTOMODEL_PEFT_CONFIG) or {}
-    if isinstance(record.get("base"), dict):
-        # It is the path from another run directory.
-        record["base"]["relative_to_run"] = None
-        files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
-    return files
+    """Return the files that describe an adapter, and its tokenizer. Empty if *path* has no adapter."""
+    model = path / MODEL
+    for directory in (model / layout.HF_METADATA, path / layout.HF_METADATA, model, path):
+        files = read_files(directory, _ADAPTER_FILES)
+        if layout.ADAPTER_CONFIG not in files:
+            continue
+        record = _mapping(files.get(layout.AUTOMODEL_PEFT_CONFIG), directory)
+        if isinstance(record.get("base"), dict):
+            # It is the path from another run directory.
+            record["base"]["relative_to_run"] = None
+            files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
+        return files
+    return {}
 
 
-def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Files]) -> None:
-    """Check that all sources are adapters with the same options and the same base."""
-    expected: ValueDict = {}
-    for weights_in, files in zip(opened, adapters, strict=True):
-        # Empty mappings for a source without an adapter.
-        config = _mapping(files.get(layout.ADAPTER_CONFIG), weights_in.path)
-        base = _mapping(files.get(layout.AUTOMODEL_PEFT_CONFIG), weights_in.path).get("base")
-        options = {name: config.get(name) for name in _ADAPTER_OPTIONS}
-        options["base"] = base.get("digest") if isinstance(base, dict) else None
-        expected = expected or options
-        for key, value in options.items():
-            if value != expected[key]:
-                raise unusable(
-                    f"the adapters differ in {key}",
-                    weights_in.path,
-                    f"{value}, not {expected[key]}",
-                    "merge each adapter into its base (`ckpt export --merge`), and average the results",
-                )
+def _adapter_options(path: Path, files: Files) -> ValueDict:
+    """Return what decides the meaning of an adapter's tensors: its config, and the digest of its base."""
+    base = _mapping(files.get(layout.AUTOMODEL_PEFT_CONFIG), path).get("base")
+    options = _mapping(files.get(layout.ADAPTER_CONFIG), path)
+    return {**options, "base": base.get("digest") if isinstance(base, dict) else None}
 
 
 # ---------------------------------------------------------------- tensors

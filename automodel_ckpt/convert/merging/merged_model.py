@@ -30,7 +30,7 @@ from automodel_ckpt.convert.merging.merge_rules import (
     merged,
     unusable,
 )
-from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.targets.tensor_blocks import is_copy
 from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -267,9 +267,6 @@ class MergedModel:
         self._assign_expert_changes(changes, lacking)
         for name, change in changes.items():
             is_new = bool(change.whole) and name in self._naming.files
-            if self._found(name) is None and self._changes_nothing(change):
-                self.notes.append(f"not in the base, and its adapter learned nothing: {name}")
-                continue
             has_own_head = self._adapter.model_config is not None
             if self._found(name) is None and not (has_own_head and is_new):
                 raise self._not_mergeable(lacking, name)
@@ -293,11 +290,6 @@ class MergedModel:
                     self._changes[name] = dataclasses.replace(change, experts=there)
                     self._in_memory[name] = parameter.name
 
-    def _changes_nothing(self, change: Change) -> bool:
-        """Whether the adapter adds zero: its layer, such as the pooler of an encoder, took no part in training."""
-        factor = change.factors.get("b")
-        return not change.whole and factor is not None and not self._factor(factor, "F32").any()
-
     def _untie(self) -> set[str]:
         """Return the names of tensors that config.json ties and that differ. Those that are equal are stored once."""
         untied: set[str] = set()
@@ -309,8 +301,8 @@ class MergedModel:
             num_changed = sum(name in self._changes for name in pair)
             if num_changed == 0:
                 # transformers then does not tie them.
-                base, both = Tensors(_ROOT, self._base), self._base.keys() >= set(pair)
-                if both and difference(_ROOT, self._base[pair[0]], base, pair[1:]):
+                stored = [self._base[name] for name in pair if name in self._base]
+                if len(stored) == 2 and not is_copy(_ROOT, stored[0], _ROOT, stored[1]):
                     apart.update(pair)
                 continue
             # Up to rounding: a tied head has the factors of the embedding, multiplied in the other order.

@@ -122,16 +122,12 @@ def has_odd_prefix(names: Iterable[str]) -> bool:
 
     Comparing names takes seconds, which an import of Hugging Face files does not need otherwise.
     """
-    prefixes: set[str] = set()
-    seconds: set[str] = set()
-    for name in names:
-        first, _, rest = name.partition(".")
-        prefixes.add(first)
-        seconds.add(rest.partition(".")[0])
+    pairs = {tuple(name.split(".")[:2]) for name in names}
+    prefixes = {pair[0] for pair in pairs}
     if len(prefixes) != 1:
         return False
     (prefix,) = prefixes
-    return prefix not in _BACKBONES or bool(seconds & {prefix, "lm_head"})
+    return prefix not in _BACKBONES or any(pair[1:] in ((prefix,), ("lm_head",)) for pair in pairs)
 
 
 def _listed(names: Collection[str]) -> str:

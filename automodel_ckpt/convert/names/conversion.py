@@ -20,6 +20,8 @@ from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _CONFIG = "config.json"
+# What some versions of torchtitan save, and compute from the config.
+_COMPUTED = ("freqs_cis", "rope.freqs", "rope.cache")
 # Tensors that every GPT model of Megatron-Core has, on one of its pipeline stages.
 _MARKS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 HINT = "add --config DIR, a directory with the config.json of the same model"
@@ -29,15 +31,13 @@ HINT = "add --config DIR, a directory with the config.json of the same model"
 class Conversion:
     """The converter and the dimensions of a model, which *where* states.
 
-    *is_weight* returns whether a weight of another program has this name. *renamed* returns such tensors, found in a
-    path, under the names of the converter.
+    *renamed* returns weights of another program, found in a path, under the names of the converter.
     """
 
     converter: Converter
     dimensions: Dimensions
     where: str
     renamed: Callable[[TensorMap, str], TensorDict] = plain_names
-    is_weight: Callable[[str], bool] = is_model_tensor
 
     def source(self, source: Source) -> Source:
         """Return *source* with the tensors of the Hugging Face model.
@@ -45,7 +45,11 @@ class Conversion:
         Raises :class:`CheckpointUnusable` if its tensors do not match the model.
         """
         where = str(source.model_directory)
-        weights = {name: each for name, each in source.tensors.items() if self.is_weight(name)}
+        weights = {
+            name: tensor
+            for name, tensor in source.tensors.items()
+            if is_model_tensor(name) and name not in _COMPUTED
+        }
         renamed = self.renamed(weights, where)
         converted = self.converter.to_hugging_face(renamed, self.dimensions, where)
         num_ignored = len(source.tensors) - len(weights)
@@ -70,17 +74,17 @@ def conversion_in(directory: Path) -> Conversion | None:
     return Conversion(converter, dimensions_of_config(config, where), where)
 
 
-def required_conversion(directory: Path) -> Conversion:
-    """Return the conversion that ``config.json`` in *directory* implies. Raises :class:`CheckpointUnusable`."""
-    conversion = conversion_in(directory)
-    if conversion is None:
+def required_conversion(found: Conversion | None, directory: Path) -> Conversion:
+    """Return the conversion *found* in *directory*. Raises :class:`CheckpointUnusable` if there is none."""
+    if found is None:
         raise unusable(
-            "there is no config.json of a Hugging Face model",
+            "there is no config.json of a model that these names can be converted to",
             directory,
-            "no such file" if directory.is_dir() else "no such directory",
-            "use a directory with the model's config.json, for example a download from the Hub",
+            "no such file, or another model_type",
+            "use a directory with the model's config.json, for example a download from the Hub; or let torchtitan save "
+            "Hugging Face files (last_save_in_hf)",
         )
-    return conversion
+    return found
 
 
 def has_megatron_names(tensors: TensorMap) -> bool:

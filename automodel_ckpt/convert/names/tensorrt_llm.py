@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions
-from automodel_ckpt.convert.names.rules import RowRange, Rule, fuse, rename
+from automodel_ckpt.convert.names.rules import RowRange, Rule, fuse, join_rows, rename
+from automodel_ckpt.convert.type_aliases import Shape, TensorMap
 
 Division = Literal["vocabulary", "rows", "columns", "equal", "qkv"]
 
@@ -69,32 +71,62 @@ TENSORRT_LLAMA = Converter(("llama", "mistral"), tuple(rule for rule, _ in _RULE
 
 
 @dataclass(frozen=True, slots=True)
-class DividedTensor:
-    """A tensor of TensorRT-LLM, its Hugging Face tensors (three for ``qkv``), and how ranks divide it."""
+class RankTensor:
+    """What a rank has of a tensor: *part* of the rows *stored*, and then rows of zeros, together of *shape*."""
 
     name: str
-    hugging_face: tuple[str, ...]
-    division: Division
+    shape: Shape
+    stored: Tensor
+    part: Box
 
 
-def divided_tensors(dimensions: Dimensions) -> Iterator[DividedTensor]:
-    """Yield the tensors of a model."""
-    for rule, division in _RULES:
-        for name, hugging_face in rule.expanded(dimensions):
-            yield DividedTensor(name, hugging_face, division)
+def tensors_of_rank(
+    tensors: TensorMap, dimensions: Dimensions, rank: int, num_ranks: int
+) -> Iterator[RankTensor]:
+    """Yield what *rank* has of the complete *tensors*, which have TensorRT-LLM's names.
 
-
-def rows_of_rank(dimensions: Dimensions, rank: int, num_ranks: int) -> tuple[range, range] | None:
-    """Return the rows of the queries, and of the keys and the values, that *rank* of *num_ranks* has.
-
-    Returns None when the heads cannot be divided among the ranks.
+    Raises ValueError, with a hint, if *num_ranks* ranks cannot divide them.
     """
+    for rule, division in _RULES:
+        for name, _ in rule.expanded(dimensions):
+            tensor = tensors[name]
+            rows, columns = [range(tensor.shape[0])], [range(extent) for extent in tensor.shape[1:]]
+            zero_rows = 0
+            if division == "columns":
+                columns = [_share(name, len(columns[0]), rank, num_ranks)]
+            elif division == "rows":
+                rows = [_share(name, len(rows[0]), rank, num_ranks)]
+            elif division == "vocabulary":
+                # The last ranks have rows of zeros, if the ranks do not divide the vocabulary.
+                size = -(-len(rows[0]) // num_ranks)
+                rows = [rows[0][rank * size : (rank + 1) * size]]
+                zero_rows = size - len(rows[0])
+            elif division == "qkv":
+                rows = _heads_of_rank(dimensions, rank, num_ranks)
+            ranges = [RowRange(0, own.start, len(own)) for own in rows]
+            stored = join_rows(name, [tensor], ranges)
+            widths = tuple(map(len, columns))
+            part = Box((0, *(own.start for own in columns)), (stored.shape[0], *widths))
+            yield RankTensor(name, (stored.shape[0] + zero_rows, *widths), stored, part)
+
+
+def _share(name: str, num_features: int, rank: int, num_ranks: int) -> range:
+    size, rest = divmod(num_features, num_ranks)
+    if rest:
+        raise ValueError(f"use a size that divides {num_features} features of {name}")
+    return range(rank * size, (rank + 1) * size)
+
+
+def _heads_of_rank(dimensions: Dimensions, rank: int, num_ranks: int) -> list[range]:
+    """Return the rows of queries, keys and values that a rank has of the fused tensor."""
     num_heads, num_groups = dimensions.num_heads, dimensions.num_query_groups
     if num_heads % num_ranks or (num_groups % num_ranks and num_ranks % num_groups):
-        return None
-    num_queries = num_heads // num_ranks * dimensions.head_size
-    num_keys = max(num_groups // num_ranks, 1) * dimensions.head_size
+        raise ValueError(f"use a size that divides the {num_heads} heads, {num_groups} groups")
+    num_queries = num_heads // num_ranks
+    num_keys = max(num_groups // num_ranks, 1)
     # With fewer groups than ranks, several ranks have the same keys and values.
-    first_key = rank // max(num_ranks // num_groups, 1) * num_keys
-    first_query = rank * num_queries
-    return range(first_query, first_query + num_queries), range(first_key, first_key + num_keys)
+    first_key = num_heads + rank // max(num_ranks // num_groups, 1) * num_keys
+    heads = [(rank * num_queries, num_queries), (first_key, num_keys)]
+    heads.append((first_key + num_groups, num_keys))
+    size = dimensions.head_size
+    return [range(first * size, (first + count) * size) for first, count in heads]

@@ -15,7 +15,6 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.converter import Converter
@@ -29,8 +28,6 @@ _HUGGING_FACE = "model.layers.{layer}."
 _QKV = _TORCHTITAN + "attention.qkv_linear."
 # Tensors that every Llama of torchtitan has, on one of its pipeline stages.
 _MARKS = ("tok_embeddings.weight", "layers.0.attention_norm.weight")
-# Computed from the config, and saved by some versions.
-_COMPUTED = ("freqs_cis", "rope.freqs", "rope.cache")
 # Before 0.3, the projections were in the attention itself.
 _OLD_PROJECTION = re.compile(r"(layers\.\d+\.attention\.)(w[qkv]\.weight)")
 _OLD_OUTPUT = "output.weight"
@@ -51,6 +48,7 @@ def by_rotated_pair(dimensions: Dimensions, num_rows: int, num_parts: int) -> li
 
 
 TORCHTITAN_LLAMA = Converter(
+    # Mistral's files (consolidated.safetensors) have the names and the order of rows of Meta's.
     ("llama", "mistral"),
     (
         rename("tok_embeddings.weight", "model.embed_tokens.weight"),
@@ -68,8 +66,6 @@ TORCHTITAN_LLAMA = Converter(
         rename(_TORCHTITAN + "feed_forward.w3.weight", _HUGGING_FACE + "mlp.up_proj.weight"),
     ),
 )
-# Mistral's files (consolidated.safetensors) have the names and the order of rows of Meta's.
-_READABLE = TORCHTITAN_LLAMA.model_types
 
 
 def to_torchtitan(conversion: Conversion, tensors: TensorMap, where: str) -> TensorDict:
@@ -84,10 +80,6 @@ def to_torchtitan(conversion: Conversion, tensors: TensorMap, where: str) -> Ten
     return found
 
 
-def _is_weight(name: str) -> bool:
-    return name not in _COMPUTED
-
-
 def _current_names(tensors: TensorMap, where: str) -> TensorDict:
     return {_current(name): tensor for name, tensor in tensors.items()}
 
@@ -98,24 +90,11 @@ def torchtitan_conversion(directory: Path) -> Conversion | None:
     Raises :class:`CheckpointUnusable` if the config is damaged.
     """
     config = read_json(directory, _CONFIG)
-    if config is None or config.get("model_type") not in _READABLE:
+    if config is None or config.get("model_type") not in TORCHTITAN_LLAMA.model_types:
         return None
     where = str(directory / _CONFIG)
     dimensions = dimensions_of_config(config, where)
-    return Conversion(TORCHTITAN_LLAMA, dimensions, where, _current_names, _is_weight)
-
-
-def required_torchtitan_conversion(directory: Path) -> Conversion:
-    """Return the conversion of :func:`torchtitan_conversion`. Raises :class:`CheckpointUnusable` if there is none."""
-    found = torchtitan_conversion(directory)
-    if found is None:
-        raise unusable(
-            "torchtitan's names cannot be converted to those of this model",
-            directory / _CONFIG,
-            f"its model_type is not {' or '.join(_READABLE)}, or there is no config.json",
-            "let torchtitan save in Hugging Face format (last_save_in_hf), or import weights without a config.json",
-        )
-    return found
+    return Conversion(TORCHTITAN_LLAMA, dimensions, where, _current_names)
 
 
 def has_torchtitan_names(tensors: Collection[str]) -> bool:

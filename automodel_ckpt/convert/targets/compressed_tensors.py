@@ -1,8 +1,8 @@
 """A checkpoint's model with quantized linear layers, in the format compressed-tensors of vLLM and transformers.
 
 Weights are rounded to the nearest value, without calibration. The library ``compressed-tensors`` (the extra of that
-name) defines the schemes, quantizes and packs. Memory: blocks of rows; for a checkpoint of
-several shards, the largest tensor.
+name) defines the schemes, quantizes and packs. Memory: the largest tensor, of which the library makes several copies in
+float32.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ _PACKED = "pack-quantized"
 _CODES = {"FP8_DYNAMIC": "F8_E4M3", "W8A8": "I8"}
 _CONFIG = "config.json"
 _WORD_BITS = 32
-# Elements of a weight that are quantized at a time; the library takes several copies of them in float32.
-_BLOCK_ELEMENTS = 1 << 22
 
 LinearWeights = Callable[[Path], frozenset[str]]
 """Returns the names of the linear layers' weights, for the model with its config.json in a directory."""
@@ -74,7 +72,7 @@ def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> Expo
     quantized = _selected(export, plan, linear_weights(side), quantizer)
     files[_CONFIG] = _config(files[_CONFIG], quantizer, plan, quantized)
     export.log_casts(plan.casts)
-    with export.published_directory("the quantized model") as staging:
+    with export.published_directory() as staging:
         files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
         write_side_files(files, staging)
     num_tensors = sum(len(file.tensors) for file in plan.files)
@@ -135,21 +133,15 @@ class _Quantizer:
             yield scale
             yield f"{layer}weight_shape", "I64", (2,)
 
-    def compress(self, rows: Any, shape: Shape) -> dict[str, memoryview]:
-        """Return the bytes of each part for some rows of a weight of *shape*. *rows* is a tensor [rows, in]."""
-        size = self.group_size or rows.shape[1]
-        groups = rows.reshape(rows.shape[0], -1, size)
+    def compress(self, weight: Any) -> Iterator[tuple[str, memoryview]]:
+        """Yield the name and the bytes of each part of a *weight*, a tensor [out, in]."""
+        groups = weight.reshape(len(weight), -1, self.group_size or weight.shape[1])
         scale, _ = self._utils.calculate_qparams(
             groups.amin(-1), groups.amax(-1), self._scheme.weights
         )
-        state = self._compressor.compress({"weight": rows, "weight_scale": scale}, self._scheme)
-        if "weight_shape" in state:
-            # That of the whole weight, not of these rows.
-            state["weight_shape"] = state["weight_shape"].new_tensor(shape)
-        found: dict[str, memoryview] = {}
+        state = self._compressor.compress({"weight": weight, "weight_scale": scale}, self._scheme)
         for suffix, value in state.items():
-            found[suffix] = value.contiguous().view(self._torch.uint8).numpy().reshape(-1).data
-        return found
+            yield suffix, value.contiguous().view(self._torch.uint8).numpy().reshape(-1).data
 
 
 def _selected(
@@ -247,24 +239,12 @@ def _outputs(
             yield tensor.fqn, block
         return
     layer = tensor.fqn.removesuffix("weight")
-    # Stored once.
-    seen: set[str] = set()
-    for rows in _row_blocks(root, tensor):
-        for suffix, data in quantizer.compress(rows, tensor.stored.shape).items():
-            if suffix != "weight_shape" or suffix not in seen:
-                yield layer + suffix, data
-            seen.add(suffix)
+    for suffix, data in quantizer.compress(_weight(root, tensor)):
+        yield layer + suffix, data
 
 
-def _row_blocks(root: Path, tensor: ExportTensor) -> Iterator[Any]:
-    """Yield blocks of rows of a weight as torch tensors, in the dtype of the export.
-
-    Raises :class:`CheckpointUnusable` for a damaged tensor.
-    """
+def _weight(root: Path, tensor: ExportTensor) -> Any:
+    """Return a weight as a torch tensor in the dtype of the export. Raises :class:`CheckpointUnusable`."""
     torch = importlib.import_module("torch")
-    dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
-    stored, code = whole_checked(root, tensor.stored), tensor.stored.dtype
-    step = max(1, _BLOCK_ELEMENTS // stored.shape[1])
-    for begin in range(0, len(stored), step):
-        values = cast(stored[begin : begin + step], code, tensor.dtype).copy()
-        yield torch.from_numpy(values.view("u1")).view(dtype)
+    values = cast(whole_checked(root, tensor.stored), tensor.stored.dtype, tensor.dtype).copy()
+    return torch.from_numpy(values.view("u1")).view(getattr(torch, TORCH_NAMES[tensor.dtype]))

@@ -21,7 +21,8 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
 )
-from automodel_ckpt.convert.names.torchtitan import required_torchtitan_conversion, to_torchtitan
+from automodel_ckpt.convert.names.conversion import required_conversion
+from automodel_ckpt.convert.names.torchtitan import to_torchtitan, torchtitan_conversion
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 
@@ -42,13 +43,14 @@ def write(export: Export, *, prefix: str | None = None, names: str | None = None
     if names is not None:
         # Its digests are compared first: parts of its slices have none.
         export.check(reads_parts=True)
-        conversion = required_torchtitan_conversion(opened.config_directory)
+        side = opened.config_directory
+        conversion = required_conversion(torchtitan_conversion(side), side)
         tensors = to_torchtitan(conversion, opened.tensors, export.where)
         opened = replace(opened, tensors=tensors, tied={})
     state_dict = state_dict_of(export, opened, "")
     outer = tuple(part for part in (prefix or "").split(".") if part)
     with (
-        export.published_directory("the DCP directory") as directory,
+        export.published_directory() as directory,
         DcpWriter(directory) as writer,
     ):
         for fqn, tensor in state_dict.items():

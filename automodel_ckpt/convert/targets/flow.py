@@ -198,9 +198,9 @@ class Export:
         with published_file(self.target, self.log, what=what) as path, open(path, "r+b") as file:
             yield file
 
-    def published_directory(self, what: str) -> AbstractContextManager[Path]:
+    def published_directory(self) -> AbstractContextManager[Path]:
         """Return a directory that becomes the target when the block ends."""
-        return published_directory(self.target, self.log, what=what)
+        return published_directory(self.target, self.log)
 
     def report(self, num_tensors: int, summary: str = "", **details: Any) -> ExportReport:
         """Return the report of what was published."""

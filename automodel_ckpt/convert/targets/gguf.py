@@ -23,10 +23,10 @@ from automodel_ckpt.checkpoint.export.next_steps import gguf_lines, modelfile_te
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
-from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.files import faults_of, read_json
 from automodel_ckpt.convert.formats.gguf.header import (
     F32,
     Q8_0,
@@ -46,7 +46,7 @@ from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
-from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.targets.tensor_blocks import is_copy
 from automodel_ckpt.convert.type_aliases import ValueDict
 from automodel_ckpt.errors import RecipeError, SaveFailed, os_problem
 
@@ -193,24 +193,18 @@ def _described(
         if fqn.endswith(_FORMER_BUFFER):
             del shapes[fqn]
     if model.is_tied and _HEAD in tensors and _EMBED in tensors:
-        embedding = Tensors(source.root, {_EMBED: tensors[_EMBED].stored})
-        if not difference(source.root, tensors[_HEAD].stored, embedding, [_EMBED]):
+        root = source.root
+        if is_copy(root, tensors[_HEAD].stored, root, tensors[_EMBED].stored):
             del shapes[_HEAD]
         else:
             # As transformers reads such files.
             model = read_model({**config, "tie_word_embeddings": False}, where)
     fault = layers_fault(model.num_layers, tensors)
+    if fault is None:
+        fault = name_faults({tensor.fqn: tensor.shape for tensor in model.tensors()}, shapes)
     if fault is not None:
         raise unusable(
             "config.json does not fit the tensors",
-            where,
-            fault,
-            "restore the file from another copy, or use another checkpoint",
-        )
-    fault = name_faults({tensor.fqn: tensor.shape for tensor in model.tensors()}, shapes)
-    if fault is not None:
-        raise unusable(
-            "the tensors are not those of the config",
             where,
             fault,
             "use another checkpoint, or export Hugging Face files (--to hf)",
@@ -243,20 +237,13 @@ def _kind(target: GgufTensor, native: Kind, wanted: Kind | None, *, is_tied: boo
 
 
 def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
-    try:
+    if not os.path.lexists(side / _TEMPLATE):
+        return None
+    with faults_of(side / _TEMPLATE, "the chat template cannot be read"):
         content = read_model_file(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
         if export is not None:
             export.check_bytes(_TEMPLATE, content)
         return content.decode()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise unusable(
-            "the chat template cannot be read",
-            side / _TEMPLATE,
-            repr(error)[:200],
-            "restore the file from another copy",
-        ) from error
 
 
 def _general(source: Source, entries: list[_Entry]) -> list[KeyValue]:

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.names.conversion import Conversion, required_conversion
+from automodel_ckpt.convert.names.conversion import Conversion, conversion_in, required_conversion
 from automodel_ckpt.convert.names.megatron_names import (
     LOCAL_MLP_NORM,
     MOE_NORM,
@@ -80,7 +80,7 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
     export.check(reads_parts=True, num_threads=num_threads)
     export.warn(*opened.notes)
     side = opened.config_directory
-    conversion = required_conversion(side)
+    conversion = required_conversion(conversion_in(side), side)
     export.check_language_model(read_json(side, "config.json") or {}, "Megatron-Core")
     plan = export.plan()
     export.log_casts(plan.casts)
@@ -89,7 +89,7 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
     beside.pop(layout.HF_INDEX, None)
     exported = [tensor for file in plan.files for tensor in file.tensors]
     state_dict = _state_dict(opened, exported, conversion, vocabulary_multiple)
-    with export.published_directory("the checkpoint of Megatron-Core") as directory:
+    with export.published_directory() as directory:
         (directory / _LATEST).write_text(_RELEASE)
         # The config and the tokenizer, which Megatron-LM does not read: for users, and to convert the names back.
         write_side_files(beside, directory)

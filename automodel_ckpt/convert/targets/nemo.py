@@ -28,7 +28,7 @@ from automodel_ckpt.convert.formats.nemo.nemo import (
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
-from automodel_ckpt.convert.names.conversion import required_conversion
+from automodel_ckpt.convert.names.conversion import conversion_in, required_conversion
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
@@ -109,7 +109,8 @@ def _with_megatron_names(export: Export, config: ValueDict, files: Files) -> Sou
     and for a damaged file: the converted tensors have no digests.
     """
     source, where = export.source, export.where
-    conversion = required_conversion(export.required_config("a model with Megatron's names"))
+    side = export.required_config("a model with Megatron's names")
+    conversion = required_conversion(conversion_in(side), side)
     hugging_face = parse_json(files["config.json"])
     export.check_language_model(hugging_face, "NeMo's GPT")
     export.check(reads_parts=True)

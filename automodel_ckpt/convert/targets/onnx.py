@@ -37,7 +37,7 @@ def write(export: Export, *, exporter: Exporter, num_threads: int = 5) -> Export
     opened = export.source
     export.required_config("exporting ONNX")
     export.directory("-onnx")
-    with export.published_directory("the ONNX model") as staging:
+    with export.published_directory() as staging:
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, export.log)
         codes = [tensor.dtype for tensor in opened.tensors.values()]
         export.log_casts((code, cast_code) for code in codes if code in _DTYPES)

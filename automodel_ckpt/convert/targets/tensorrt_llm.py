@@ -7,8 +7,7 @@ no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,26 +18,18 @@ from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.tensorrt_llm import divided_tensors, rows_of_rank
+from automodel_ckpt.convert.names.tensorrt_llm import TENSORRT_LLAMA, RankTensor, tensors_of_rank
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import FileDict, Files, Shape, ValueDict, Values
+from automodel_ckpt.convert.type_aliases import FileDict, Files, TensorDict, ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
+_EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class _RankTensor:
-    """A tensor of one rank: boxes of stored tensors, one below the other, and then zeros."""
-
-    name: str
-    shape: Shape
-    parts: Sequence[tuple[Tensor, Box]]
 
 
 def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> ExportReport:
@@ -56,7 +47,8 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
         export.file(".qnemo")
     else:
         export.directory("-tensorrt-llm")
-    export.check()
+    # Tensors are written in parts of the stored slices, which have no digests.
+    export.check(reads_parts=True)
     # As NVIDIA's exporter.
     sizes = [(tensor.dtype, tensor.nbytes) for tensor in opened.tensors.values()]
     dtype = export.cast_code or ("BF16" if main_dtype(sizes) == "BF16" else "F16")
@@ -64,113 +56,57 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
     hugging_face, config = _config(files, _DTYPES[dtype], num_ranks, export.where)
     export.check_language_model(hugging_face, "TensorRT-LLM")
     dimensions = dimensions_of_config(hugging_face, export.where)
-    # All tensors are described before anything is written.
     if num_ranks < 1:
         raise _wrong("--tensor-parallel", num_ranks, "use a positive number of ranks")
-    known = {name for rule in divided_tensors(dimensions) for name in rule.hugging_face}
-    for name in sorted(opened.tensors.keys() - known)[:1]:
-        raise _unusable("TensorRT-LLM's Llama has no such tensor", name, export.where)
-    ranks = [list(_rank_tensors(export, dimensions, rank, num_ranks)) for rank in range(num_ranks)]
+    # All tensors are described before anything is written.
+    tensors = _tensors(export, dimensions)
+    try:
+        ranks = [
+            list(tensors_of_rank(tensors, dimensions, rank, num_ranks)) for rank in range(num_ranks)
+        ]
+    except ValueError as error:
+        raise _wrong("--tensor-parallel", num_ranks, str(error)) from error
     export.log_casts((tensor.dtype, dtype) for tensor in opened.tensors.values())
-    # The digests of each stored tensor are compared once, not for every rank.
-    write_rank = partial(_write_rank, opened.root, dtype, set())
+    write_rank = partial(_write_rank, opened.root, dtype)
     contents = _small_files(config, files)
     if is_file:
         with export.published("the .qnemo file") as file:
             writer = TarWriter(file)
             for name, content in contents.items():
                 writer.add_bytes(name, content)
-            for rank, tensors in enumerate(ranks):
-                writer.add_streamed(f"rank{rank}.safetensors", partial(write_rank, tensors))
+            for rank, own in enumerate(ranks):
+                writer.add_streamed(f"rank{rank}.safetensors", partial(write_rank, own))
             writer.finish()
     else:
-        with export.published_directory("the checkpoint of TensorRT-LLM") as staging:
+        with export.published_directory() as staging:
             write_side_files(contents, staging)
-            for rank, tensors in enumerate(ranks):
+            for rank, own in enumerate(ranks):
                 with open(staging / f"rank{rank}.safetensors", "xb") as file:
-                    write_rank(tensors, file)
+                    write_rank(own, file)
     return export.report(len(opened.tensors))
 
 
-def _rank_tensors(
-    export: Export, dimensions: Dimensions, rank: int, num_ranks: int
-) -> Iterator[_RankTensor]:
-    """Yield the tensors of a rank. Raises :class:`CheckpointUnusable` if the source does not match *dimensions*."""
-    heads = rows_of_rank(dimensions, rank, num_ranks)
-    if heads is None:
-        text = f"{dimensions.num_heads} heads, {dimensions.num_query_groups} groups"
-        raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
-    for rule in divided_tensors(dimensions):
-        sources = [_stored(export, name) for name in rule.hugging_face]
-        first = sources[0]
-        if rule.division == "equal":
-            yield _RankTensor(rule.name, first.shape, [(first, first.box)])
-            continue
-        if any(len(tensor.shape) != 2 for tensor in sources):
-            raise _unusable("a tensor is not a matrix", first.fqn, export.where)
-        height, width = first.shape
-        rows, columns = [range(height)], range(width)
-        if rule.division == "columns":
-            columns = _share(first.fqn, width, rank, num_ranks)
-        elif rule.division == "rows":
-            rows = [_share(first.fqn, height, rank, num_ranks)]
-        elif rule.division == "vocabulary":
-            # The last ranks have rows of zeros, if the ranks do not divide the vocabulary.
-            size = -(-height // num_ranks)
-            rows = [range(height)[rank * size : (rank + 1) * size]]
-        else:
-            rows = [heads[0], heads[1], heads[1]]
-            numbers = (dimensions.num_heads, *[dimensions.num_query_groups] * 2)
-            for tensor, number in zip(sources, numbers, strict=True):
-                if tensor.shape != (number * dimensions.head_size, width):
-                    what = "a tensor does not match the heads of config.json"
-                    raise _unusable(what, f"{tensor.fqn} {list(tensor.shape)}", export.where)
-        parts: list[tuple[Tensor, Box]] = []
-        for tensor, own in zip(sources, rows, strict=True):
-            parts.append((tensor, Box((own.start, columns.start), (len(own), len(columns)))))
-        num_rows = size if rule.division == "vocabulary" else sum(map(len, rows))
-        yield _RankTensor(rule.name, (num_rows, len(columns)), parts)
-
-
-def _stored(export: Export, name: str) -> Tensor:
-    tensors, tied = export.source.tensors, export.source.tied
+def _tensors(export: Export, dimensions: Dimensions) -> TensorDict:
+    """Return the model's tensors under TensorRT-LLM's names. Raises :class:`CheckpointUnusable`."""
+    stored = export.source.tensors
+    for name, tensor in stored.items():
+        if tensor.dtype not in ORDINARY_FLOATS:
+            what = "a tensor is not of a floating-point dtype"
+            raise _unusable(what, f"{name}: {tensor.dtype}", export.where)
+    converted = TENSORRT_LLAMA.from_hugging_face(stored, dimensions, export.where)
+    tensors = dict(converted.tensors)
     # Tied embeddings are written twice, as NVIDIA's exporter does.
-    stored = tensors.get(name) or tensors.get(tied.get(name, ""))
-    if stored is None and name == "lm_head.weight":
-        stored = tensors.get("model.embed_tokens.weight")
-    if stored is None:
-        raise _unusable("a tensor of the model is missing", name, export.where)
-    if stored.dtype not in ORDINARY_FLOATS:
-        what = "a tensor is not of a floating-point dtype"
-        raise _unusable(what, f"{name}: {stored.dtype}", export.where)
-    return stored
+    tensors.setdefault(_HEAD, tensors[_EMBEDDING].renamed(_HEAD))
+    return tensors
 
 
-def _share(fqn: str, num_features: int, rank: int, num_ranks: int) -> range:
-    """Return a rank's part of the features of a tensor. Raises :class:`RecipeError` if there is a rest."""
-    size, rest = divmod(num_features, num_ranks)
-    if rest:
-        hint = f"use a size that divides {num_features} features of {fqn}"
-        raise _wrong("--tensor-parallel", num_ranks, hint)
-    return range(rank * size, (rank + 1) * size)
-
-
-def _write_rank(
-    root: Path, dtype: str, checked: set[str], tensors: Sequence[_RankTensor], file: BinaryIO
-) -> None:
-    """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
+def _write_rank(root: Path, dtype: str, tensors: Sequence[RankTensor], file: BinaryIO) -> None:
+    """Write the safetensors file of a rank."""
     header, _ = build_header([(each.name, dtype, each.shape) for each in tensors], {"format": "pt"})
     file.write(header)
-    for tensor in tensors:
-        # Only a tensor with one part has zeros.
-        num_zeros = nbytes_of(dtype, tensor.shape)
-        num_zeros -= sum(nbytes_of(dtype, box.sizes) for _, box in tensor.parts)
-        for stored, box in tensor.parts:
-            is_checked = stored.fqn in checked
-            file.writelines(
-                tensor_blocks(root, stored, dtype, box, is_checked=is_checked, num_zeros=num_zeros)
-            )
-            checked.add(stored.fqn)
+    for each in tensors:
+        num_zeros = nbytes_of(dtype, each.shape) - nbytes_of(dtype, each.part.sizes)
+        file.writelines(tensor_blocks(root, each.stored, dtype, each.part, num_zeros=num_zeros))
 
 
 # ---------------------------------------------------------------- files

@@ -84,28 +84,22 @@ def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> ValueDict
 
 
 def _ties(source: Source) -> Mapping[str, str]:
-    """Return {tied name: stored name}. The manifest of Hugging Face files has them, but not the source."""
+    """Return {tied name: stored name}. The manifest of Hugging Face files has them, but not the source.
+
+    A model's ``state_dict()`` has two names where config.json ties the output layer to the embedding, and the files
+    have one.
+    """
     if source.tied:
         return source.tied
-    ties = dict(_tied_head(source))
-    if source.manifest is None:
-        return ties
-    for tree in source.manifest.trees.values():
-        ties.update(tree.tied)
-    return ties
-
-
-def _tied_head(source: Source) -> Mapping[str, str]:
-    """Return {name of the output layer: name of the embedding} if config.json ties them and the files omit the former.
-
-    Hugging Face files have one of both, and a model's ``state_dict()`` has two names.
-    """
+    ties: dict[str, str] = {}
     config = read_json(source.config_directory, _CONFIG) or {}
     embeddings = [name for name in source.tensors if name.endswith(_EMBEDDING)]
     has_head = any(name.endswith(_HEAD) for name in source.tensors)
-    if config.get("tie_word_embeddings") is not True or has_head or len(embeddings) != 1:
-        return {}
-    return {_HEAD: embeddings[0]}
+    if config.get("tie_word_embeddings") is True and not has_head and len(embeddings) == 1:
+        ties[_HEAD] = embeddings[0]
+    for tree in source.manifest.trees.values() if source.manifest is not None else ():
+        ties.update(tree.tied)
+    return ties
 
 
 def publish_archive(export: Export, value: Any) -> None:

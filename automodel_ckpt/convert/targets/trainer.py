@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def write(
     if run is None:
         raise _unusable(what, source, "weights only")
     export.directory("", f"checkpoint-{run.step}")
-    with export.published_directory("the Trainer's checkpoint") as directory:
+    with export.published_directory() as directory:
         weights = consolidate(source, directory / _WEIGHTS, keep_dtypes=True, log=log)
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)
@@ -86,9 +86,16 @@ def write(
         state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *(callbacks or ())))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
         stored = read_weight_map(directory / layout.HF_INDEX) or {}
-        unloaded = unloaded_warning(parameters, stored, export.target)
     export.warnings += weights.warnings
-    export.warn(*unloaded)
+    # The Trainer fills its model by name, and ignores tensors with other names (transformers 5.23,
+    # `Trainer._load_from_checkpoint`): mixtures have a tensor for each expert in files, and one for all in memory.
+    # from_pretrained() converts the names.
+    unloaded = [parameter.name for parameter in parameters if parameter.name not in stored]
+    if unloaded:
+        export.warn(
+            f"the Trainer does not load {counted(len(unloaded), 'parameter')} from these files, such as {unloaded[0]}: "
+            f"give it a model that from_pretrained({str(export.target)!r}) returns"
+        )
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
     log(
         f"the Trainer takes these from the checkpoint: logging_steps {state['logging_steps']}, "
@@ -97,23 +104,6 @@ def write(
     num_parameters = len(run.tensors)
     summary = f"state of {counted(num_parameters, 'parameter')}"
     return export.report(weights.num_tensors, summary, step=run.step, num_parameters=num_parameters)
-
-
-def unloaded_warning(
-    model: Sequence[ModelParameter], stored: Collection[str], target: Path
-) -> list[str]:
-    """Return a warning if the Trainer leaves some parameters of *model* as they are, else nothing.
-
-    It fills the model with the *stored* tensors by name, and ignores those with other names (transformers 5.23,
-    ``Trainer._load_from_checkpoint``): mixtures have a tensor for each expert in files, and one for all in memory.
-    ``from_pretrained`` converts the names.
-    """
-    names = [parameter.name for parameter in model if parameter.name not in stored]
-    if not names:
-        return []
-    count = counted(len(names), "parameter")
-    warning = f"the Trainer does not load {count} from these files, such as {names[0]}"
-    return [f"{warning}: give it a model that from_pretrained({str(target)!r}) returns"]
 
 
 # ---------------------------------------------------------------- the optimizer

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.merging.merge_rules import scale_of
 from automodel_ckpt.convert.open import Weights
-from automodel_ckpt.convert.targets.tensor_blocks import difference
+from automodel_ckpt.convert.targets.tensor_blocks import is_copy
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 Stored = Mapping[str, tuple[Tensors, str]]
@@ -223,7 +223,7 @@ def check_tied(tied: Iterable[tuple[str, list[str]]], stored: Stored, where: str
         module, fqn = stored[first]
         for other in others:
             copy, copy_fqn = stored[other]
-            if difference(copy.root, copy.tensors[copy_fqn], module, [fqn]):
+            if not is_copy(copy.root, copy.tensors[copy_fqn], module.root, module.tensors[fqn]):
                 lines.append(f"{other} and {first}")
                 hint = _UNTIE_ADAPTERS if name.startswith(_PREFIX) else _UNTIE
     if lines:

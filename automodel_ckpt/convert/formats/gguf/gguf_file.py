@@ -12,16 +12,24 @@ Quantized blocks are decoded with the ``gguf`` library, some rows at a time.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.gguf.header import (
@@ -37,8 +45,10 @@ from automodel_ckpt.convert.formats.gguf.model import (
     model_of_metadata,
     name_faults,
 )
+from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.values import NotConvertible
-from automodel_ckpt.convert.type_aliases import TensorDict, ValueDict, Values
+from automodel_ckpt.convert.type_aliases import ValueDict, Values
+from automodel_ckpt.errors import RecipeError
 
 _FACTORS = "rope_freqs.weight"
 # Head dimensions are at most some hundred.
@@ -47,6 +57,8 @@ _VALUES = "values.bin"
 _METADATA = "metadata"
 # The way of decoding, for directories that several processes share.
 _VARIANT = "gguf-1"
+# About this many bytes of single precision are decoded at a time.
+_BLOCK_BYTES = 16 << 20
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _SHOWN = (
@@ -62,11 +74,10 @@ _NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the o
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor under the name that it gets, its place in the file, its dtype, and how its values differ."""
+    """A tensor of the model, and its place in the file."""
 
-    fqn: str
     info: TensorInfo
-    target: GgufTensor | None
+    target: GgufTensor
 
     @property
     def dtype(self) -> str:
@@ -75,8 +86,7 @@ class _Stored:
 
     @property
     def is_decoded(self) -> bool:
-        is_changed = self.target is not None and bool(self.target.heads or self.target.offset)
-        return is_changed or self.info.kind.is_quantized
+        return bool(self.target.heads or self.target.offset or self.info.kind.is_quantized)
 
 
 class GgufFile(Format):
@@ -85,25 +95,44 @@ class GgufFile(Format):
     name = "GGUF"
 
     def open(self, path: Path) -> Source:
-        """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
+        """Describe the model. Raises :class:`CheckpointUnusable` for an architecture that is not in the table."""
         file, header = _read(path)
-        model, reason = _model_of(file, header)
-        stored = _stored(header, model)
+        try:
+            model = _model_of(file, header)
+        except NotConvertible as error:
+            raise unusable(
+                "this model of llama.cpp cannot be converted to Hugging Face files",
+                path,
+                f"{error.what} ({error.value})",
+                "use the original model; or load the file with from_pretrained(..., gguf_file=...) of transformers, "
+                "and save it",
+            ) from error
+        infos = header.tensors
+        targets = {target.name: target for target in model.tensors()}
+        # In the order of the file.
+        stored = [_Stored(infos[name], targets[name]) for name in infos if name in targets]
+        config = _config(model, stored, header.values)
+        directory = _decoded(file, stored, config, model.head_dim)
+        tensors = {}
+        at = 0
+        for item in stored:
+            place, start = file, item.info.start
+            if item.is_decoded:
+                place, start = directory / _VALUES, at
+                at += nbytes_of(item.dtype, item.info.shape)
+            fqn, name = item.target.fqn, str(place.relative_to("/"))
+            tensors[fqn] = whole_tensor(fqn, item.dtype, item.info.shape, name, start)
         notes = [_UNCHECKED]
-        if model is None:
-            notes.append(f"only weights are read, under the names of GGUF: {reason}")
         num_quantized = sum(item.info.kind.is_quantized for item in stored)
         if num_quantized:
             notes.append(f"{num_quantized} quantized tensors become F32")
-        config = {} if model is None else _config(model, stored, header.values)
-        tensors, side_files = _described(file, stored, config, model)
         return Source(
             Path("/"),
             file.parent,
             tensors,
             notes=tuple(notes),
             omitted=(_NO_TOKENIZER,) if "tokenizer.ggml.model" in header.values else (),
-            side_files=side_files,
+            side_files=directory / _METADATA,
             stated_config=config,
         )
 
@@ -119,28 +148,35 @@ class GgufFile(Format):
         return {"GGUF": tuple(lines)}
 
     def inventory(self, path: Path) -> Inventory:
-        """Return names, dtypes and shapes by the header alone: nothing is decoded."""
+        """Return names, dtypes and shapes by the header alone: nothing is decoded.
+
+        A model that cannot be converted has the names of GGUF.
+        """
         file, header = _read(path)
-        stored = _stored(header, _model_of(file, header)[0])
-        summaries = {item.fqn: TensorSummary(item.dtype, item.info.shape, 1) for item in stored}
+        names = {name: name for name in header.tensors}
+        with contextlib.suppress(NotConvertible):
+            names |= {target.name: target.fqn for target in _model_of(file, header).tensors()}
+        summaries = {}
+        for name, info in header.tensors.items():
+            if name != _FACTORS:
+                dtype = info.kind.dtype or F32.name
+                summaries[names[name]] = TensorSummary(dtype, info.shape, 1)
         return Inventory(summaries, num_values=len(header.values))
 
 
-def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
-    """Return the model that the metadata describe; or None, and why it is not one that can be converted."""
+def _model_of(path: Path, header: GgufHeader) -> GgufModel:
+    """Return the model that the metadata describe. Raises :class:`NotConvertible`."""
     infos = header.tensors
     shapes = {name: info.shape for name, info in infos.items()}
-    try:
-        factors = _factors(path, infos.get(_FACTORS))
-        model = model_of_metadata(header.values, shapes, factors)
-    except NotConvertible as error:
-        return None, f"{error.what} ({error.value})"
+    model = model_of_metadata(header.values, shapes, _factors(path, infos.get(_FACTORS)))
     # First: a number of layers can be of any size, and every layer takes memory.
     fault = layers_fault(model.num_layers, shapes)
     if fault is None:
         shapes.pop(_FACTORS, None)
         fault = name_faults({tensor.name: tensor.shape for tensor in model.tensors()}, shapes)
-    return (None, fault) if fault is not None else (model, "")
+    if fault is not None:
+        raise NotConvertible("the tensors are not those of the architecture", fault)
+    return model
 
 
 def _factors(path: Path, info: TensorInfo | None) -> list[float]:
@@ -152,18 +188,6 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
     with open(path, "rb") as file:
         file.seek(info.start)
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
-
-
-def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
-    """Return the model's tensors in the order of the file, under the names that they get."""
-    if model is None:
-        return [_Stored(name, info, None) for name, info in header.tensors.items()]
-    targets = {tensor.name: tensor for tensor in model.tensors()}
-    found = []
-    for name, info in header.tensors.items():
-        if name in targets:
-            found.append(_Stored(targets[name].fqn, info, targets[name]))
-    return found
 
 
 def _config(model: GgufModel, stored: list[_Stored], values: Values) -> ValueDict:
@@ -182,43 +206,6 @@ def _config(model: GgufModel, stored: list[_Stored], values: Values) -> ValueDic
     return config
 
 
-def _described(
-    source: Path, stored: list[_Stored], config: Values, model: GgufModel | None
-) -> tuple[TensorDict, Path | None]:
-    """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
-    decoded = [item for item in stored if item.is_decoded]
-    directory = source.parent
-    if decoded or config:
-        # numpy is imported only where something is decoded: listing files has to be fast.
-        from automodel_ckpt.convert.formats.gguf.decoding import decoded_blocks, require_library
-
-        if any(item.info.kind.is_quantized for item in decoded):
-            require_library()
-        head_dim = model.head_dim if model is not None else 0
-
-        def decode(target: Path) -> None:
-            (target / _METADATA).mkdir()
-            if config:
-                text = json.dumps(config, indent=2)
-                (target / _METADATA / "config.json").write_text(text + "\n")
-            with open(target / _VALUES, "wb") as file:
-                for item in decoded:
-                    for block in decoded_blocks(source, item.info, item.target, head_dim):
-                        file.write(block)
-
-        directory = decoded_directory(source, _VARIANT, decode)
-    tensors = {}
-    at = 0
-    for item in stored:
-        file, start = source, item.info.start
-        if item.is_decoded:
-            file, start = directory / _VALUES, at
-            at += nbytes_of(item.dtype, item.info.shape)
-        name = str(file.relative_to("/"))
-        tensors[item.fqn] = whole_tensor(item.fqn, item.dtype, item.info.shape, name, start)
-    return tensors, directory / _METADATA if config else None
-
-
 def _read(path: Path) -> tuple[Path, GgufHeader]:
     """Return the file *path* without links, and its header. Raises :class:`CheckpointUnusable`."""
     real = Path(os.path.realpath(path))
@@ -233,3 +220,71 @@ def _read(path: Path) -> tuple[Path, GgufHeader]:
             "join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUT.gguf",
         )
     return real, header
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def _decoded(path: Path, stored: list[_Stored], config: Values, head_dim: int) -> Path:
+    """Return a directory with config.json, and the values of the tensors that have to be decoded."""
+    decoded = [item for item in stored if item.is_decoded]
+    library = None
+    if any(item.info.kind.is_quantized for item in decoded):
+        library = _required_library()
+
+    def decode(target: Path) -> None:
+        (target / _METADATA).mkdir()
+        (target / _METADATA / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        with open(target / _VALUES, "wb") as file:
+            for item in decoded:
+                for block in _blocks(library, path, item, head_dim):
+                    file.write(block)
+
+    return decoded_directory(path, _VARIANT, decode)
+
+
+def _required_library() -> Any:
+    """Return the module ``gguf``. Raises :class:`RecipeError` if it is not installed."""
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise RecipeError(
+            "decoding quantized tensors of GGUF needs the package gguf",
+            where="a GGUF file",
+            value=str(error),
+            hint="pip install 'automodel_ckpt[gguf]'",
+        ) from error
+
+
+def _blocks(library: Any, path: Path, item: _Stored, head_dim: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor's values in row-major order, about ``_BLOCK_BYTES`` at a time.
+
+    Quantized values are yielded in single precision.
+    """
+    info, target = item.info, item.target
+    rows = _rows(path, info)
+    order = np.arange(rows.shape[0])
+    if target.heads is not None:
+        # The inverse: where each row of transformers is in llama.cpp's.
+        order = np.argsort(rotary_order(target.heads, head_dim))
+    num_rows = max(1, _BLOCK_BYTES // max(4 * math.prod(info.shape[-1:]), 1))
+    for first in range(0, rows.shape[0], num_rows):
+        block = rows[order[first : first + num_rows]]
+        if info.kind.is_quantized:
+            block = library.quants.dequantize(block, library.GGMLQuantizationType[info.kind.name])
+        if target.offset:
+            block = block - np.float32(target.offset)
+        yield np.ascontiguousarray(block).data
+
+
+def _rows(path: Path, info: TensorInfo) -> Array:
+    """Return the rows of a tensor, mapped: blocks as bytes if it is quantized, else values."""
+    if not info.nbytes:
+        return np.empty((0, 1), np.float32)
+    num_rows = math.prod(info.shape[:-1])
+    row_bytes = info.nbytes // num_rows
+    dtype = np.dtype(np.uint8)
+    if info.kind.dtype is not None:
+        dtype = storage_dtype(info.kind.dtype, DTYPE_BITS[info.kind.dtype])
+    shape = (num_rows, row_bytes // dtype.itemsize)
+    return np.memmap(path, dtype, "r", info.start, shape)

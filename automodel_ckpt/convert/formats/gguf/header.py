@@ -162,9 +162,8 @@ class _Parser:
             raise Fault("it does not begin with GGUF")
         version = self._number(4)
         if version not in _VERSIONS:
-            if version & 0xFFFF == 0:
-                raise Fault("it is big-endian")
-            raise Fault(f"its version is {version}, and versions 2 and 3 are read")
+            text = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
+            raise Fault(f"it is {text}, and versions 2 and 3 in little-endian are read")
         num_tensors = self._count(_MAX_TENSORS, "tensors")
         num_keys = self._count(_MAX_KEYS, "keys")
         values = {}

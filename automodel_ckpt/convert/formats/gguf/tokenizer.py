@@ -78,7 +78,12 @@ def _converted(
     ends: Iterable[Any],
 ) -> GgufTokenizer:
     model = tokenizer["model"]
-    _check_model(model)
+    if model.get("type") != "BPE":
+        raise NotConvertible("only BPE tokenizers are written as GGUF", repr(model.get("type")))
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            value = f"model.{key}: {model[key]!r:.100}"
+            raise NotConvertible("this tokenizer has what llama.cpp's lacks", value)
     tokens, types = _tokens(tokenizer, model, vocab_size)
     ids = {token: index for index, token in enumerate(tokens)}
     special = _special_ids(settings, ids)
@@ -125,17 +130,6 @@ def _end_of_turn(
         if not isinstance(template, str) or tokens[index] in template:
             found.append(index)
     return found[0] if len(found) == 1 else None
-
-
-def _check_model(model: Values) -> None:
-    if model.get("type") != "BPE":
-        raise NotConvertible("only BPE tokenizers are written as GGUF", repr(model.get("type")))
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise NotConvertible(
-                "this tokenizer has what llama.cpp's lacks",
-                f"model.{key}: {model[key]!r:.100}",
-            )
 
 
 def _byte_level(

@@ -17,8 +17,8 @@ from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.formats.files import faults_of, first_bytes, is_gzip
-from automodel_ckpt.convert.formats.nemo.nemo import CONFIG, artifacts_in, read_config
+from automodel_ckpt.convert.formats.files import faults_of
+from automodel_ckpt.convert.formats.nemo.nemo import CONFIG
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
     StoredFile,
@@ -28,7 +28,6 @@ from automodel_ckpt.convert.formats.nemo.tar_files import (
     TarMember,
     TarReader,
     TarWriter,
-    tar_members,
 )
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
@@ -67,11 +66,8 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
         raise unusable("there is no archive to unpack", source, "no such file", hint)
     target = Path(os.path.realpath(target))
     check_directory_target(target)
-    if not is_gzip(first_bytes(real, 2)):
-        # Before anything is written: the headers alone are read, which is quick.
-        _kind([member.name for member in tar_members(real)], source)
     files = {}
-    with published_directory(target, log, what="the unpacked model") as staging:
+    with published_directory(target, log) as staging:
         with TarReader(real) as reader:
             for member in reader:
                 _extract(reader, member, staging)
@@ -86,7 +82,7 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
 
     The bytes of the archive depend only on the names and contents of the files. Raises :class:`CheckpointUnusable` if
     the directory has no model of NeMo or TensorRT-LLM, lacks the weights of a rank, or contains links or special
-    files; :class:`RecipeError` for a *target* in the directory, or with the suffix of the other kind;
+    files; :class:`RecipeError` for a *target* in the directory;
     :class:`SaveFailed` if the archive cannot be written.
     """
     directory = Path(os.path.realpath(source))
@@ -104,16 +100,7 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     check_file_target(target, overwrite=overwrite)
     packed = files_in_directory(directory)
     kind = _kind(packed.files, source)
-    if target.suffix in (".nemo", ".qnemo") and target.suffix != f".{kind}":
-        raise RecipeError(
-            f"the directory has the files of a .{kind} file",
-            where=str(target),
-            value=target.suffix,
-            hint=f"use the suffix .{kind}",
-        )
-    if kind == "nemo":
-        _warn_of_missing_artifacts(packed, log)
-    else:
+    if kind == "qnemo":
         _check_qnemo(packed)
     with (
         published_file(target, log, what=f"the .{kind} file") as staging,
@@ -155,17 +142,6 @@ def _kind(files: Collection[str], where: Path) -> str:
         ", ".join(sorted(files)[:5]) or "no files",
         f"a .nemo file contains {CONFIG}; a .qnemo file {QNEMO_CONFIG} and {_QNEMO_WEIGHTS}",
     )
-
-
-def _warn_of_missing_artifacts(packed: PackedFiles, log: Log) -> None:
-    """Log the artifacts that the config names and that are missing. Raises :class:`CheckpointUnusable` for a damaged
-    config.
-
-    No error: NeMo looks only for those that the model's class registers, and itself drops others when it saves a model.
-    """
-    for key, name in artifacts_in(read_config(packed)):
-        if name not in packed.files:
-            log(f"warning: the config names an artifact that is missing: {name} ({key})")
 
 
 def _check_qnemo(packed: PackedFiles) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 from automodel_ckpt.base.units import counted, left_out
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import (
     UNCHECKED,
     check_regular_files,
+    faults_of,
     names_in,
     optional_json,
 )
@@ -65,7 +67,7 @@ class MegatronCore(Format):
         """Describe the model under the names that Megatron stores. Links are never followed."""
         path = self.place(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
-        check_no_links(path, (*data_files, layout.DCP_METADATA, _COMMON))
+        check_no_links(path, (layout.DCP_METADATA, _COMMON))
         check_regular_files(path, data_files)
         tensors, others = _stored(path, only_model=True)
         if not tensors:
@@ -117,16 +119,11 @@ class MegatronRun(MegatronCore):
 
     def place(self, path: Path) -> Path:
         """Return the directory of the newest checkpoint."""
-        try:
+        with faults_of(path / _LATEST, "this file does not name an iteration"):
             text = read_safely(path, _LATEST, limit=_MAX_LATEST_BYTES).decode("ascii").strip()
-        except (OSError, ValueError) as error:
-            raise unusable("this file cannot be read", path / _LATEST, repr(error)[:200]) from error
-        if text == "release":
-            name = text
-        elif text.isdecimal() and len(text) <= 12:
-            name = f"iter_{int(text):07}"
-        else:
-            raise unusable("this file does not name an iteration", path / _LATEST, text[:40])
+            name = text if text == "release" else f"iter_{int(text):07}"
+            if _ITERATION.fullmatch(name) is None:
+                raise Fault(text[:40])
         newest = path / name
         if newest.is_symlink() or not newest.is_dir():
             raise unusable("the newest checkpoint of this run is missing", newest, "no directory")

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.formats.files import names_in, reports
+from automodel_ckpt.convert.formats.files import faults_of, names_in, reports
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
 from automodel_ckpt.convert.formats.nemo.packed_files import (
@@ -70,15 +70,9 @@ class NemoDirectory(Format):
         return frozenset(name for name in names_in(path) if _is_weights(path, name))
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        """Return the artifacts with their sizes, and the config as written."""
-        packed = packed_files(path)
-        artifacts = []
-        for key, name in artifacts_in(read_config(packed)):
-            stored = packed.files.get(name)
-            size = "missing" if stored is None else f"{stored.nbytes} bytes"
-            artifacts.append(f"{key}: {name} ({size})")
-        content = packed.read(CONFIG, MAX_CONFIG_BYTES).decode()
-        return {"artifacts": tuple(artifacts), CONFIG: tuple(content.splitlines())}
+        """Return the config as written."""
+        content = packed_files(path).read(CONFIG, MAX_CONFIG_BYTES).decode()
+        return {CONFIG: tuple(content.splitlines())}
 
 
 class NemoFile(NemoDirectory):
@@ -99,15 +93,8 @@ def _is_weights(path: Path, name: str) -> bool:
 
 def read_config(packed: PackedFiles) -> ValueDict:
     """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
-    try:
-        value = parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode())
-    except ValueError as error:
-        raise unusable("the model's config cannot be read", packed.path / CONFIG, error) from error
-    if not isinstance(value, dict):
-        raise unusable(
-            "the model's config is not a mapping", packed.path / CONFIG, type(value).__name__
-        )
-    return value
+    with faults_of(packed.path / CONFIG, "the model's config cannot be read"):
+        return dict(parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode()))
 
 
 def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:

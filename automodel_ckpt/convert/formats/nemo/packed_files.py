@@ -21,10 +21,8 @@ from automodel_ckpt.convert.formats.files import (
     faults_of,
     first_bytes,
     is_gzip,
-    is_tar,
 )
 from automodel_ckpt.convert.formats.nemo.tar_files import (
-    HEAD_BYTES,
     TarReader,
     decompress,
     tar_members,
@@ -68,15 +66,10 @@ class PackedFiles:
 
 
 def has_member(path: Path, name: str) -> bool:
-    """Return whether the archive *path* contains *name* before any damage; False for a file that is no archive.
+    """Return whether the archive *path*, a tar or gzip file, contains *name* before any damage.
 
     If the archive is compressed with gzip, everything before that member is decompressed.
     """
-    if not path.is_file():
-        return False
-    head = first_bytes(path, HEAD_BYTES)
-    if not is_gzip(head) and not is_tar(head):
-        return False
     try:
         with TarReader(Path(os.path.realpath(path))) as reader:
             return any(member.name == name for member in reader)

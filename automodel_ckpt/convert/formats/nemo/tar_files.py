@@ -23,7 +23,6 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import is_gzip
 
-HEAD_BYTES = 512
 _BLOCK_BYTES = 1 << 20
 _MAX_MEMBERS = 20_000
 _MAX_NAME_BYTES = 1024
@@ -164,8 +163,7 @@ class TarReader:
         name = _safe_name(entry.name)
         is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
         if not (is_file or entry.isdir()) or entry.sparse is not None:
-            kinds = {"a link": entry.islnk() or entry.issym(), "a sparse file": entry.issparse()}
-            kind = next((text for text, is_kind in kinds.items() if is_kind), "a special file")
+            kind = "a link" if entry.islnk() or entry.issym() else "a sparse or special file"
             raise TarFault(f"its member {name!r} is {kind}")
         end = entry.offset_data + entry.size
         if entry.size < 0 or end > self._limit or (entry.isdir() and entry.size):

@@ -15,9 +15,10 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safely
 from automodel_ckpt.checkpoint.parts.slices import whole_tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import names_in, optional_json
+from automodel_ckpt.convert.formats.files import faults_of, names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -73,16 +74,11 @@ class QnemoFile(TensorRtLlmDirectory):
 
 
 def _config(packed: PackedFiles) -> ValueDict:
-    path = packed.path / CONFIG
-    try:
-        value = parse_json(packed.read(CONFIG, _MAX_CONFIG_BYTES))
-    except ValueError as error:
-        raise unusable(
-            "the config of this checkpoint cannot be read", path, repr(error)[:300]
-        ) from error
-    if not isinstance(value, dict) or not isinstance(value.get("mapping"), dict):
-        raise unusable("the config has no mapping of ranks", path, type(value).__name__)
-    return value
+    with faults_of(packed.path / CONFIG, "the config of this checkpoint cannot be read"):
+        value = dict(parse_json(packed.read(CONFIG, _MAX_CONFIG_BYTES)))
+        if not isinstance(value.get("mapping"), dict):
+            raise Fault("it has no mapping of ranks")
+        return value
 
 
 def _num_ranks(config: Values, packed: PackedFiles) -> int:

@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,28 +39,22 @@ _DTYPES = {
 _MAX_ARRAY_BYTES = 1 << 20
 _HINT = "write it without compression, as Megatron-Core does, or as safetensors"
 _MAX_CHUNKS = 1 << 20
-_MAX_SLICES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """The content of ``.zarray``: safetensors dtype code, shape, shape of a chunk, and the separator in chunk names."""
+    """The content of ``.zarray``: safetensors dtype code, shape, and shape of a chunk."""
 
     name: str
     dtype: str
     shape: Shape
     chunks: Shape
-    separator: str
 
     @property
     def grid(self) -> Shape:
         """The number of chunks in each dimension."""
         pairs = zip(self.shape, self.chunks, strict=True)
         return tuple(-(-extent // size) for extent, size in pairs)
-
-    def chunk_file(self, index: Shape) -> str:
-        """Return the path of a chunk, relative to the directory of all arrays."""
-        return f"{self.name}/{self.separator.join(map(str, index)) or '0'}"
 
 
 def read_arrays(directory: Path) -> dict[str, ZarrArray]:
@@ -85,18 +78,16 @@ def _array(name: str, value: ValueDict) -> ZarrArray:
     for key, usual in expected.items():
         if value.get(key) not in (usual, []):
             raise Fault(f"its {key} is {value.get(key)!r:.200}")
-    shape, chunks = counts(value["shape"]), counts(value["chunks"])
-    if shape is None or chunks is None or len(shape) != len(chunks) or 0 in chunks:
-        raise Fault("its shape is invalid")
-    fault = shape_fault(shape) or shape_fault(chunks)
-    if fault is not None:
-        raise Fault(fault)
-    dtype, separator = value["dtype"], value.get("dimension_separator", ".")
-    if dtype not in _DTYPES or separator not in (".", "/"):
+    shape, chunks = counts(value["shape"]) or (), counts(value["chunks"]) or ()
+    invalid = len(shape) != len(chunks) or len(shape) != len(value["shape"]) or 0 in chunks
+    if invalid or shape_fault(shape) or shape_fault(chunks):
+        raise Fault(f"its shape is invalid: {value['shape']!r:.100}, {value['chunks']!r:.100}")
+    dtype = value["dtype"]
+    if dtype not in _DTYPES or value.get("dimension_separator", ".") != ".":
         raise Fault(
-            f"its dtype is {dtype!r:.100}, and the names of its chunks have {separator!r:.50}"
+            f"its dtype is {dtype!r:.100}, or the names of its chunks have another separator than ."
         )
-    array = ZarrArray(name, _DTYPES[dtype], shape, chunks, separator)
+    array = ZarrArray(name, _DTYPES[dtype], shape, chunks)
     if math.prod(array.grid) > _MAX_CHUNKS:
         raise Fault(f"it has too many chunks: {math.prod(array.grid)}")
     return array
@@ -109,13 +100,20 @@ def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
     """Describe an array in *directory*. Raises :class:`CheckpointUnusable` if a chunk is missing or damaged."""
     slices: list[Slice] = []
     chunk_bytes = nbytes_of(array.dtype, array.chunks)
+    strides = tuple(math.prod(array.chunks[at + 1 :]) for at in range(len(array.chunks)))
     with faults_of(directory / array.name, "the chunks of this array do not make it up"):
         for index in itertools.product(*map(range, array.grid)):
-            file = array.chunk_file(index)
+            file = f"{array.name}/{'.'.join(map(str, index)) or '0'}"
             _check_chunk(directory / file, chunk_bytes)
-            slices.extend(_slices(array, index, file))
-            if len(slices) > _MAX_SLICES:
-                raise Fault(f"they are cut into more than {_MAX_SLICES} parts")
+            offsets, sizes = [], []
+            for position, size, extent in zip(index, array.chunks, array.shape, strict=True):
+                offsets.append(position * size)
+                sizes.append(min(size, extent - position * size))
+            box = (tuple(offsets), tuple(sizes))
+            # A chunk at the end of a dimension has values beyond it, which the strides skip.
+            apart = strides if box[1][1:] != array.chunks[1:] else None
+            nbytes = nbytes_of(array.dtype, sizes)
+            slices.append(Slice(array.name, array.dtype, *box, file, 0, nbytes, strides=apart))
     return tiled(array.name, array.dtype, array.shape, slices, directory / array.name)
 
 
@@ -126,24 +124,3 @@ def _check_chunk(path: Path, chunk_bytes: int) -> None:
         raise Fault(f"{path.name} is not a regular file")
     if status.st_size != chunk_bytes:
         raise Fault(f"{path.name} has the wrong size: {status.st_size} bytes, not {chunk_bytes}")
-
-
-def _slices(array: ZarrArray, index: Shape, file: str) -> Iterator[Slice]:
-    """Yield the slices of one chunk: one, or several if it contains values beyond the end of an inner dimension."""
-    offsets = [position * size for position, size in zip(index, array.chunks, strict=True)]
-    ends = zip(offsets, array.chunks, array.shape, strict=True)
-    sizes = [min(size, extent - offset) for offset, size, extent in ends]
-    # The last dimension that is not complete in the chunk: each index of those before it is apart in the file.
-    num_apart = 0
-    for dimension in range(1, len(sizes)):
-        if sizes[dimension] != array.chunks[dimension]:
-            num_apart = dimension
-    for outer in itertools.product(*map(range, sizes[:num_apart])):
-        start = 0
-        for dimension, position in enumerate(outer):
-            start += position * nbytes_of(array.dtype, array.chunks[dimension + 1 :])
-        at = [offset + position for offset, position in zip(offsets, outer, strict=False)]
-        box_offsets = (*at, *offsets[num_apart:])
-        box_sizes = (*[1] * num_apart, *sizes[num_apart:])
-        nbytes = nbytes_of(array.dtype, box_sizes)
-        yield Slice(array.name, array.dtype, box_offsets, box_sizes, file, start, nbytes)

@@ -93,7 +93,7 @@ class PyTorchDcp(Format):
     def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: torch writes all files to one directory."""
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
-        check_no_links(path, (*data_files, layout.DCP_METADATA, layout.HF_METADATA))
+        check_no_links(path, (layout.DCP_METADATA, layout.HF_METADATA))
         check_regular_files(path, data_files)
         content = _read(path)
         names = self.names(content)

@@ -11,7 +11,6 @@ the nested state dict that a name was flattened from. An item is an archive of `
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
     StoredView,
-    describe_archive,
+    describe_file,
     describe_pickle,
 )
 from automodel_ckpt.convert.type_aliases import Shape
@@ -109,20 +108,17 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
     Raises :class:`CheckpointUnusable` for a tensor that its chunks do not tile, and for an item that is not a
     contiguous tensor of the described dtype and shape.
     """
-    with _Mapped(directory) as files:
-        for fqn, described in content.tensors.items():
-            slices = []
-            for box, item in described.chunks:
-                what = f"the stored chunk at {list(box.offsets)} of {fqn[:200]!r} does not match .metadata"
-                with faults_of(directory / item.file, what, _HINT):
-                    archive = files.archive(item, _MAX_PROGRAM_BYTES)
-                    start = item.start + _raw_start(archive, described.dtype, box.sizes)
-                nbytes = nbytes_of(described.dtype, box.sizes)
-                slices.append(
-                    Slice(fqn, described.dtype, box.offsets, box.sizes, item.file, start, nbytes)
-                )
-            where = directory / layout.DCP_METADATA
-            yield tiled(fqn, described.dtype, described.shape, slices, where)
+    for fqn, described in content.tensors.items():
+        dtype, slices = described.dtype, []
+        for box, item in described.chunks:
+            what = (
+                f"the stored chunk at {list(box.offsets)} of {fqn[:200]!r} does not match .metadata"
+            )
+            with faults_of(directory / item.file, what, _HINT):
+                start = _raw_start(_archive(directory, item, _MAX_PROGRAM_BYTES), dtype, box.sizes)
+            nbytes = nbytes_of(dtype, box.sizes)
+            slices.append(Slice(fqn, dtype, box.offsets, box.sizes, item.file, start, nbytes))
+        yield tiled(fqn, dtype, described.shape, slices, directory / layout.DCP_METADATA)
 
 
 def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[str, Any]]:
@@ -130,12 +126,11 @@ def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[st
 
     Each is an archive of ``torch.save``. Raises :class:`CheckpointUnusable` for an item that is damaged.
     """
-    with _Mapped(directory) as files:
-        for fqn, item in items.items():
-            what = f"the stored value {fqn[:200]!r} cannot be read"
-            with faults_of(directory / item.file, what, _HINT):
-                value = files.archive(item, None).value
-            yield fqn, value
+    for fqn, item in items.items():
+        what = f"the stored value {fqn[:200]!r} cannot be read"
+        with faults_of(directory / item.file, what, _HINT):
+            value = _archive(directory, item, None).value
+        yield fqn, value
 
 
 # ---------------------------------------------------------------- .metadata
@@ -233,44 +228,25 @@ def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
 # ---------------------------------------------------------------- items
 
 
-class _Mapped:
-    """The memory-mapped files of a directory. Only the pages that are accessed are read."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._maps: dict[str, mmap.mmap] = {}
-
-    def __enter__(self) -> _Mapped:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for content in self._maps.values():
-            content.close()
-
-    def archive(self, item: Item, max_program_bytes: int | None) -> Archive:
-        """Describe the archive in an item. Raises any exception if it is damaged."""
-        if item.file not in self._maps:
-            descriptor = open_safely(self._directory, item.file)
-            try:
-                self._maps[item.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(descriptor)
-        content, stop = self._maps[item.file], item.start + item.nbytes
-        # A slice of a memoryview beyond its end is shorter, without an error.
-        if stop > len(content):
-            raise Fault(f"the file has {len(content)} bytes, the item ends at {stop}")
-        # The views must be released before the map can be closed.
-        with memoryview(content) as everything, everything[item.start : stop] as data:
-            return describe_archive(data, max_program_bytes=max_program_bytes)
+def _archive(directory: Path, item: Item, max_program_bytes: int | None) -> Archive:
+    """Describe the archive in an item. Raises any exception if it is damaged."""
+    descriptor = open_safely(directory, item.file)
+    try:
+        return describe_file(
+            descriptor, item.start, item.nbytes, max_program_bytes=max_program_bytes
+        )
+    finally:
+        os.close(descriptor)
 
 
 def _raw_start(archive: Archive, dtype: str, sizes: Shape) -> int:
-    """Return the offset in an item at which the tensor's row-major bytes begin."""
+    """Return the offset in the file at which the tensor's row-major bytes begin."""
     view = archive.value
-    if not isinstance(view, StoredView) or view.dtype != dtype:
-        raise Fault(f"it is not a plain tensor, or a tensor of another dtype than {dtype}")
-    if view.shape != sizes or view.offset != 0:
-        raise Fault("it is a tensor of another shape, or a view into a larger one")
+    expected = (dtype, sizes, 0)
+    if not isinstance(view, StoredView) or (view.dtype, view.shape, view.offset) != expected:
+        raise Fault(
+            f"it is not a plain tensor of {dtype} {list(sizes)}, or a view into a larger one"
+        )
     if view.num_outer_dimensions > 0:
         why = "it was saved transposed, or as channels_last"
         raise Fault(f"its elements are not in row-major order ({why})")

@@ -10,7 +10,6 @@ a plain training script, or of FSDP's full state dict has the model under such a
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -41,7 +40,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     Archive,
     Opaque,
     StoredView,
-    describe_archive,
+    describe_file,
     has_tensor,
     views_in,
 )
@@ -84,8 +83,6 @@ class TorchFile(Format):
     has_own_names = True
 
     def detect(self, path: Path) -> bool:
-        if not path.is_file():
-            return False
         return is_torch_archive(first_bytes(path, _HEAD_BYTES))
 
     def open(self, path: Path) -> Source:
@@ -182,21 +179,10 @@ def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Ar
     except OSError as error:
         raise unusable("a file of weights cannot be read", path, error.strerror) from error
     try:
-        with (
-            faults_of(path),
-            mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
-            memoryview(content) as everything,
-        ):
-            end = len(everything) if nbytes is None else start + nbytes
-            if bytes(everything[start : start + 1]) == b"\x80":
+        with faults_of(path):
+            if os.pread(descriptor, 1, start) == b"\x80":
                 PICKLE.open(path)  # raises an error with the command that converts it
-            # The views must be released before the map can be closed.
-            with everything[start:end] as data:
-                archive = describe_archive(data)
-            storages = {
-                key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()
-            }
-            return Archive(archive.value, storages)
+            return describe_file(descriptor, start, nbytes)
     finally:
         os.close(descriptor)
 
@@ -290,10 +276,7 @@ def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> T
 
     Raises :class:`Fault` unless the elements of *view* are in the storage that the archive has.
     """
-    place = archive.storages.get(view.key)
-    if place is None:
-        raise Fault(f"the bytes of {fqn[:100]!r} are not in the file")
-    begin, end = place
+    begin, end = archive.storages.get(view.key, (0, 0))
     if end - begin != view.storage_bytes:
         raise Fault(
             f"the storage of {fqn[:100]!r} has {end - begin} bytes, not {view.storage_bytes}"

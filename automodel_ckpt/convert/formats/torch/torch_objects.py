@@ -8,9 +8,12 @@ object of any other class an :class:`Opaque`, whatever the class is.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.dtypes import CODES, DTYPE_BITS
@@ -19,7 +22,8 @@ from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnp
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_ranges
 from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 
-_PLAIN = (bool, int, float, str, type(None))
+_KEYS = (bool, int, float, str)
+_PLAIN = (*_KEYS, type(None))
 _COUNTER = "collections.Counter"
 _MAX_STATE_DEPTH = 16
 # A learning-rate schedule's state or the options of a parameter group can contain functions and objects of any class.
@@ -36,40 +40,27 @@ def plain_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
     the others keep their positions. A ``collections.Counter`` becomes a dict. Raises :class:`Fault` if the values are
     nested too deeply, or are too many.
     """
-    found = _Copy().value(state, 0)
-    assert isinstance(found, dict)
-    return found
+    numbers = itertools.count(1)
 
-
-class _Copy:
-    """A copy of plain values. Counts them, to limit their number."""
-
-    def __init__(self) -> None:
-        self._num_values = 0
-
-    def value(self, value: Any, depth: int) -> Any:
-        """Return a copy of *value*; ``_ABSENT`` for an object that is not plain."""
-        self._num_values += 1
-        if self._num_values > _MAX_VALUES:
-            raise Fault(f"a state has more than {_MAX_VALUES} plain values")
-        if depth > _MAX_STATE_DEPTH:
-            raise Fault(f"a state is nested more than {_MAX_STATE_DEPTH} levels deep")
+    def copied(value: Any, depth: int) -> Any:
+        if next(numbers) > _MAX_VALUES or depth > _MAX_STATE_DEPTH:
+            limits = f"{_MAX_VALUES} plain values, or {_MAX_STATE_DEPTH} levels"
+            raise Fault(f"a state has more than {limits}")
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Opaque) and value.kind == _COUNTER and value.arguments:
             value = value.arguments[0]
         if isinstance(value, dict):
-            copied = {
-                key: self.value(item, depth + 1)
-                for key, item in value.items()
-                if type(key) in (str, int, float, bool)
-            }
-            return {key: item for key, item in copied.items() if item is not _ABSENT}
+            items = value.items()
+            found = {key: copied(item, depth + 1) for key, item in items if type(key) in _KEYS}
+            return {key: item for key, item in found.items() if item is not _ABSENT}
         if isinstance(value, (list, tuple)):
-            items = [self.value(item, depth + 1) for item in value]
-            items = [None if item is _ABSENT else item for item in items]
-            return tuple(items) if isinstance(value, tuple) else items
+            entries = (copied(item, depth + 1) for item in value)
+            return type(value)(None if item is _ABSENT else item for item in entries)
         return _ABSENT
+
+    plain: dict[Any, Any] = copied(state, 0)
+    return plain
 
 
 STORAGE_DTYPES = {
@@ -186,6 +177,33 @@ def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None 
     return Archive(_Reader(program).load(), storages)
 
 
+def describe_file(
+    descriptor: int,
+    start: int = 0,
+    nbytes: int | None = None,
+    *,
+    max_program_bytes: int | None = None,
+) -> Archive:
+    """Describe the object in *nbytes* at *start* of a file of ``torch.save``, by default in the whole file.
+
+    The storages are byte ranges of the file. Only the pages that are accessed are read. Raises as
+    :func:`describe_archive`.
+    """
+    with (
+        mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
+        # The views must be released before the map can be closed.
+        memoryview(content) as everything,
+    ):
+        stop = len(everything) if nbytes is None else start + nbytes
+        # A slice of a memoryview beyond its end is shorter, without an error.
+        if stop > len(everything):
+            raise Fault(f"the file has {len(everything)} bytes, the item ends at {stop}")
+        with everything[start:stop] as data:
+            archive = describe_archive(data, max_program_bytes=max_program_bytes)
+    storages = {key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()}
+    return Archive(archive.value, storages)
+
+
 def describe_pickle(program: bytes) -> Any:
     """Describe the object in the pickle *program*, which has no storages. Raises as :func:`describe_archive`."""
     return _Reader(program).load()
@@ -253,13 +271,6 @@ class _Class:
     name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Function:
-    """A known function of a pickle, and its replacement."""
-
-    replacement: Callable[..., Any]
-
-
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
     # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype (its storage is untyped). Then whether the
     # tensor is the conjugate or the negative of what is stored.
@@ -286,9 +297,9 @@ _PLAIN_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.para
 def _typed(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
     """A tensor with Python attributes, or of a subclass of torch.Tensor."""
     name = kind.name if type(kind) is _Class else "a subclass of torch.Tensor"
-    if type(function) is _Function and type(arguments) is tuple:
+    if isinstance(function, FunctionType) and type(arguments) is tuple:
         # A tensor of the subclass has a storage.
-        arguments = function.replacement(*arguments)
+        arguments = function(*arguments)
         if name in _PLAIN_CLASSES:
             return arguments
     return Opaque(name, (arguments,))
@@ -326,21 +337,21 @@ def _reconstructed(kind: Any, *arguments: Any) -> Opaque:
 
 
 _KNOWN: ValueDict = {
-    "torch._utils._rebuild_tensor": _Function(_view),
-    "torch._utils._rebuild_tensor_v2": _Function(_view),
-    "torch._utils._rebuild_tensor_v3": _Function(_view),
-    "torch._utils._rebuild_parameter": _Function(_first),
-    "torch._utils._rebuild_parameter_with_state": _Function(_first),
-    "torch._tensor._rebuild_from_type_v2": _Function(_typed),
-    "torch.Size": _Function(_first),
+    "torch._utils._rebuild_tensor": _view,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _view,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": _typed,
+    "torch.Size": _first,
     "torch.storage.UntypedStorage": "U8",
-    "collections.OrderedDict": _Function(_dict),
-    "collections.defaultdict": _Function(_dict),
-    "copyreg._reconstructor": _Function(_reconstructed),
-    "copy_reg._reconstructor": _Function(_reconstructed),
-    "_codecs.encode": _Function(_text),
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _dict,
+    "copyreg._reconstructor": _reconstructed,
+    "copy_reg._reconstructor": _reconstructed,
+    "_codecs.encode": _text,
     **{
-        f"{module}.{name}": _Function(_list)
+        f"{module}.{name}": _list
         for module in ("builtins", "__builtin__")
         for name in ("set", "frozenset", "list")
     },
@@ -378,17 +389,16 @@ class _Reader(RestrictedUnpickler):
         if type(saved_id) is not tuple or len(saved_id) != 5 or saved_id[0] != "storage":
             raise Fault("it refers to something else than a storage")
         _, dtype, key, _, numel = saved_id
-        if type(dtype) is not str or dtype not in DTYPE_BITS:
+        is_known = type(dtype) is str and dtype in DTYPE_BITS
+        if not is_known or type(key) is not str or counts([numel]) is None:
             name = dtype.name if type(dtype) is _Class else dtype
             raise Fault(f"it has a storage of an unknown kind: {name!r:.100}")
-        if type(key) is not str or counts([numel]) is None:
-            raise Fault("the key or the size of a storage is of another form")
-        nbytes = numel * DTYPE_BITS[dtype] // 8
-        return _Storage(dtype, key, nbytes)
+        return _Storage(dtype, key, numel * DTYPE_BITS[dtype] // 8)
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if type(function) is _Function:
-            return function.replacement(*arguments)
+        # A pickle cannot make a function: it is one of _KNOWN.
+        if isinstance(function, FunctionType):
+            return function(*arguments)
         if type(function) is _Class:
             return Opaque(function.name, arguments)
         return self.reject()

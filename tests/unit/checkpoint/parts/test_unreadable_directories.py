@@ -82,7 +82,7 @@ def test_nothing_is_published_with_a_directory_that_is_not_durable(
         commit.finalize(staging, b"{}")
     assert not (staging / layout.MANIFEST).exists()
     target = tmp_path / "export"
-    for publishing in (staged(target, print), published_directory(target, print, what="it")):
+    for publishing in (staged(target, print), published_directory(target, print)):
         with pytest.raises(SaveFailed, match="EACCES"), publishing as made:
             (made / "closed").mkdir()
         assert not target.exists()

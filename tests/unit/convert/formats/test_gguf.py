@@ -148,29 +148,6 @@ def test_a_damaged_shard_yields_no_file(tmp_path: Path, capsys: Capture) -> None
     assert shard.name in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--nproc", "2"], 2, "--nproc"),
-        (["-o", "."], 4, "a directory"),
-        (["--cast-dtype", "fp64"], 3, "F64"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    arguments: list[str],
-    code: int,
-    said: str,
-) -> None:
-    pytest.importorskip("gguf")
-    monkeypatch.chdir(tmp_path)
-    llama_checkpoint(tmp_path / "c")
-    assert main(["export", "c", "--to", "gguf", *arguments]) == code
-    assert said in capsys.readouterr().err and not (tmp_path / "c.gguf").exists()
-
-
 def test_without_the_package_it_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -221,32 +198,6 @@ def keys(change: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[st
             document, SETTINGS, 6, "tokenizer.json", "{{ x }}"
         ).keys
     }
-
-
-def test_a_tokenizer_becomes_keys() -> None:
-    found = keys()
-    assert found["tokenizer.ggml.tokens"] == ["a", "b", "ab", "<s>", "<u>", "[PAD5]"]
-    assert found["tokenizer.ggml.token_type"] == [1, 1, 1, 3, 4, 5] and found[
-        "tokenizer.ggml.merges"
-    ] == ["a b"]
-    assert (
-        found["tokenizer.ggml.bos_token_id"] == 3 and found["tokenizer.chat_template"] == "{{ x }}"
-    )
-    assert found["tokenizer.ggml.add_bos_token"] is False
-    template = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
-    }
-    found = keys(
-        lambda d: d.update(
-            post_processor={"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
-        )
-    )
-    assert (
-        found["tokenizer.ggml.add_bos_token"] is True
-        and found["tokenizer.ggml.add_eos_token"] is False
-    )
-    assert keys(lambda d: d["model"].update(merges=["a b"]))["tokenizer.ggml.merges"] == ["a b"]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_quantized_weights_are_shown(tmp_path: Path, capsys: Capture) -> None:
         ({}, 8, 2, "divides"),
         ({"model_type": "gpt2"}, 1, 3, "only Llama and Mistral"),
         ({"attention_bias": True}, 1, 3, "attention_bias"),
-        ({"num_key_value_heads": 4}, 1, 3, "heads of config.json"),
+        ({"num_key_value_heads": 4}, 1, 3, "rows that the model's config implies"),
     ],
 )
 def test_a_model_that_cannot_be_written_is_an_error(
