@@ -93,10 +93,12 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     name_notes: tuple[str, ...] = ()
     omitted = [*source.opened.omitted]
     if adapter is not None:
-        # peft can save second copies of modules that are trained in full.
+        # peft can save copies of layers of the base, and second ones of modules that are trained in full.
         tensors = {name: weights.tensors[name] for name in adapter.shapes}
         if num_copies := len(weights.tensors) - len(tensors):
-            omitted.append(f"{counted(num_copies, 'copy', 'copies')} of weights of the adapter")
+            omitted.append(
+                f"{counted(num_copies, 'copy', 'copies')} of weights of the base or the adapter"
+            )
         stored = weights = replace(weights, tensors=tensors)
         if options.parameters is not None:
             trained = adapter.parameters
