@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.formats.description import (
 )
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
@@ -70,14 +70,7 @@ class Fetch:
     tensor: Callable[[], torch.Tensor]
     nbytes: int
 
-    def __call__(self) -> memoryview:
-        """The row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
-        tensor = self.tensor()
-        if tensor.is_cuda:
-            return gathered(flat_bytes(tensor))
-        return raw_bytes(tensor)
-
-    def contents(self) -> memoryview | Blocks:
+    def __call__(self) -> memoryview | Blocks:
         """The row-major bytes; of a tensor on a GPU as blocks, which are copied while they are written."""
         tensor = self.tensor()
         if tensor.is_cuda:

@@ -49,14 +49,13 @@ def plan_jobs(plan: TreePlan, rank: int) -> Iterator[FileJob]:
     for tensor in plan.tensors():
         (stored,) = tensor.slices
         archive = described_archive(tensor.dtype, stored.sizes)
-        # Head, data, tail: an archive of torch.save around the tensor's raw bytes. The tail contains their checksum,
-        # which is known only when they are written.
+        # Head, data, tail: an archive of torch.save around the tensor's raw bytes.
         data_start = end + len(archive.head)
         tail_start = data_start + stored.nbytes
         entry = located(tensor, file, data_start)
         chunks.append(Chunk(end, archive.head))
         chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
-        chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
+        chunks.append(Chunk(tail_start, archive.tail))
         end = tail_start + len(archive.tail)
     yield FileJob(file, chunks, plan.name, end)
 

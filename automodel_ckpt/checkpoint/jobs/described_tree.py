@@ -113,7 +113,7 @@ class _Plan:
         # The manifest's entry has only the raw bytes, torch's reader gets the whole archive.
         self.chunks.append(Chunk(start, archive.head))
         self.chunks.append(Chunk(data_start, read, Tensor(fqn, dtype, shape, (stored,))))
-        self.chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
+        self.chunks.append(Chunk(tail_start, archive.tail))
         return DcpChunk(box.offsets, box.sizes, self._located(start, self.end - start))
 
     def _located(self, start: int, nbytes: int) -> DcpLocation:

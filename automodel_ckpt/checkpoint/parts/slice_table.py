@@ -66,23 +66,16 @@ class Segment:
     rows: bytes
 
 
-def segments_of(
-    slices: Sequence[Slice], part: int, *, placed: bool, others: Sequence[Slice] = ()
-) -> Iterator[Segment]:
+def segments_of(slices: Sequence[Slice], part: int, *, placed: bool) -> Iterator[Segment]:
     """Divide the slices of a rank, which have digests, into segments. They are in the order of the tensors.
 
-    *placed*: their tensors have positions in files of several ranks, so that their own are not stored. None of the
-    *others* is in a segment.
+    *placed*: their tensors have positions in files of several ranks, so that their own are not stored.
     """
     run: list[Slice] = []
     for stored in slices:
         if run and not placed:
             end = run[-1].start + run[-1].nbytes
-            in_between = (
-                other.file == stored.file and end <= other.start < stored.start for other in others
-            )
-            is_next = stored.file == run[-1].file and 0 <= stored.start - end <= _MAX_GAP
-            if not is_next or any(in_between):
+            if stored.file != run[-1].file or not 0 <= stored.start - end <= _MAX_GAP:
                 yield _segment(run, part, placed)
                 run = []
         run.append(stored)

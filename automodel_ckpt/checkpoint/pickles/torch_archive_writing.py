@@ -88,11 +88,6 @@ class ZipRecords:
         entry += struct.pack("<5H2I", len(path), len(extra), 0, 0, 0, 0, short_at)
         self._entries[name] = entry + path + extra
 
-    def entry_at(self, name: str) -> int:
-        """The offset of a record's entry in the directory, in bytes."""
-        names = list(self._entries)
-        return sum(len(self._entries[other]) for other in names[: names.index(name)])
-
     def finish(self) -> None:
         """Write the directory, its 64-bit end record and locator, and its 32-bit end record."""
         directory = b"".join(self._entries.values())
@@ -114,12 +109,10 @@ _DATA = "data/0"
 
 
 class TensorArchive(NamedTuple):
-    """*head*, then the tensor's bytes, then *tail*, in which the bytes' CRC-32 (little-endian) has to be put at each of
-    *crc_at*."""
+    """The bytes of an archive before those of its tensor, and after them."""
 
     head: bytes
     tail: bytes
-    crc_at: tuple[int, ...]
 
 
 Blocks = Callable[[], Iterable[bytes | memoryview]]
@@ -188,7 +181,10 @@ def plain_archive(value: Any) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
-    """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor."""
+    """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor.
+
+    Their CRC-32 is left out (0), as with ``torch.serialization.set_crc32_options(False)``: torch does not read it.
+    """
     tensor = ArchiveTensor(dtype, shape, tuple)
     program = _Program()
     program.save(tensor)
@@ -200,16 +196,11 @@ def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
     head = bytes(records.written)
     records.written.clear()
     records.skipped = len(head) + tensor.nbytes
-    # The CRC is not known yet: the writer puts it at *crc_at*.
     records.end(_DATA, tensor.nbytes, 0)
-    crc_at = [4]  # in the descriptor, behind its signature
     for name, content in MARKS_AFTER.items():
         records.add(name, content)
-    directory = len(records.written)
     records.finish()
-    # In the directory's entry of a record the CRC is 16 bytes after its signature.
-    crc_at.append(directory + records.entry_at(_DATA) + 16)
-    return TensorArchive(head, bytes(records.written), tuple(crc_at))
+    return TensorArchive(head, bytes(records.written))
 
 
 def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: ArchiveTensor) -> None:

@@ -263,8 +263,8 @@ def _append(layout: MemoryLayout, data: Data) -> Span:
         layout.tensors.append((layout.end, data))
         span = Span(layout.end, data.nbytes)
     else:
-        assert not isinstance(data, Span | Blocks), "the data must be in this process, and no copy"
-        constant = data if isinstance(data, bytes) else data()
+        constant = data() if callable(data) else data
+        assert not isinstance(constant, Span | Blocks), "the data must be in this process, and no copy"
         layout.constants.append((layout.end, constant))
         span = Span(layout.end, len(constant))
     layout.end += span.nbytes
