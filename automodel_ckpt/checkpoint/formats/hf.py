@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint.export.plan import OutputFile, make_plan
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
-from automodel_ckpt.checkpoint.formats.safetensors import values_job
+from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, values_job
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor, is_one_run

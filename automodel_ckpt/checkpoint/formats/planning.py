@@ -17,20 +17,17 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from automodel_ckpt.checkpoint.formats.assignment import Assignment, Share, assign
 from automodel_ckpt.checkpoint.formats.description import (
-    DTYPE_CODES,
-    DTYPES,
     TreeDescription,
     describe,
     local_tensor,
 )
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
-
-__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreeLayout", "TreePlan", "located", "ordered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +175,13 @@ def located(tensor: Tensor, file: str, start: int) -> Tensor:
     return Tensor(
         tensor.fqn, tensor.dtype, tensor.shape, (replace(stored, file=file, start=start),)
     )
+
+
+def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
+    """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
+    chunks, start = [], 0
+    for fqn, data in plan.values():
+        chunks.append(Chunk(start, data, Blob(fqn, file, start, len(data), "")))
+        start += len(data)
+    if chunks:
+        yield FileJob(file, chunks, plan.name)

@@ -13,9 +13,14 @@ from functools import cached_property
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, located, ordered
+from automodel_ckpt.checkpoint.formats.planning import (
+    TreeLayout,
+    TreePlan,
+    located,
+    ordered,
+    values_job,
+)
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 
@@ -98,13 +103,3 @@ def _shard_job(plan: TreePlan, tensors: Sequence[Tensor], file: str) -> FileJob:
 def _header_entry(tensor: Tensor) -> Entry:
     (stored,) = tensor.slices
     return tensor.fqn, tensor.dtype, stored.offsets, stored.sizes, tensor.shape
-
-
-def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
-    """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
-    chunks, start = [], 0
-    for fqn, data in plan.values():
-        chunks.append(Chunk(start, data, Blob(fqn, file, start, len(data), "")))
-        start += len(data)
-    if chunks:
-        yield FileJob(file, chunks, plan.name)

@@ -20,9 +20,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, located, ordered
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding
 from automodel_ckpt.checkpoint.parts.slices import Box
+from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import Columns, DcpLocation, DcpMetadata
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     DcpChunk,
     DcpLocation,

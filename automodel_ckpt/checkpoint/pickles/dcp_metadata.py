@@ -85,12 +85,10 @@ class DcpMetadata:
     ) -> None:
         """Add a tensor of a safetensors *dtype*, stored in *chunks*, which cover it."""
         form = (len(chunks), len(shape))
-        boxes = [
-            np.array(rows, np.int64).reshape(form)
-            for rows in ([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks])
-        ]
+        offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(form)
+        sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(form)
         items = self._items([chunk.location for chunk in chunks])
-        self.add_columns(path, dtype, shape, Columns(*boxes, *items))
+        self.add_columns(path, dtype, shape, Columns(offsets, sizes, *items))
 
     def add_columns(
         self, path: KeyPath, dtype: str, shape: tuple[int, ...], columns: Columns

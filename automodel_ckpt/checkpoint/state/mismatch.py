@@ -50,8 +50,6 @@ def check_differences(
         return
     hints = ["resume with the model and settings that wrote it (see its config.yaml)"]
     if item.kind == "optimizer":
-        if f"{item.name}.forms" in tree.objects:
-            hints = ["resume with revision ce252fbe, which wrote nested containers of its state"]
         lines = _by_entry(item.name, lines)
         if any(DIVIDED in line for line in lines):
             hints.append(

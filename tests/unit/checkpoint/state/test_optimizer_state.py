@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.state.param_groups import match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -209,20 +208,6 @@ def test_containers_in_the_state_are_refused_before_the_first_step(tmp_path: Pat
     del made.lr_scheduler
     with pytest.raises(RecipeError, match=r"not flat(.|\n)*optimizer\.state\.\*\.old"):
         tiny.checkpointer(tmp_path).check_disk_space(discover(made))
-
-
-def test_saved_containers_are_an_error_that_names_the_revision(tmp_path: Path) -> None:
-    made = keeping(dict, forms=1)
-    path = tiny.save(tmp_path, made).path
-    manifest = Manifest.read(path)
-    tree = manifest.trees["optimizer"]
-    objects = dict(tree.objects)
-    blob = objects.pop("optimizer.param_groups.0.forms")
-    objects["optimizer.forms"] = replace(blob, fqn="optimizer.forms")
-    trees = {**manifest.trees, "optimizer": replace(tree, objects=objects)}
-    (path / "MANIFEST.json").write_bytes(replace(manifest, trees=trees).to_bytes())
-    with pytest.raises(CheckpointUnusable, match=r"optimizer\.forms(.|\n)*ce252fbe"):
-        tiny.load(tmp_path, made)
 
 
 def test_counters_of_a_fused_step_are_loaded_as_torch_loads_them(tmp_path: Path) -> None:
