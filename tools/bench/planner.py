@@ -144,11 +144,10 @@ def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
-            tree.take(rank)
             written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
         jobs = [
-            *safetensors.plan_jobs(model, rank, files),
-            *torch_save.plan_jobs(optimizer, rank),
+            *safetensors.plan_jobs(model, rank, save.plan.layouts[model.name], files),
+            *torch_save.plan_jobs(optimizer, rank, save.plan.layouts[optimizer.name]),
         ]
         for job in jobs:
             _pretend_to_write(job, written)

@@ -258,7 +258,7 @@ class Planner:
         jobs: list[FileJob] = []
         self._has_reusable_files = False
         for tree in save.plan.trees.values():
-            tree.assign(shares[tree.name], self.settings.ranks.rank)
+            tree.assign(shares[tree.name])
             untrained = self._untrained_in(tree)
             self._has_reusable_files = self._has_reusable_files or bool(untrained)
             jobs += self._tree_jobs(tree, save.plan, proposals[0], untrained)
@@ -297,9 +297,9 @@ class Planner:
             files = safetensors.ShardFiles(mapping, untrained)
             plan.formats[name] = safetensors.NAME
             plan.layouts[name] = safetensors.lay_out(tree, files)
-            return list(safetensors.plan_jobs(tree, rank, files))
+            return list(safetensors.plan_jobs(tree, rank, plan.layouts[name], files))
         plan.formats[name], plan.layouts[name] = torch_save.NAME, torch_save.lay_out(tree)
-        return list(torch_save.plan_jobs(tree, rank))
+        return list(torch_save.plan_jobs(tree, rank, plan.layouts[name]))
 
     def object_jobs(
         self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]

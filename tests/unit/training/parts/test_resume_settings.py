@@ -118,7 +118,7 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     assert "optimizer.lr: 0.01 -> 0.5\n" in caplog.text + "\n"
 
     with pytest.raises(
-        CheckpointUnusable, match=r"~ \d+ tensors: saved as F32, here BF16\n.*model\.dtype"
+        CheckpointUnusable, match=r"saved as F32 \[.*\], here BF16(.|\n)*model\.dtype"
     ):
         resumed(recipe, *here, "--model.dtype", "bfloat16")
     constant = resumed(
@@ -158,8 +158,8 @@ def test_a_resume_with_another_class_of_optimizer_takes_its_options_or_starts_wi
     with pytest.raises(CheckpointUnusable) as other_class:
         resumed(recipe, *sgd)
     said = str(other_class.value)
-    assert "+ optimizer.state.*.momentum_buffer: here, but not saved" in said
-    assert "allow_missing_state '[optimizer]'" in said and len(said.splitlines()) < 20
+    assert "norm.weight.momentum_buffer: here, but not saved" in said
+    assert "allow_missing_state '[optimizer]'" in said
     with pytest.raises(RecipeError, match=r"optimizer\.weight_decay: 0; epoch_0_step_3 was saved"):
         resumed(recipe, *here, "--optimizer", "{_target_: torch.optim.Adam, lr: 0.5}")
     # The state of AdamW fits Adam: only an option distinguishes them.
