@@ -30,7 +30,7 @@ def index_with(directory: Path, content: Any) -> Path:
         ({"weight_map": {"a": "../x.safetensors"}}, "outside of its directory"),
         ({"weight_map": {"a": "/x.safetensors"}}, "outside of its directory"),
         ({"weight_map": {"a": "inner/x.safetensors"}}, "in a subdirectory"),
-        ({"weight_map": {"a": "x\0.safetensors"}}, "NUL"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "a character"),
         ({"weight_map": {"a": ""}}, "outside of its directory"),
     ],
 )
