@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -200,12 +199,10 @@ class CheckpointLoader:
         what = "no checkpoint can be used"
         if request.by_name:
             what = "the checkpoint to restore from cannot be used"
-        hint = "restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-        if not any(os.path.lexists(each.path / layout.MANIFEST) for each in skipped):
-            hint = (
-                "without MANIFEST.json, these are files of another program, or an incomplete copy: `ckpt show` names "
-                "the format, and `ckpt import` (or init_from.path) takes the weights; "
-            )
+        hint = (
+            "restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights of "
+            "another program with `ckpt import` (or init_from.path), "
+        )
         raise CheckpointUnusable(
             what,
             where=str(run.path),

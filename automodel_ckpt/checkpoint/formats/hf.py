@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from automodel_ckpt.checkpoint.export.plan import OutputFile, make_plan
+from automodel_ckpt.checkpoint.export.plan import BaseMaps, OutputFile, make_plan
 from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, values_job
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor, is_one_run
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.source import FINISHED
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
-NAME = FINISHED
+NAME = "hf"
 
 
 @dataclass(frozen=True, slots=True)

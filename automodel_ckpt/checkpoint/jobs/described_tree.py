@@ -19,7 +19,6 @@ from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
-    DcpChunk,
     DcpLocation,
     DcpMetadata,
     KeyPath,
@@ -70,9 +69,7 @@ class DescribedTree:
             chunks.append(Chunk(start, content, tensor))
             chunks.append(Chunk(tail_start, archive.tail))
             nbytes = tail_start + len(archive.tail) - end
-            zeros = (0,) * len(shape)
-            chunk = DcpChunk(zeros, shape, DcpLocation(name, end, nbytes))
-            metadata.add_tensor(path, dtype, shape, [chunk])
+            metadata.add_tensor(path, dtype, shape, DcpLocation(name, end, nbytes))
             end += nbytes
         yield FileJob(file, chunks, self.name, end)
         description = metadata.to_bytes()

@@ -190,17 +190,11 @@ def _check_places(items: Iterable[Item]) -> None:
     problems = []
     for item in items:
         path = item.path.rstrip("/")
-        reason = layout.unsafe_path(path)
-        if "/" in item.name:
-            reason = "it contains a slash"
-        elif len(os.fsencode(path)) > _MAX_NAME_BYTES and reason is None:
-            reason = f"it is longer than {_MAX_NAME_BYTES} bytes"
-        elif path in layout.RESERVED:
-            reason = "the name is reserved for a file of the checkpoint"
-        if reason:
+        is_free = "/" not in item.name and path not in layout.RESERVED
+        if not is_free or layout.unsafe_path(path) or len(os.fsencode(path)) > _MAX_NAME_BYTES:
             what = "a name in the state cannot be used as a file name"
             hint = f"rename it, or add {item.name!r} to `untracked` of the recipe"
-            problems.append(Problem(what, "recipe", f"{item.name!r}: {reason}", hint))
+            problems.append(Problem(what, "recipe", repr(item.name), hint))
         other = by_path.setdefault(item.path, item)
         # A LR scheduler is stored in the directory of its optimizer.
         if other is item or item.kind == "lr_scheduler" or other.owner == item.name:

@@ -138,9 +138,8 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
         contents = FileContents(manifest.trees.values())
     except CheckpointUnusable as error:  # a damaged table
         return list(error.problems)
-    problems = []
     # All files of a tree have the damage of its table. A dict, because it has an order.
-    of_tables: dict[Problem, None] = {}
+    found: dict[Problem, None] = {}
     for path, record in manifest.files.items():
         # A Merkle digest is computed from the slices' digests.
         if has_merkle_digest(record):
@@ -148,16 +147,15 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
         try:
             slices = contents.slices(path)
         except CheckpointUnusable as error:
-            of_tables.update(dict.fromkeys(error.problems))
+            found.update(dict.fromkeys(error.problems))
             slices = contents.listed(path)
         with contextlib.suppress(OSError, ValueError):
             wrong = damaged(checkpoint, path, slices)
             if wrong and file_record(checkpoint / path) == record:
                 value = ", ".join(map(str, wrong))
-                problems.append(
-                    Problem("the manifest's digests disagree", str(checkpoint / path), value, HINT)
-                )
-    problems = [*of_tables, *problems]
+                what = "the manifest's digests disagree"
+                found[Problem(what, str(checkpoint / path), value, HINT)] = None
+    problems = list(found)
     try:
         for path in unlisted_files(checkpoint, manifest):
             what = "a file that the manifest does not name"

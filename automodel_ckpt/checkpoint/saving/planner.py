@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
@@ -40,7 +41,6 @@ from automodel_ckpt.checkpoint.saving.agreement import (
 )
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveSettings
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.module_tensors import (
     module_state,
     stored_layout,
