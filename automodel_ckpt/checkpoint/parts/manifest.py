@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 FORMAT = "automodel_ckpt"
 FORMAT_VERSION = 2
 """The newest version. A manifest has the lowest version that describes it, so that older programs read it: 2 with slice
-tables, else 1. Version 3 had ``checkpoint.files_per_node``: a later one is 4."""
+tables, else 1. Version 3 had ``checkpoint.files_per_node``, and no program reads it any more: a later one is 4."""
 # The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
 MAX_BYTES = 1 << 29
 # The digest is on the last line, so that a reader can compare it before it parses anything.
@@ -377,15 +377,8 @@ def _decode(data: bytes, path: Path | str) -> dict[str, Any]:
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
-    if version == 3:
-        raise CheckpointUnusable(
-            "the checkpoint was saved with checkpoint.files_per_node: revision e40da6e4 reads it",
-            where=str(path),
-            value="version 3",
-            hint="resume with that revision and without the key, and save again",
-        )
     if version is not None and version > FORMAT_VERSION:
-        what = "the checkpoint has a newer format than this version supports"
+        what = "the checkpoint has a format that this version does not support"
         raise _unusable(what, path, f"version {version}")
     if tail != _TAIL % digest_of(head).encode():
         what = "the manifest is damaged: its digest does not match"
