@@ -201,8 +201,8 @@ def merge_tree(
     if planned is None:
         planned = Tree(format, {}, {})
     table = SliceTable.merged(segments, name) if planned.tensors else None
-    merged = _with_records(planned.tensors, table) | _merge_tensors(tensors)
-    merged_copies = _with_records(planned.copies, table) | _merge_tensors(copies)
+    merged = _with_records(planned.tensors, table) | {each.fqn: each for each in tensors}
+    merged_copies = _with_records(planned.copies, table) | {each.fqn: each for each in copies}
     if table is not None:
         # Compares the number of slices.
         _ = table.segments
@@ -216,19 +216,6 @@ def _with_records(planned: Mapping[str, Tensor], table: SliceTable | None) -> di
         assert table is not None and isinstance(tensor.slices, RegularSlices)
         found[fqn] = table.add(tensor.slices)
     return found
-
-
-def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Tensors with the slices of all ranks, by FQN."""
-    slices: dict[str, list[Slice]] = {}
-    first: dict[str, Tensor] = {}
-    for tensor in written:
-        first.setdefault(tensor.fqn, tensor)
-        slices.setdefault(tensor.fqn, []).extend(tensor.slices)
-    merged: dict[str, Tensor] = {}
-    for fqn, tensor in first.items():
-        merged[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, tuple(slices[fqn]))
-    return merged
 
 
 def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
