@@ -68,9 +68,7 @@ def test_it_is_listed_and_exported(golden: Path, capsys: pytest.CaptureFixture[s
     assert (golden / "export/model.safetensors.index.json").is_file()
 
 
-def test_one_of_version_3_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_of_version_3_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(OF_SEVERAL_RANKS, tmp_path / "run")
     with pytest.raises(CheckpointUnusable, match="a format that this version does not support"):
         tiny.load(tmp_path / "run", tiny.recipe(9, tracker=tiny.Counter()))

@@ -122,6 +122,8 @@ def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> boo
         except BlockingIOError:
             return False
         made_by = path.name[-32:]
+        if made_by[12] != _MARK:
+            return True
         if made_by[8:18] == _process_digits() and is_gone(int(made_by[18:24], 16)):
             return True
         if is_locked and made_by[:8] == _lock_digits(path.parent):

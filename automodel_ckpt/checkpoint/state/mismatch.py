@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ def check_differences(
         "resume with the model, data type (model.dtype), settings and versions that wrote it (see its config.yaml)"
     ]
     if item.kind == "optimizer":
+        lines = _by_entry(item.name, lines)
         if any(DIVIDED in line for line in lines):
             hints.append(
                 f"give the optimizer the saved groups: {item.name}.no_decay lists the parameters without weight decay, "
@@ -63,6 +66,19 @@ def check_differences(
         )
     what = f"the checkpoint's {item.name!r} does not match this run"
     raise unusable(path, what, lines, "; or ".join(hints))
+
+
+def _by_entry(name: str, lines: Iterable[str]) -> list[str]:
+    """Combine lines about the same entry of several parameters or groups of the optimizer *name* into one each."""
+    entry = re.compile(rf"(. {re.escape(name)}\.(?:state|param_groups)\.).+\.(\w+: .*)")
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for line in lines:
+        match = entry.fullmatch(line)
+        combined = line if match is None else f"{match[1]}*.{match[2]}"
+        counts[combined] += 1
+        first.setdefault(combined, line)
+    return [combined if counts[combined] > 1 else first[combined] for combined in counts]
 
 
 def has_weights_only(manifest: Manifest) -> bool:

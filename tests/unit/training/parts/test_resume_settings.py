@@ -158,8 +158,8 @@ def test_a_resume_with_another_class_of_optimizer_takes_its_options_or_starts_wi
     with pytest.raises(CheckpointUnusable) as other_class:
         resumed(recipe, *sgd)
     said = str(other_class.value)
-    assert "norm.weight.momentum_buffer: here, but not saved" in said
-    assert "allow_missing_state '[optimizer]'" in said
+    assert "+ optimizer.state.*.momentum_buffer: here, but not saved" in said
+    assert "allow_missing_state '[optimizer]'" in said and len(said.splitlines()) < 20
     with pytest.raises(RecipeError, match=r"optimizer\.weight_decay: 0; epoch_0_step_3 was saved"):
         resumed(recipe, *here, "--optimizer", "{_target_: torch.optim.Adam, lr: 0.5}")
     # The state of AdamW fits Adam: only an option distinguishes them.
