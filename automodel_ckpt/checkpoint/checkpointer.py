@@ -45,7 +45,6 @@ from automodel_ckpt.checkpoint.parts.discovery import (
     count,
     path_text,
     plain_numbers,
-    yaml_text,
 )
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
@@ -319,11 +318,8 @@ class Checkpointer:
         """
         check_state(state)
         name = layout.CheckpointName(step=count("step", step), epoch=count("epoch", epoch))
-        losses, progress = (
-            plain_numbers("losses", losses or {}),
-            plain_numbers("progress", progress or {}),
-        )
-        config_yaml = yaml_text(config_yaml)
+        losses = plain_numbers("losses", losses or {})
+        progress = plain_numbers("progress", progress or {})
         self.wait_for_save()
         started = time.monotonic()
         self._begin_generation(None, abandons_later=True)

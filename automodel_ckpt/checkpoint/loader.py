@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -192,17 +191,13 @@ class CheckpointLoader:
         what = "no checkpoint can be used"
         if request.by_name:
             what = "the checkpoint to restore from cannot be used"
-        hint = "restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-        if not any(os.path.lexists(path / layout.MANIFEST) for path in skipped):
-            hint = (
-                "without MANIFEST.json, these are files of another program, or an incomplete copy: `ckpt show` names "
-                "the format, and `ckpt import` (or init_from.path) takes the weights; "
-            )
         raise CheckpointUnusable(
             what,
             where=str(run.path),
             value="".join(f"\n{path}: {reason}" for path, reason in skipped.items()),
-            hint=f"{hint}or start a new run in another checkpoint.checkpoint_dir",
+            hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights of "
+            "another program with `ckpt import` (or init_from.path), or start a new run in another "
+            "checkpoint.checkpoint_dir",
         )
 
     def _examine(

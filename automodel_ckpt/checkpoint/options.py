@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
-from automodel_ckpt.checkpoint.parts.verify import Level
+from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.errors import RecipeError
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import contiguous_slices
-from automodel_ckpt.checkpoint.parts.verify import Level, verify
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.source import (
     MODEL,

@@ -39,7 +39,7 @@ from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import local_box
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, _add_entry
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     finalize,
@@ -144,11 +144,10 @@ def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
-            tree.take(rank)
             written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
         jobs = [
-            *safetensors.plan_jobs(model, rank, files),
-            *torch_save.plan_jobs(optimizer, rank),
+            *safetensors.plan_jobs(model, rank, save.plan.layouts[model.name], files),
+            *torch_save.plan_jobs(optimizer, rank, save.plan.layouts[optimizer.name]),
         ]
         for job in jobs:
             _pretend_to_write(job, written)
@@ -163,7 +162,8 @@ def _pretend_to_write(job: FileJob, written: RankManifest) -> None:
     end = 0
     for chunk in job.chunks:
         end = max(end, chunk.start + _nbytes(chunk))
-        _add_entry(written.trees[job.tree], chunk, digest_of(os.urandom(8)))
+        if chunk.entry is not None:
+            written.trees[job.tree].add(chunk.entry, digest_of(os.urandom(8)))
     written.files[job.file] = FileRecord(end, digest_of(job.file.encode()))
 
 

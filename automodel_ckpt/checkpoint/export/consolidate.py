@@ -33,8 +33,9 @@ from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolv
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.parts.slices import Slice
-from automodel_ckpt.checkpoint.parts.verify import Level, verify
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.sources.source import Source, open_checkpoint

@@ -16,7 +16,6 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _MAX_FILE_BYTES = 5_000_000_000
@@ -33,6 +32,31 @@ _CAST_NAMES = {
     "float64": "F64",
     "double": "F64",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMaps:
+    """The file (from 1), dtype and shape of each tensor of the base model; None when unknown.
+
+    For an adapter, they describe the adapter, which is a single file.
+    """
+
+    file_index: Mapping[str, int] | None = None
+    dtype: Mapping[str, str] | None = None
+    shape: Mapping[str, tuple[int, ...]] | None = None
+    tie_word_embeddings: bool = False
+    is_adapter: bool = False
+    float32_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The dtypes (safetensors codes) to which an export does not cast a tensor: the model keeps it in float32."""
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The names of exactly the tensors of an export; None when the base is unknown."""
+        if self.shape is not None:
+            return frozenset(self.shape)
+        if self.file_index is not None:
+            return frozenset(self.file_index)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

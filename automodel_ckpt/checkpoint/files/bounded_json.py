@@ -12,8 +12,6 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from automodel_ckpt.checkpoint.parts.slices import MAX_DIMENSIONS
-
 # Enough for every file of a model and for the manifests of most checkpoints. Real files above this take at most
 # MAX_GROWTH times their size: manifests with many ranks and indexes with many tensors have long names and digests.
 FREE_BYTES = 256 << 20
@@ -88,6 +86,8 @@ def parsed_bytes(data: bytes) -> int:
 
 
 MAX_INTEGER = 2**63 - 1
+MAX_DIMENSIONS = 64
+"""Of a tensor in a file."""
 _MAX_PLAIN_DEPTH = 8
 
 

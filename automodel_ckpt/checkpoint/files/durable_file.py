@@ -42,13 +42,12 @@ class DurableFile:
         self._small = bytearray()
         self._written = 0
         self._position = 0
-        self._failure: OSError | None = None
         self._stream: DirectStream | None = None
         # O_EXCL: a leftover or a second writer is an error, and their bytes are never mixed.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL
         self._descriptor = os.open(path, flags, 0o666)
         try:
-            with self._named():
+            with naming(self.path):
                 reserve_range(self._descriptor, 0, nbytes)
                 if nbytes >= DIRECT_FROM_BYTES:
                     self._stream = DirectStream(self._descriptor, path)
@@ -61,7 +60,7 @@ class DurableFile:
         view = memoryview(data).cast("B")
         self._written += len(view)
         if len(view) < _SMALL_BYTES:
-            # torch.save makes many writes of a few bytes: they are combined into one system call.
+            # Many writes of a few bytes are combined into one system call.
             self._small += view
             if len(self._small) >= _SMALL_BYTES:
                 self._put_small()
@@ -76,7 +75,7 @@ class DurableFile:
         self._put(memoryview(data))
 
     def _put(self, view: memoryview) -> None:
-        with self._named():
+        with naming(self.path):
             for start in range(0, len(view), BLOCK_BYTES):
                 block = view[start : start + BLOCK_BYTES]
                 self._hash.update(block)
@@ -87,20 +86,13 @@ class DurableFile:
                 self._position += len(block)
                 METER.nbytes += len(block)
 
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._written
-
-    def flush(self) -> None:
-        """Nothing to do before :meth:`close`; torch.save asks for this method."""
-
     def close(self) -> FileRecord:
         """Flush, fsync and close. Returns the file's size and digest."""
         if self.record is None:
             self._put_small()
             # First, so that _abandon() does not close the number again when another file has it.
             descriptor, self._descriptor = self._descriptor, -1
-            with self._named():
+            with naming(self.path):
                 try:
                     if self._stream is not None:
                         self._stream.close(finish=True)
@@ -125,9 +117,6 @@ class DurableFile:
                 self.close()
         finally:
             self._abandon()
-        if self._failure is not None and error is not self._failure:
-            # torch.save replaces the error that its file raised by another one.
-            raise self._failure from error
 
     def _abandon(self) -> None:
         """Close the descriptor without an fsync, unless :meth:`close` has closed it."""
@@ -139,16 +128,6 @@ class DurableFile:
             finally:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the file's name to errors, and remember the first error."""
-        try:
-            with naming(self.path):
-                yield
-        except OSError as error:
-            self._failure = self._failure or error
-            raise
 
 
 def file_record(path: Path) -> FileRecord:

@@ -112,7 +112,7 @@ def owned(path: Path) -> Iterator[None]:
 def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> bool:
     """Whether the process that made something temporary has ended.
 
-    For certain, or as far as can be determined: a name of an earlier version has a lock only, and what a process on
+    For certain, or as far as can be determined: what a process on
     another node, or before a restart, has made counts when it was not touched for *after_seconds*. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

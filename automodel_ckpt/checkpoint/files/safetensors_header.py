@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.base.other_weights import LFS_HINT, POINTER
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.bounded_json import MAX_DIMENSIONS, parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.parts.slices import counts, nbytes_of, shape_fault
@@ -24,7 +24,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.
 MAX_HEADER_BYTES = 100_000_000
-MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"
 _LENGTH_BYTES = 8
 

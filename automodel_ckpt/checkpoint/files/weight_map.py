@@ -67,13 +67,8 @@ def _read(
         raise _unusable("the index of the weights has no weight_map of file names", index, kind)
     # An index from another source must not lead to files outside of its directory.
     for fqn, name in weight_map.items():
-        reason: str | None = "this is no name"
-        if isinstance(name, str):
-            reason = layout.unsafe_path(name) or (
-                "it is in a subdirectory" if "/" in name else None
-            )
-        if reason is not None:
-            value = f"{fqn[:200]!r}: {name!r:.200}: {reason}"
+        if not isinstance(name, str) or "/" in name or layout.unsafe_path(name):
+            value = f"{fqn[:200]!r}: {name!r:.200}"
             raise _unusable("the index names a file outside of its directory", index, value)
     single, suffix, _ = index.name.partition(_INDEX_SUFFIX)
     if suffix and single not in weight_map.values() and (index.parent / single).is_file():

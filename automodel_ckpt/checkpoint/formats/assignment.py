@@ -49,10 +49,6 @@ class Assignment:
     paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
 
-    def values_of(self, rank: int) -> list[str]:
-        """The values that *rank* writes."""
-        return [fqn for fqn, writer in self.values.items() if writer == rank]
-
 
 def assign(name: str, shares: Sequence[Share]) -> Assignment:
     """Assign the slices of the tree *name*. Raises :class:`SaveFailed` where the shares do not match."""

@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from automodel_ckpt.checkpoint.export.plan import OutputFile, make_plan
-from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
-from automodel_ckpt.checkpoint.formats.safetensors import values_job
+from automodel_ckpt.checkpoint.export.plan import BaseMaps, OutputFile, make_plan
+from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, values_job
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor, is_one_run
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.source import FINISHED
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
-NAME = FINISHED
+NAME = "hf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def _is_contiguous(tensor: Tensor) -> bool:
 def plan_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[FileJob]:
     """The jobs of *rank* for a tree; rank 0 creates the files."""
     chunks: dict[str, list[Chunk]] = {}
-    for tensor in plan.tensors():
+    for tensor in file_layout.tree.of_rank(rank):
         # Fetched once, however many positions it has.
         data = plan.fetch(tensor)
         copies = [file_layout.tree.copies[key] for key in file_layout.copies_of[tensor.fqn]]
@@ -110,4 +106,4 @@ def plan_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[Fi
             mine.insert(0, Chunk(0, file.header))
         if mine:
             yield FileJob(path, mine, plan.name, file.nbytes, is_shared=True)
-    yield from values_job(plan, layout.objects_file(plan.directory, rank))
+    yield from values_job(plan, rank)

@@ -15,22 +15,20 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.assignment import Assignment, Share, assign
 from automodel_ckpt.checkpoint.formats.description import (
-    DTYPE_CODES,
-    DTYPES,
     TreeDescription,
     describe,
     local_tensor,
 )
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
-
-__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreeLayout", "TreePlan", "located", "ordered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,17 @@ class TreeLayout:
 
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     copies: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> Iterator[Tensor]:
+        """Yield what *rank* writes of the tensors, in their order: each with one slice, which has no file yet.
+
+        Empty slices of tensors that are not empty are omitted.
+        """
+        for tensor in self.tensors.values():
+            assert isinstance(tensor.slices, RegularSlices)
+            stored = tensor.slices.of_rank(rank)
+            if stored is not None:
+                yield Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored,))
 
     def rank_tree(self) -> RankTree:
         """An empty record of what this rank writes of the tree."""
@@ -70,14 +79,7 @@ class Fetch:
     tensor: Callable[[], torch.Tensor]
     nbytes: int
 
-    def __call__(self) -> memoryview:
-        """The row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
-        tensor = self.tensor()
-        if tensor.is_cuda:
-            return gathered(flat_bytes(tensor))
-        return raw_bytes(tensor)
-
-    def contents(self) -> memoryview | Blocks:
+    def __call__(self) -> memoryview | Blocks:
         """The row-major bytes; of a tensor on a GPU as blocks, which are copied while they are written."""
         tensor = self.tensor()
         if tensor.is_cuda:
@@ -87,7 +89,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class TreePlan:
-    """The state dict of one tree and what this rank writes of it. *kinds* has the kinds of tensors that do not train.
+    """The state dict of one tree, and which rank writes what of it. *kinds* has the kinds of tensors that do not train.
 
     The results of :meth:`describe` are compared between ranks (``saving/agreement.py``). :meth:`assign`
     takes the resulting shares. Every rank computes the same assignment, so nothing is scattered.
@@ -101,8 +103,6 @@ class TreePlan:
     paths: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     assignment: Assignment = dataclasses.field(default_factory=Assignment)
     _flat: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _own: list[Tensor] = dataclasses.field(default_factory=list)
-    _own_values: Sequence[str] = ()
 
     def flatten(self) -> Mapping[str, Any]:
         """Flatten *nested* state dicts (of optimizers) into one level. Returns :meth:`flat`."""
@@ -115,44 +115,22 @@ class TreePlan:
         """Describe this rank's state. Call :meth:`flatten` first."""
         return describe(self._flat, self.paths, self.kinds)
 
-    def assign(self, shares: Sequence[Share], rank: int) -> None:
+    def assign(self, shares: Sequence[Share]) -> None:
         """Assign each slice, and each value that is not a tensor, to exactly one rank.
 
         *shares* are the shares of all ranks. Raises :class:`SaveFailed` where they do not match.
         """
         self.assignment = assign(self.name, shares)
         self.paths, self.kinds = self.assignment.paths, self.assignment.kinds
-        self.take(rank)
 
-    def take(self, rank: int) -> None:
-        """Keep the share of *rank* in the assignment."""
-        self._own_values = self.assignment.values_of(rank)
-        self._own = self.tensors_of(rank)
-
-    def tensors_of(self, rank: int) -> list[Tensor]:
-        """The slices that *rank* writes, as :meth:`tensors` has the slices of this rank."""
-        found: list[Tensor] = []
-        for tensor in self.assignment.tensors.values():
-            assert isinstance(tensor.slices, RegularSlices)
-            stored = tensor.slices.of_rank(rank)
-            if stored is not None:
-                found.append(Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored,)))
-        return found
-
-    def tensors(self) -> list[Tensor]:
-        """The slices that this rank writes: tensors with one slice each, which has no file yet.
-
-        Empty slices of tensors that are not empty are omitted.
-        """
-        return self._own
-
-    def values(self) -> Iterator[tuple[str, bytes]]:
-        """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
-        for fqn in self._own_values:
-            yield fqn, bytes(saved(self._flat[fqn]))
+    def values(self, rank: int) -> Iterator[tuple[str, bytes]]:
+        """The values *rank* writes that are no tensors, as ``torch.save`` writes them."""
+        for fqn, writer in self.assignment.values.items():
+            if writer == rank:
+                yield fqn, bytes(saved(self._flat[fqn]))
 
     def fetch(self, tensor: Tensor) -> Fetch:
-        """The data of the slice of *tensor* (of :meth:`tensors`), to be fetched when it is written."""
+        """The data of the slice of *tensor* (of :meth:`TreeLayout.of_rank`), to be fetched when it is written."""
         (stored,) = tensor.slices
         return Fetch(partial(self._local_data, tensor.fqn, stored.sizes), stored.nbytes)
 
@@ -185,3 +163,14 @@ def located(tensor: Tensor, file: str, start: int) -> Tensor:
     return Tensor(
         tensor.fqn, tensor.dtype, tensor.shape, (replace(stored, file=file, start=start),)
     )
+
+
+def values_job(plan: TreePlan, rank: int) -> Iterator[FileJob]:
+    """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
+    file = layout.objects_file(plan.directory, rank)
+    chunks, start = [], 0
+    for fqn, data in plan.values(rank):
+        chunks.append(Chunk(start, data, Blob(fqn, file, start, len(data), "")))
+        start += len(data)
+    if chunks:
+        yield FileJob(file, chunks, plan.name)

@@ -63,7 +63,10 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
     BLOCK_BYTES`` of memory are used, which are page-locked *to_gpu*. Raises the error of the first block that has one.
     """
     num_slots = 2 * threads
-    staging = _Staging(num_slots, to_gpu=to_gpu)
+    # Memory that nothing is read into is not used. With 8 threads it has the size that torch keeps for the two buffers
+    # of saves.
+    size = num_slots * BLOCK_BYTES
+    staging = page_locked(size) if to_gpu else torch.empty(size, dtype=torch.uint8, device="cpu")
     # Copies to GPUs, by the slot of memory that they may still read.
     events: list[list[torch.cuda.Event]] = [[] for _ in range(num_slots)]
     calling_thread = CallingThread()
@@ -90,7 +93,8 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
                 finish_first()
             slot = number % num_slots
             await_copies(slot)
-            memory = staging.part(slot, block.staged_bytes)
+            start = slot * BLOCK_BYTES
+            memory = staging[start : start + block.staged_bytes]
             # Errors of earlier blocks are raised before the error of the calling thread.
             executor = pool if block.reads_elsewhere else calling_thread
             reading = executor.submit(_read, block, memory, torch.is_inference_mode_enabled())
@@ -108,32 +112,6 @@ def _read(block: Block, memory: torch.Tensor, is_inference: bool) -> None:
     # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
     with torch.inference_mode(is_inference):
         block.read(memory)
-
-
-class _Staging:
-    """Memory of the host for *count* blocks, allocated when the first block needs it."""
-
-    def __init__(self, count: int, *, to_gpu: bool) -> None:
-        self._count, self._to_gpu = count, to_gpu
-        self._memory: torch.Tensor | None = None
-
-    def part(self, number: int, nbytes: int) -> torch.Tensor:
-        """The first *nbytes* of the memory of block *number*."""
-        if not nbytes:
-            return _NOTHING
-        if self._memory is None:
-            size = self._count * BLOCK_BYTES
-            # With 8 threads it has the size that torch keeps for the two buffers of saves.
-            self._memory = (
-                page_locked(size)
-                if self._to_gpu
-                else torch.empty(size, dtype=torch.uint8, device="cpu")
-            )
-        start = number * BLOCK_BYTES
-        return self._memory[start : start + nbytes]
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def convert(values: torch.Tensor, target: torch.Tensor) -> None:

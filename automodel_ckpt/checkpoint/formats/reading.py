@@ -34,7 +34,6 @@ from automodel_ckpt.checkpoint.formats.read_ahead import (
     read_all,
     send,
 )
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Run,
@@ -44,6 +43,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     nbytes_of,
     overlap,
 )
+from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes, map_slice
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.errors import CheckpointUnusable

@@ -7,15 +7,20 @@ PyTorch's ``HuggingFaceStorageReader`` and NeMo AutoModel's offline tool read th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, located, ordered
+from automodel_ckpt.checkpoint.formats.planning import (
+    TreeLayout,
+    TreePlan,
+    located,
+    ordered,
+    values_job,
+)
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 
@@ -70,41 +75,26 @@ def _width(tensor: Tensor) -> int:
     return -DTYPE_BITS[tensor.dtype]
 
 
-def plan_jobs(plan: TreePlan, rank: int, files: ShardFiles) -> Iterator[FileJob]:
-    """The jobs of *rank* for a tree."""
+def plan_jobs(
+    plan: TreePlan, rank: int, tree_layout: TreeLayout, files: ShardFiles
+) -> Iterator[FileJob]:
+    """The jobs of *rank* for a tree, which has this layout."""
     by_file: dict[_FileKey, list[Tensor]] = {}
-    for tensor in plan.tensors():
+    for tensor in tree_layout.of_rank(rank):
         by_file.setdefault(files.key(tensor.fqn), []).append(tensor)
-    for key in sorted(by_file):
-        job = _shard_job(plan, by_file[key], files.name(plan.directory, rank, key))
-        yield replace(job, reusable=key[1] != _TRAINED)
-    yield from values_job(plan, layout.objects_file(plan.directory, rank))
-
-
-def _shard_job(plan: TreePlan, tensors: Sequence[Tensor], file: str) -> FileJob:
-    by_width = sorted(tensors, key=_width)
-    entries = [_header_entry(tensor) for tensor in by_width]
-    header, starts = shard_header(entries)
-    chunks = [Chunk(0, header)]
-    nbytes = len(header)
-    for tensor in by_width:
-        start = starts[tensor.fqn]
-        entry = located(tensor, file, start)
-        chunks.append(Chunk(start, plan.fetch(tensor), entry))
-        nbytes += entry.slices[0].nbytes
-    return FileJob(file, chunks, plan.name, nbytes)
+    for key, tensors in by_file.items():
+        file = files.name(plan.directory, rank, key)
+        header, starts = shard_header([_header_entry(tensor) for tensor in tensors])
+        chunks = [Chunk(0, header)]
+        nbytes = len(header)
+        for tensor in tensors:
+            entry = located(tensor, file, starts[tensor.fqn])
+            chunks.append(Chunk(starts[tensor.fqn], plan.fetch(tensor), entry))
+            nbytes += entry.slices[0].nbytes
+        yield FileJob(file, chunks, plan.name, nbytes, reusable=key[1] != _TRAINED)
+    yield from values_job(plan, rank)
 
 
 def _header_entry(tensor: Tensor) -> Entry:
     (stored,) = tensor.slices
     return tensor.fqn, tensor.dtype, stored.offsets, stored.sizes, tensor.shape
-
-
-def values_job(plan: TreePlan, file: str) -> Iterator[FileJob]:
-    """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
-    chunks, start = [], 0
-    for fqn, data in plan.values():
-        chunks.append(Chunk(start, data, Blob(fqn, file, start, len(data), "")))
-        start += len(data)
-    if chunks:
-        yield FileJob(file, chunks, plan.name)

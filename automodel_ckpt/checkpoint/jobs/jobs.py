@@ -8,33 +8,21 @@ saves).
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+import xxhash
+
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_from, digest_of
 from automodel_ckpt.checkpoint.files.direct import BLOCK_BYTES
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.threads import CallingThread, Pool, started_pool
-from automodel_ckpt.checkpoint.jobs.checksums import Checksums, num_threads
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, RankTree
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
-from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-
-CRC_BYTES = 4
-# Threads that compute the digests of reusable files.
-_NUM_THREADS = 2
-_THREADS_FROM_BYTES = 32 << 20
-"""From this size of a file on, other threads compute its checksums."""
-_AHEAD_BYTES = 256 << 20
-"""The checksums of about so many bytes are computed ahead of those that are written."""
-_AHEAD_CHUNKS = 256
+from automodel_ckpt.checkpoint.parts.tree import Blob
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +37,14 @@ class Span:
 class Blocks:
     """Bytes that are computed block by block while they are written, so that no more than a block is in memory.
 
-    *blocks* is called once; the blocks that it yields have *nbytes* bytes in total. A file of one rank can have them,
-    in the process that planned it. Data that is a function can have a method ``contents``, which returns its
-    bytes or such blocks.
+    *blocks* is called once; the blocks that it yields have *nbytes* bytes in total. Each is valid until the next one.
     """
 
     nbytes: int
     blocks: Callable[[], Iterator[memoryview]]
 
 
-Data = bytes | Span | Blocks | Callable[[], memoryview]
+Data = bytes | Span | Blocks | Callable[[], memoryview | Blocks]
 """The bytes, their position in shared memory, their blocks, or a function that fetches them: called once, as late as
 possible, as the bytes may be a copy."""
 
@@ -66,15 +52,13 @@ possible, as the bytes may be a copy."""
 class Chunk(NamedTuple):
     """Bytes that a job writes, from byte *start* of its file.
 
-    *entry* is the manifest entry of the chunk, still without digest; None for headers. *crc_at* lists offsets in the
-    chunk (which is bytes then) where the little-endian CRC-32 of the previous chunk is filled in. *is_copy* marks an
-    additional copy of a tensor in a shared file.
+    *entry* is the manifest entry of the chunk, still without digest; None for headers. *is_copy* marks an additional
+    copy of a tensor in a shared file.
     """
 
     start: int
     data: Data
     entry: Tensor | Blob | None = None
-    crc_at: tuple[int, ...] = ()
     is_copy: bool = False
 
 
@@ -104,18 +88,8 @@ class FileJob:
             return self.nbytes
         return sum(_length(chunk.data) for chunk in self.chunks)
 
-    def run(
-        self,
-        staging: Path,
-        written: RankManifest,
-        memory: memoryview,
-        pool: ThreadPoolExecutor | None = None,
-    ) -> None:
-        """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file.
-
-        Threads of the *pool* compute checksums. After an error they may still read the chunks: the caller waits for
-        them.
-        """
+    def run(self, staging: Path, written: RankManifest, memory: memoryview) -> None:
+        """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file."""
         path = staging / self.file
         # Another rank may create the directory of an object that differs between ranks.
         path.parent.mkdir(exist_ok=True)
@@ -124,7 +98,7 @@ class FileJob:
             self._write_share(path, written, memory, tree)
             return
         with DurableFile(path, nbytes=self.nbytes) as out:
-            _write_chunks(out, self.chunks, memory, tree, pool)
+            _write_chunks(out, self.chunks, memory, tree)
         written.files[self.file] = out.close()
 
     def _write_share(
@@ -137,45 +111,34 @@ class FileJob:
                     out.create(data, self.nbytes)
                     written.placed[self.file] = FileRecord(self.nbytes, digest_of(data))
                     continue
-                entry = _tensor_of(chunk)
-                entries = tree.copies if chunk.is_copy else tree.tensors
-                entries.append(_digested(entry, out.write_slice(entry, data)))
-
-    def digested(self, chunk: Chunk, memory: memoryview) -> Tensor | None:
-        """The entry of a chunk of a reusable file, with the digest of its bytes; None for the header."""
-        if chunk.entry is None:
-            return None
-        return _digested(_tensor_of(chunk), digest_of(_bytes_of(chunk.data, memory)))
+                assert isinstance(chunk.entry, Tensor)
+                digest = out.write_slice(chunk.entry, data)
+                tree.add(chunk.entry, digest, is_copy=chunk.is_copy)
 
     def link(
-        self,
-        staging: Path,
-        written: RankManifest,
-        memory: memoryview,
-        files: ReusableFiles,
-        digests: Iterable[Future[Tensor | None]],
+        self, staging: Path, written: RankManifest, memory: memoryview, files: ReusableFiles
     ) -> bool:
-        """Link the file of the previous checkpoint if it has the same content. Returns whether it was linked.
-
-        *digests* are the results of :meth:`digested` for all chunks.
-        """
+        """Link the file of the previous checkpoint if it has the same content. Returns whether it was linked."""
+        if files.record(self.file) is None:
+            return False
         header = bytes(_bytes_of(self.chunks[0].data, memory))
-        entries = [entry for digest in digests if (entry := digest.result()) is not None]
-        record = files.same_file(self.file, header, [entry.slices[0] for entry in entries])
+        found = RankTree()
+        for chunk in self.chunks[1:]:
+            assert chunk.entry is not None
+            found.add(chunk.entry, digest_of(_bytes_of(chunk.data, memory)))
+        record = files.same_file(self.file, header, [tensor.slices[0] for tensor in found.tensors])
         if record is None or not files.link(self.file, record, staging):
             return False
-        if self.tree is not None:
-            written.trees.setdefault(self.tree, RankTree()).tensors += entries
+        assert self.tree is not None
+        written.trees.setdefault(self.tree, RankTree()).tensors += found.tensors
         written.files[self.file] = record
         return True
 
 
 def with_data(job: FileJob, data: Sequence[Data]) -> FileJob:
     """A copy of *job* with other *data* in its chunks, one for each chunk."""
-    chunks: list[Chunk] = []
-    for old, new_data in zip(job.chunks, data, strict=True):
-        chunks.append(old if new_data is old.data else old._replace(data=new_data))
-    return replace(job, chunks=chunks)
+    pairs = zip(job.chunks, data, strict=True)
+    return replace(job, chunks=[chunk._replace(data=new_data) for chunk, new_data in pairs])
 
 
 def run_all(
@@ -187,44 +150,19 @@ def run_all(
 ) -> None:
     """Run *jobs* and add what they wrote to *written*. Spans refer to *memory*.
 
-    Unchanged files are shared with the checkpoint *previous*. Other threads compute the digests of files that may be
-    shared, while the other jobs are written in their order. The digests need the processor, the writes need the disk.
+    Unchanged files are shared with the checkpoint *previous*.
     """
     view = memoryview(b"") if memory is None else memory
     reusable: ReusableFiles | None = None
-    compared: list[tuple[FileJob, list[Future[Tensor | None]]]] = []
-    jobs = list(jobs)
-    # After an error, threads finish only the calls in progress. None uses memory after the block.
-    with contextlib.ExitStack() as stack:
-        # Digests release the GIL. The calling thread computes them if no other can start.
-        needs_digests = any(job.reusable for job in jobs)
-        pool = started_pool(_NUM_THREADS, "digest") if needs_digests else None
-        threads: Pool | CallingThread = pool or CallingThread()
-        stack.callback(threads.end)
-        checksums = started_pool(num_threads(), "checksum") if any(map(_is_large, jobs)) else None
-        if checksums is not None:
-            stack.callback(checksums.end)
-
-        def write(job: FileJob) -> None:
-            job.run(staging, written, view, checksums if _is_large(job) else None)
-
-        for job in jobs:
-            if job.reusable and reusable is None:
-                # Not before: most saves have no reusable file, and the manifest need not be read.
-                reusable = ReusableFiles.open(previous)
-            if job.reusable and reusable is not None and reusable.record(job.file) is not None:
-                digests = [threads.submit(job.digested, chunk, view) for chunk in job.chunks]
-                compared.append((job, digests))
-            else:
-                write(job)
-        for job, digests in compared:
-            assert reusable is not None
-            if not job.link(staging, written, view, reusable, digests):
-                write(job)
-
-
-def _is_large(job: FileJob) -> bool:
-    return not job.is_shared and job.size >= _THREADS_FROM_BYTES
+    for job in jobs:
+        if job.reusable and reusable is None:
+            # Not before: most saves have no reusable file, and the manifest need not be read.
+            reusable = ReusableFiles.open(previous)
+        is_linked = False
+        if job.reusable and reusable is not None:
+            is_linked = job.link(staging, written, view, reusable)
+        if not is_linked:
+            job.run(staging, written, view)
 
 
 def _length(data: Data) -> int:
@@ -235,7 +173,7 @@ def _length(data: Data) -> int:
 
 
 def _contiguous_span(chunks: Sequence[Chunk]) -> Span | None:
-    """One span for all chunks where they are consecutive in memory, so that they can be written in one call."""
+    """One span for all chunks where they are consecutive in memory, so that they can be written together."""
     first = chunks[0].data if chunks else None
     if not isinstance(first, Span):
         return None
@@ -248,126 +186,53 @@ def _contiguous_span(chunks: Sequence[Chunk]) -> Span | None:
 
 
 def _write_chunks(
-    out: DurableFile,
-    chunks: Sequence[Chunk],
-    memory: memoryview,
-    tree: RankTree,
-    pool: ThreadPoolExecutor | None,
+    out: DurableFile, chunks: Sequence[Chunk], memory: memoryview, tree: RankTree
 ) -> None:
-    """Write *chunks* with their checksums filled in (for a span: in the memory), and add their entries to *tree*."""
+    """Write *chunks*, and add their entries with their digests to *tree*."""
     contiguous = _contiguous_span(chunks)
-    end = 0 if contiguous is None else contiguous.start
-    written = end
-    previous = Checksums(None, has_crc=False)
-    for chunk, data, checksums in _with_checksums(chunks, memory, pool, contiguous):
-        if isinstance(data, Blocks):
-            _write_blocks(out, data, checksums)
-        else:
-            if chunk.crc_at:
-                data = _fill_crc(data, chunk.crc_at, previous.crc())
+    written = end = 0 if contiguous is None else contiguous.start
+    for chunk in chunks:
+        hashed = xxhash.xxh3_128()
+        for block in _blocks_of(chunk.data, memory):
+            hashed.update(block)
+            end += len(block)
             if contiguous is None:
-                out.write(data)
-            else:
-                end += len(data)
-                # In whole blocks, which O_DIRECT writes from this memory: chunks may be far smaller. The next checksum
-                # is filled in behind *end*.
-                whole = (end - written) // BLOCK_BYTES * BLOCK_BYTES
-                if whole:
-                    out.write(memory[written : written + whole])
-                    written += whole
-        # A header of each archive has none.
+                out.write(block)
+        # In whole blocks, which O_DIRECT writes from this memory: chunks may be far smaller.
+        while contiguous is not None and end - written >= BLOCK_BYTES:
+            out.write(memory[written : written + BLOCK_BYTES])
+            written += BLOCK_BYTES
         if chunk.entry is not None:
-            _add_entry(tree, chunk, checksums.digest())
-        previous = checksums
+            tree.add(chunk.entry, digest_from(hashed))
     if contiguous is not None:
         out.write(memory[written:end])
 
 
-def _with_checksums(
-    chunks: Sequence[Chunk],
-    memory: memoryview,
-    pool: ThreadPoolExecutor | None,
-    contiguous: Span | None,
-) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks, Checksums]]:
-    """Each chunk with its bytes and their checksums, which threads of the *pool* compute where they are many.
-
-    The checksums of *contiguous* chunks, which are in the memory, are begun ahead. Other chunks are fetched as late as
-    possible.
-    """
-    has_crc = any(chunk.crc_at for chunk in chunks)
-    most_ahead = 0 if contiguous is None or pool is None else _AHEAD_BYTES
-    waiting: deque[tuple[Chunk, bytes | memoryview | Blocks, Checksums]] = deque()
-    ahead = 0
-    for chunk in chunks:
-        data = _contents_of(chunk.data, memory)
-        checksums = Checksums(pool, has_crc=has_crc)
-        if not isinstance(data, Blocks):
-            ahead += len(data)
-            # Bytes that are still to be filled in have no entry.
-            if not chunk.crc_at:
-                checksums.begin(data)
-        waiting.append((chunk, data, checksums))
-        while waiting and (ahead >= most_ahead or len(waiting) > _AHEAD_CHUNKS):
-            first = waiting.popleft()
-            ahead -= 0 if isinstance(first[1], Blocks) else len(first[1])
-            yield first
-    yield from waiting
-
-
-def _contents_of(data: Data, memory: memoryview) -> bytes | memoryview | Blocks:
-    """The bytes of *data*, or blocks of them where they are elsewhere; spans refer to *memory*."""
-    if isinstance(data, Span):
-        return memory[data.start : data.start + data.nbytes]
-    if isinstance(data, Blocks):
-        return data
-    contents = getattr(data, "contents", None)
-    return _bytes_of(data, memory) if contents is None else contents()
-
-
-def _fill_crc(data: bytes | memoryview, offsets: Sequence[int], crc: int) -> memoryview:
-    filled = memoryview(bytearray(data)) if isinstance(data, bytes) else data
-    for offset in offsets:
-        filled[offset : offset + CRC_BYTES] = crc.to_bytes(CRC_BYTES, "little")
-    return filled
+def _blocks_of(data: Data, memory: memoryview) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of *data*; spans refer to *memory*. A block is valid until the next one."""
+    found = data() if callable(data) else data
+    if isinstance(found, Span):
+        yield memory[found.start : found.start + found.nbytes]
+    elif isinstance(found, Blocks):
+        nbytes = 0
+        for block in found.blocks():
+            nbytes += len(block)
+            yield block
+        assert nbytes == found.nbytes, "the header of the file states another size"
+    else:
+        yield found
 
 
 def _bytes_of(data: Data, memory: memoryview) -> bytes | memoryview:
-    """The bytes of *data*; spans refer to *memory*."""
-    if isinstance(data, Span):
-        return memory[data.start : data.start + data.nbytes]
-    if isinstance(data, bytes):
-        return data
-    assert not isinstance(data, Blocks), "a shared file has no blocks"
-    return data()
-
-
-def _write_blocks(out: DurableFile, data: Blocks, checksums: Checksums) -> None:
-    """Write *data* block by block; add all of it to its *checksums*."""
-    nbytes = 0
-    for block in data.blocks():
-        checksums.begin(block)
-        out.write(block)
-        # The next block may be in the same memory.
-        checksums.finish()
-        nbytes += len(block)
-    assert nbytes == data.nbytes, "the header of the file states another size"
-
-
-def _add_entry(tree: RankTree, chunk: Chunk, digest: str) -> None:
-    """Add the entry of a chunk, with the *digest* of its bytes, to what this rank wrote of a tree."""
-    if isinstance(chunk.entry, Blob):
-        tree.objects.append(replace(chunk.entry, digest=digest))
-    elif chunk.entry is not None:
-        tree.tensors.append(_digested(chunk.entry, digest))
-
-
-def _tensor_of(chunk: Chunk) -> Tensor:
-    """The entry of a chunk of a file with only tensors after its header."""
-    assert isinstance(chunk.entry, Tensor)
-    return chunk.entry
-
-
-def _digested(entry: Tensor, digest: str) -> Tensor:
-    """*entry*, a tensor with one slice, with the digest of this slice."""
-    (stored,) = entry.slices
-    return Tensor(entry.fqn, entry.dtype, entry.shape, (replace(stored, digest=digest),))
+    """All bytes of *data*; spans refer to *memory*."""
+    found = data() if callable(data) else data
+    if isinstance(found, Span):
+        return memory[found.start : found.start + found.nbytes]
+    if not isinstance(found, Blocks):
+        return found
+    joined = memoryview(bytearray(found.nbytes))
+    position = 0
+    for block in _blocks_of(found, memory):
+        joined[position : position + len(block)] = block
+        position += len(block)
+    return joined

@@ -18,17 +18,17 @@ from typing import IO, Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.parts.file_contents import FileContents, merkle_digest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import (
     MIN_TABLE_ROWS,
     Segment,
     SliceTable,
-    segments_of,
+    segment_of,
 )
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.parts.tree import blob_of, tensor_of
-from automodel_ckpt.checkpoint.parts.verify import FileContents, merkle_digest
+from automodel_ckpt.checkpoint.parts.tree import Blob, Tree, blob_of, tensor_of
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
@@ -36,9 +36,9 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 class RankTree:
     """What one rank wrote of a tree. Each tensor has one slice.
 
-    *rows* has the part and the number of each regular tensor, by name: its slice becomes a row of the tree's table.
-    With *placed*, the tensors have positions in files of several ranks. *segments* are such rows, of a rank manifest
-    that was read.
+    *rows* has the part and the number of each tensor of a save, by name: its slice becomes a row of the tree's table.
+    It is empty for trees with listed slices. With *placed*, the tensors have positions in files of several ranks.
+    *segments* are such rows, of a rank manifest that was read.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -48,25 +48,29 @@ class RankTree:
     placed: bool = False
     segments: list[Segment] = field(default_factory=list)
 
+    def add(self, entry: Tensor | Blob, digest: str, *, is_copy: bool = False) -> None:
+        """Add an *entry*, a value or a tensor with one slice, with the *digest* of its bytes."""
+        if isinstance(entry, Blob):
+            self.objects.append(replace(entry, digest=digest))
+            return
+        (stored,) = entry.slices
+        slices = (replace(stored, digest=digest),)
+        tensors = self.copies if is_copy else self.tensors
+        tensors.append(Tensor(entry.fqn, entry.dtype, entry.shape, slices))
+
     def regular_segments(self) -> list[Segment]:
         """The slices of the regular tensors, as segments of the table."""
         if not self.rows:
             return self.segments
-        found = list(self.segments)
-        listed = [tensor.slices[0] for tensor in self.irregular(self.tensors)]
+        found: list[Segment] = []
         parts: dict[int, list[tuple[int, Slice]]] = {}
         for tensor in (*self.tensors, *self.copies):
-            if tensor.fqn in self.rows:
-                part, number = self.rows[tensor.fqn]
-                parts.setdefault(part, []).append((number, tensor.slices[0]))
+            part, number = self.rows[tensor.fqn]
+            parts.setdefault(part, []).append((number, tensor.slices[0]))
         for part, numbered in parts.items():
             slices = [stored for _, stored in sorted(numbered, key=lambda item: item[0])]
-            found += segments_of(slices, part, placed=self.placed, others=listed)
+            found.append(segment_of(slices, part, placed=self.placed))
         return found
-
-    def irregular(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The *tensors* with listed slices."""
-        return [tensor for tensor in tensors if tensor.fqn not in self.rows]
 
 
 @dataclass(slots=True)
@@ -90,8 +94,8 @@ class RankManifest:
             segments = tree.regular_segments()
             rows += [segment.rows for segment in segments]
             trees[name] = {
-                "tensors": tree.irregular(tree.tensors),
-                "copies": tree.irregular(tree.copies),
+                "tensors": [] if tree.rows else tree.tensors,
+                "copies": [] if tree.rows else tree.copies,
                 "objects": tree.objects,
                 "segments": [
                     [each.part, each.file, each.start, each.stop, len(each.rows)]
@@ -188,18 +192,20 @@ def merge_tree(
         written = manifest.trees.get(name)
         if written is None:
             continue
-        tensors += written.irregular(written.tensors)
-        copies += written.irregular(written.copies)
+        if not written.rows:
+            tensors += written.tensors
+            copies += written.copies
         segments[manifest.rank] = written.regular_segments()
         for blob in written.objects:
             objects[blob.fqn] = blob
     if planned is None:
         planned = Tree(format, {}, {})
     table = SliceTable.merged(segments, name) if planned.tensors else None
-    merged = _with_records(planned.tensors, table) | _merge_tensors(tensors)
-    merged_copies = _with_records(planned.copies, table) | _merge_tensors(copies)
+    merged = _with_records(planned.tensors, table) | {each.fqn: each for each in tensors}
+    merged_copies = _with_records(planned.copies, table) | {each.fqn: each for each in copies}
     if table is not None:
-        table.check_counts()
+        # Compares the number of slices.
+        _ = table.segments
     return Tree(format, merged, objects, dict(tied), merged_copies, table)
 
 
@@ -210,19 +216,6 @@ def _with_records(planned: Mapping[str, Tensor], table: SliceTable | None) -> di
         assert table is not None and isinstance(tensor.slices, RegularSlices)
         found[fqn] = table.add(tensor.slices)
     return found
-
-
-def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Tensors with the slices of all ranks, by FQN."""
-    slices: dict[str, list[Slice]] = {}
-    first: dict[str, Tensor] = {}
-    for tensor in written:
-        first.setdefault(tensor.fqn, tensor)
-        slices.setdefault(tensor.fqn, []).extend(tensor.slices)
-    merged: dict[str, Tensor] = {}
-    for fqn, tensor in first.items():
-        merged[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, tuple(slices[fqn]))
-    return merged
 
 
 def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:

@@ -102,13 +102,3 @@ def _begin(target: torch.Tensor, source: torch.Tensor) -> _Copy:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(source.device))
     return _Copy(target, event)
-
-
-def gathered(flat: torch.Tensor) -> memoryview:
-    """Return all bytes of *flat*, a uint8 vector on a GPU, in new memory of the host."""
-    result = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu").numpy().data
-    position = 0
-    for block in blocks_of(flat):
-        result[position : position + len(block)] = block
-        position += len(block)
-    return result

@@ -190,17 +190,11 @@ def _check_places(items: Iterable[Item]) -> None:
     problems = []
     for item in items:
         path = item.path.rstrip("/")
-        reason = layout.unsafe_path(path)
-        if "/" in item.name:
-            reason = "it contains a slash"
-        elif len(os.fsencode(path)) > _MAX_NAME_BYTES and reason is None:
-            reason = f"it is longer than {_MAX_NAME_BYTES} bytes"
-        elif path in layout.RESERVED:
-            reason = "the name is reserved for a file of the checkpoint"
-        if reason:
+        is_free = "/" not in item.name and path not in layout.RESERVED
+        if not is_free or layout.unsafe_path(path) or len(os.fsencode(path)) > _MAX_NAME_BYTES:
             what = "a name in the state cannot be used as a file name"
             hint = f"rename it, or add {item.name!r} to `untracked` of the recipe"
-            problems.append(Problem(what, "recipe", f"{item.name!r}: {reason}", hint))
+            problems.append(Problem(what, "recipe", repr(item.name), hint))
         other = by_path.setdefault(item.path, item)
         # A LR scheduler is stored in the directory of its optimizer.
         if other is item or item.kind == "lr_scheduler" or other.owner == item.name:
@@ -214,8 +208,11 @@ def _check_places(items: Iterable[Item]) -> None:
 
 _CLASS = "Checkpointer"
 _SAVE = "Checkpointer.save"
-_EXAMPLE = 'pass {"model": model, "optimizer": optimizer}'
-_ITSELF = 'pass the object itself, not its state_dict(): {"model": model}'
+_STATE_HINT = 'pass each object itself under its own name, not its state_dict(): {"model": model}'
+_BY_NAME = (
+    "pass the arguments by name: Checkpointer(directory, options=CheckpointOptions(keep_last=3), "
+    'assets={"model": HFAssets.from_model(model, ...)})'
+)
 
 
 def _wrong(what: str, where: str, value: object, hint: str) -> RecipeError:
@@ -228,34 +225,19 @@ def path_text(directory: Any) -> str:
     Raises :class:`RecipeError` for what is no path, and for an empty one: it would be the current directory.
     """
     text = os.fsdecode(directory) if isinstance(directory, str | bytes | os.PathLike) else ""
-    reason = ""
-    if not text or "\0" in text:
-        reason = "a path is a text that is not empty and has no null characters, or a pathlib.Path"
-    elif os.path.isfile(text):
-        reason = "it is a file"
-    if reason:
+    if not text or "\0" in text or os.path.isfile(text):
         hint = "pass the directory of the run, which is created if it does not exist"
-        value = f"{directory!r:.100}: {reason}"
-        raise _wrong("this is not the path of a directory", _CLASS, value, hint)
+        raise _wrong("this is not the path of a directory", _CLASS, repr(directory), hint)
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def check_call(ranks: Any, options: Any, assets: Any) -> None:
     """Raise :class:`RecipeError` for arguments of other kinds, as they are if the names are left out."""
-    name, value = "", None
-    if isinstance(options, type) or not hasattr(options, "model_save_format"):
-        name, value = "options", options
-        hint = "pass options=CheckpointOptions(keep_last=3), for example"
-    elif ranks is not None and not hasattr(ranks, "world_size"):
-        name, value = "ranks", ranks
-        hint = "pass options by name: Checkpointer(directory, options=CheckpointOptions(...))"
-    elif assets is not None:
-        values = assets.values() if isinstance(assets, Mapping) else [None]
-        if not all(hasattr(each, "nbytes") for each in values):
-            name, value = "assets", assets
-            hint = 'pass assets={"model": HFAssets.from_model(model, ...)}'
-    if name:
-        raise _wrong(f"this cannot be the argument {name}", _CLASS, repr(value), hint)
+    values = [(ranks, "world_size"), (options, "model_save_format")]
+    values += [(each, "nbytes") for each in dict(assets or {}).values()]
+    for value, attribute in values:
+        if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
+            raise _wrong("this argument has another kind", _CLASS, repr(value), _BY_NAME)
 
 
 def check_state(state: object, where: str = _SAVE) -> None:
@@ -265,29 +247,16 @@ def check_state(state: object, where: str = _SAVE) -> None:
     of the objects are reported as theirs from then on.
     """
     if not isinstance(state, Mapping) or not state:
+        what = "the state must be a mapping from names to objects"
         kind = ("an empty " if isinstance(state, Mapping) else "") + type(state).__name__
-        raise _wrong("the state must be a mapping from names to objects", where, kind, _EXAMPLE)
-    if all(hasattr(value, "nbytes") for value in state.values()):
-        names = ", ".join(map(str, state))
-        raise _wrong("the state consists of tensors", where, names, _ITSELF)
+        raise _wrong(what, where, kind, _STATE_HINT)
     for name, value in state.items():
         if not isinstance(name, str):
-            raise _wrong("a name in the state is not text", where, repr(name), _EXAMPLE)
+            raise _wrong("a name in the state is not text", where, repr(name), _STATE_HINT)
         if not is_stateful(value):
             what = "an object of the state has no state_dict() and load_state_dict()"
-            raise _wrong(what, f"{where}, {name!r}", type(value).__name__, _hint(name, value))
+            raise _wrong(what, f"{where}, {name!r}", type(value).__name__, _STATE_HINT)
         register_object(value)
-
-
-def _hint(name: str, value: object) -> str:
-    parts = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-    if isinstance(parts, Mapping):
-        for key, part in parts.items():
-            if is_stateful(part):
-                return f"pass each object under a name, such as {f'{name}.{key}'!r}"
-    if isinstance(value, Mapping):
-        return _ITSELF
-    return "leave it out, or give it these methods; progress= takes plain numbers"
 
 
 def count(name: str, value: Any) -> int:
@@ -302,37 +271,21 @@ def count(name: str, value: Any) -> int:
     return number
 
 
-def yaml_text(value: Any) -> str:
-    """Return *value*, the text of config.yaml. Raises :class:`RecipeError` if it is no text."""
-    if not isinstance(value, str):
-        what = "config_yaml must be the text of a YAML file"
-        hint = "pass yaml.safe_dump(settings), or the file's read_text()"
-        raise _wrong(what, f"{_SAVE}, config_yaml", repr(value), hint)
-    return value
-
-
 def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
     """Return *numbers* with tensors and NumPy numbers as numbers of Python; *argument* is their name in messages.
 
     Raises :class:`RecipeError` for a tensor of several elements, and for what JSON does not have.
     """
     where = f"{_SAVE}, {argument}"
+    hint = "pass a mapping of numbers, such as the mean of a tensor"
     if not isinstance(numbers, Mapping):
-        what, hint = (
-            f"{argument} must be a mapping of numbers",
-            f'pass {argument}={{"val_loss": 0.5}}',
-        )
-        raise _wrong(what, where, repr(numbers), hint)
+        raise _wrong(f"{argument} must be a mapping of numbers", where, repr(numbers), hint)
     plain: dict[str, Any] = {}
     for name, value in numbers.items():
         try:
-            item = getattr(value, "item", None)
-            plain[name] = item() if callable(item) else value
+            plain[name] = value.item() if hasattr(value, "item") else value
             json.dumps(plain[name])
         except (RuntimeError, TypeError, ValueError) as error:
-            shape = getattr(value, "shape", None)
-            text = repr(value) if shape is None else f"an array of shape {list(shape)}"
-            hint = "pass a number, such as the mean of a tensor"
             what = "this cannot be written as JSON"
-            raise _wrong(what, f"{where}[{name!r}]", text, hint) from error
+            raise _wrong(what, f"{where}[{name!r}]", repr(value), hint) from error
     return plain

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 FORMAT = "automodel_ckpt"
 FORMAT_VERSION = 2
 """The newest version. A manifest has the lowest version that describes it, so that older programs read it: 2 with slice
-tables, else 1. Version 3 had ``checkpoint.files_per_node``: a later one is 4."""
+tables, else 1. Version 3 had ``checkpoint.files_per_node``, and no program reads it any more: a later one is 4."""
 # The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
 MAX_BYTES = 1 << 29
 # The digest is on the last line, so that a reader can compare it before it parses anything.
@@ -158,17 +158,21 @@ class Manifest(_Plain):
         Only the heads of slice tables are read.
         """
         path = checkpoint / layout.MANIFEST
-        manifest = cls.parse(_read_bounded(path), path)
-        has_tables = any(tree.table is not None for tree in manifest.trees.values())
-        if has_tables and (fault := manifest.overlap_fault(with_tables=True)):
-            raise _unusable("the manifest is inconsistent", path, fault)
-        return manifest
+        return cls.parse(_read_bounded(path), path, with_tables=True)
 
     @classmethod
-    def parse(cls, data: bytes, path: Path | str, read: Read | None = None) -> Manifest:
+    def parse(
+        cls,
+        data: bytes,
+        path: Path | str,
+        read: Read | None = None,
+        *,
+        with_tables: bool = False,
+    ) -> Manifest:
         """Parse a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`.
 
-        Slice tables are not read until slices are. *read* reads them; by default from the directory of *path*.
+        Slice tables are not read until slices are, or their heads *with_tables*. *read* reads them; by default from the
+        directory of *path*.
         """
         reader, checkpoint = read or partial(_read_range, Path(path).parent), os.path.dirname(path)
         with _reporting_malformed(path):
@@ -187,7 +191,7 @@ class Manifest(_Plain):
                 digest=text(raw["digest"]),
                 format_version=integer(raw["format_version"]),
             )
-        fault = manifest.fault()
+        fault = manifest.fault() or manifest.overlap_fault(with_tables=with_tables)
         if fault is not None:
             raise _unusable("the manifest is inconsistent", path, fault)
         return manifest
@@ -220,13 +224,13 @@ class Manifest(_Plain):
             for file in state_record.files:
                 if file not in self.files:
                     return f"{file!r} is not among the files"
-        return self.overlap_fault()
+        return None
 
     def overlap_fault(self, *, with_tables: bool = False) -> str | None:
         """Describe the first two slices or values that share bytes of a file; None when there are none.
 
-        *with_tables*: the slices in tables are compared, too. Otherwise, also describe a gap in a file with a Merkle
-        digest, which does not cover bytes in gaps. Raises :class:`CheckpointUnusable` for a damaged table.
+        *with_tables*: the slices in tables are compared, too. Also describes a gap in a file with a Merkle digest,
+        which does not cover bytes in gaps. Raises :class:`CheckpointUnusable` for a damaged table.
         """
         parts: dict[str, list[Slice | Blob]] = {}
         for name, tree in self.trees.items():
@@ -245,8 +249,8 @@ class Manifest(_Plain):
                     parts.setdefault(part.file, []).append(part)
         for path, of_file in parts.items():
             of_file.sort(key=lambda part: part.start)
-            may_have_gaps = with_tables or not self.files[path].digest.startswith(OF_SLICES)
-            end = None if may_have_gaps else self.files[path].size
+            record = self.files[path]
+            end = record.size if record.digest.startswith(OF_SLICES) else None
             if fault := _parts_fault(path, of_file, end):
                 return fault
         return None
@@ -373,15 +377,8 @@ def _decode(data: bytes, path: Path | str) -> dict[str, Any]:
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
-    if version == 3:
-        raise CheckpointUnusable(
-            "the checkpoint was saved with checkpoint.files_per_node: revision e40da6e4 reads it",
-            where=str(path),
-            value="version 3",
-            hint="resume with that revision and without the key, and save again",
-        )
     if version is not None and version > FORMAT_VERSION:
-        what = "the checkpoint has a newer format than this version supports"
+        what = "the checkpoint has a format that this version does not support"
         raise _unusable(what, path, f"version {version}")
     if tail != _TAIL % digest_of(head).encode():
         what = "the manifest is damaged: its digest does not match"

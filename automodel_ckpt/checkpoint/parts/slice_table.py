@@ -2,8 +2,9 @@
 
 A table describes the slices of a tree that have formulas as shardings (``sharding.py``). It has a *row* for each slice:
 the digest of its bytes, and the bytes between the slice before in the same file and this one. Rows are grouped into
-*segments*: consecutive slices that one rank stores in one file. The head of the table lists the segments, each with
-the digest of its rows, so that a reader verifies what it reads without reading the rest. Integers are little-endian.
+*segments*: the slices of a part of the tree that one rank stores, in one file. The head of the table lists the
+segments, each with the digest of its rows, so that a reader verifies what it reads without reading the rest. Integers
+are little-endian.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint.files.bounded_json import MAX_INTEGER
 from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices, Sharding
+from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 
@@ -57,7 +58,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive slices in one *file* that one rank stores, in the *part* of a tree; *rows* are rows of the table."""
+    """The slices in one *file* that one rank stores of the *part* of a tree; *rows* are rows of the table."""
 
     part: int
     file: str
@@ -66,41 +67,23 @@ class Segment:
     rows: bytes
 
 
-def segments_of(
-    slices: Sequence[Slice], part: int, *, placed: bool, others: Sequence[Slice] = ()
-) -> Iterator[Segment]:
-    """Divide the slices of a rank, which have digests, into segments. They are in the order of the tensors.
+def segment_of(slices: Sequence[Slice], part: int, *, placed: bool) -> Segment:
+    """The segment of the slices of a rank, which have digests, follow each other in a file, and are in the order of the
+    tensors.
 
-    *placed*: their tensors have positions in files of several ranks, so that their own are not stored. None of the
-    *others* is in a segment.
+    *placed*: their tensors have positions in files of several ranks, so that their own are not stored.
     """
-    run: list[Slice] = []
-    for stored in slices:
-        if run and not placed:
-            end = run[-1].start + run[-1].nbytes
-            in_between = (
-                other.file == stored.file and end <= other.start < stored.start for other in others
-            )
-            is_next = stored.file == run[-1].file and 0 <= stored.start - end <= _MAX_GAP
-            if not is_next or any(in_between):
-                yield _segment(run, part, placed)
-                run = []
-        run.append(stored)
-    if run:
-        yield _segment(run, part, placed)
-
-
-def _segment(slices: Sequence[Slice], part: int, placed: bool) -> Segment:
-    """The rows of slices that follow each other in a file, or with *placed* have fixed positions in it."""
     rows = np.zeros(len(slices), ROW)
     digests = b"".join(_digest_bytes(each) for each in slices)
     rows["digest"] = np.frombuffer(digests, "V16")
     if placed:
         return Segment(part, "", 0, 0, rows.tobytes())
+    assert len({each.file for each in slices}) == 1, "a part is one file of a rank"
     starts = np.array([each.start for each in slices], np.int64)
-    num_bytes = np.array([each.nbytes for each in slices], np.int64)
-    stops = starts + num_bytes
-    rows["gap"][1:] = starts[1:] - stops[:-1]
+    stops = starts + np.array([each.nbytes for each in slices], np.int64)
+    gaps = starts[1:] - stops[:-1]
+    assert np.all((gaps >= 0) & (gaps <= _MAX_GAP)), "the slices of a file are in order"
+    rows["gap"][1:] = gaps
     return Segment(part, slices[0].file, int(starts[0]), int(stops[-1]), rows.tobytes())
 
 
@@ -131,8 +114,6 @@ class SliceTable:
         self.tensors: list[RegularSlices] = []
         self._read = read
         self._parts: dict[int, list[int]] = {}
-        # The first rank of each tensor, by what determines its boxes.
-        self._firsts: dict[tuple[int, Sharding, tuple[int, ...]], list[int]] = {}
         self._rows: dict[tuple[int, int], _Rows] = {}
 
     @classmethod
@@ -157,18 +138,13 @@ class SliceTable:
         """Add the next tensor of the table; return it with its records."""
         added = replace(slices, number=len(self.tensors), records=self)
         self._parts.setdefault(added.part, []).append(added.number)
-        key = (added.part, added.sharding, added.shape)
-        self._firsts.setdefault(key, []).append(added.first)
         self.tensors.append(added)
         return Tensor(added.fqn, added.dtype, added.shape, added)
 
     @property
     def num_rows(self) -> int:
         """The number of slices of all tensors."""
-        total = 0
-        for (_, sharding, shape), firsts in self._firsts.items():
-            total += len(firsts) * sharding.num_stored(shape)
-        return total
+        return sum(map(len, self.tensors))
 
     @cached_property
     def segments(self) -> Any:
@@ -199,76 +175,51 @@ class SliceTable:
             if segment["file"] != NO_FILE:
                 yield self.files[segment["file"]], int(segment["start"]), int(segment["stop"])
 
-    @cached_property
-    def _file_numbers(self) -> dict[str, int]:
-        return {file: number for number, file in enumerate(self.files)}
-
     def ranks_in(self, file: str) -> list[int]:
-        """Return the ranks that store slices in a file."""
-        if file not in self._file_numbers:
+        """Return the ranks that store slices in a file. Their rows are read."""
+        if file not in self.files:
             return []
-        is_in_file = self.segments["file"] == self._file_numbers[file]
+        is_in_file = self.segments["file"] == self.files.index(file)
+        for segment in self.segments[is_in_file]:
+            self._decoded(int(segment["rank"]), int(segment["part"]))
         return sorted({int(rank) for rank in self.segments["rank"][is_in_file]})
 
-    def check_counts(self) -> None:
-        """Raise the error of :meth:`damaged` if a rank has more or fewer rows than slices; the rows are not read.
-
-        It takes memory in proportion to the number of rows that the head states: verify the size of the file before.
-        """
-        ranks_of: dict[int, list[Any]] = {}
-        for (part, sharding, shape), firsts in self._firsts.items():
-            ranks = np.array(firsts, np.int64)[:, None] + _rank_offsets(sharding, shape)
-            ranks_of.setdefault(part, []).append(ranks.ravel())
-        for part, all_ranks in ranks_of.items():
-            ranks = np.concatenate(all_ranks)
-            of_part = self.segments[self.segments["part"] == part]
-            stored = np.repeat(of_part["rank"].astype(np.int64), of_part["rows"])
-            # Sorted, not counted by rank: a hostile table can have any numbers.
-            if not np.array_equal(np.sort(ranks), np.sort(stored)):
-                raise self.damaged("a rank stored other slices than planned")
-
     def record(self, number: int, rank: int) -> Record:
-        part = self.tensors[number].part
-        rows = self._rows.get((rank, part))
-        if rows is None:
-            rows = self._rows[rank, part] = self._rows_of(rank, part)
+        rows = self._decoded(rank, self.tensors[number].part)
         index = bisect.bisect_left(rows.numbers, number)
         digest = rows.digests[16 * index : 16 * index + 16].hex()
-        return Record(rows.files[index], rows.starts[index], _PREFIX + digest)
+        return Record(rows.file, rows.starts[index], _PREFIX + digest)
+
+    def _decoded(self, rank: int, part: int) -> _Rows:
+        if (rank, part) not in self._rows:
+            self._rows[rank, part] = self._rows_of(rank, part)
+        return self._rows[rank, part]
 
     def _rows_of(self, rank: int, part: int) -> _Rows:
-        """Read and decode the rows of a rank's segments of a part."""
+        """Read and decode the rows of a rank's segment of a part."""
         numbers, nbytes = self._slices_of(rank, part)
-        files: list[str] = []
-        digests: list[bytes] = []
-        starts = np.zeros(len(numbers), np.int64)
         is_wanted = (self.segments["rank"] == rank) & (self.segments["part"] == part)
-        for index in map(int, np.flatnonzero(is_wanted)):
-            segment = self.segments[index]
-            begin, end = len(files), len(files) + int(segment["rows"])
-            rows = self._segment_rows(index)
-            if end > len(numbers):
-                raise self.damaged(f"rank {rank} has more slices than its tensors")
-            digests.append(rows["digest"].tobytes())
-            if segment["file"] == NO_FILE:
-                files += [""] * len(rows)
-                continue
-            # Python's integers: a sum in 64 bits could overflow to the expected value.
-            total = sum(nbytes[begin:end]) + int(rows["gap"].sum())
-            if total != int(segment["stop"]) - int(segment["start"]):
-                raise self.damaged(f"a segment of rank {rank} has another length than its slices")
-            sizes = np.array([0, *nbytes[begin : end - 1]], np.int64)
-            starts[begin:end] = int(segment["start"]) + np.cumsum(sizes + rows["gap"])
-            files += [self.files[segment["file"]]] * len(rows)
-        if len(files) != len(numbers):
-            raise self.damaged(f"rank {rank} has fewer slices than its tensors")
-        return _Rows(numbers, files, starts.tolist(), b"".join(digests))
+        found = np.flatnonzero(is_wanted)
+        if len(found) != 1 or int(self.segments["rows"][found[0]]) != len(numbers):
+            raise self.damaged(f"rank {rank} has other slices than its tensors")
+        segment = self.segments[found[0]]
+        rows = self._segment_rows(int(found[0]))
+        digests = rows["digest"].tobytes()
+        if segment["file"] == NO_FILE:
+            return _Rows(numbers, "", [0] * len(numbers), digests)
+        # Python's integers: a sum in 64 bits could overflow to the expected value.
+        total = sum(nbytes) + int(rows["gap"].sum())
+        if total != int(segment["stop"]) - int(segment["start"]):
+            raise self.damaged(f"the segment of rank {rank} has another length than its slices")
+        sizes = np.array([0, *nbytes[:-1]], np.int64)
+        starts = int(segment["start"]) + np.cumsum(sizes + rows["gap"])
+        return _Rows(numbers, self.files[segment["file"]], starts.tolist(), digests)
 
     def _slices_of(self, rank: int, part: int) -> tuple[list[int], list[int]]:
         """The numbers of the tensors of a part of which *rank* stores a slice, and the bytes of each slice."""
         numbers: list[int] = []
         nbytes: list[int] = []
-        for number in self._parts[part]:
+        for number in self._parts.get(part, ()):
             tensor = self.tensors[number]
             box = tensor.box_of_rank(rank)
             if box is not None:
@@ -324,29 +275,9 @@ class SliceTable:
 
 
 class _Rows(NamedTuple):
-    """The slices of a rank: numbers of their tensors (increasing), files, first bytes, digests of 16 bytes each."""
+    """The slices of a rank in a file: numbers of their tensors (increasing), first bytes, digests of 16 bytes each."""
 
     numbers: list[int]
-    files: list[str]
+    file: str
     starts: list[int]
     digests: bytes
-
-
-def _rank_offsets(sharding: Sharding, shape: tuple[int, ...]) -> Any:
-    """Return the ranks that store a slice of a tensor, as a vector of distances from the first rank of its mesh.
-
-    Takes memory for these ranks, not for the mesh.
-    """
-    ranks = np.zeros(0 if sharding.split and 0 in shape else 1, np.int64)
-    for dim, mesh_dims in sharding.split:
-        offsets, sizes = np.zeros(1, np.int64), np.array([shape[dim]])
-        for each in mesh_dims:
-            chunks = -(-sizes // sharding.mesh[each])
-            # A chunk has at least one element.
-            index = np.arange(min(sharding.mesh[each], int(sizes.max(initial=0))))
-            rest = sizes[:, None] - index * chunks[:, None]
-            is_filled = rest > 0
-            offsets = (offsets[:, None] + index * sharding.strides[each])[is_filled]
-            sizes = np.minimum(rest, chunks[:, None])[is_filled]
-        ranks = (ranks[:, None] + offsets).ravel()
-    return ranks

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 
-MAX_DIMENSIONS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

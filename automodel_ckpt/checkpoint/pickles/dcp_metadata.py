@@ -41,14 +41,6 @@ class DcpLocation(NamedTuple):
     nbytes: int
 
 
-class DcpChunk(NamedTuple):
-    """A part of a tensor: the position of its first element, its shape, and its item."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    location: DcpLocation
-
-
 class Columns(NamedTuple):
     """The chunks of a tensor as arrays: the positions of their first elements and their shapes (chunks x dimensions),
     the numbers of their files (:meth:`DcpMetadata.file_number`), and the first bytes and lengths of their items."""
@@ -81,16 +73,12 @@ class DcpMetadata:
         return self._memo.text(name)
 
     def add_tensor(
-        self, path: KeyPath, dtype: str, shape: tuple[int, ...], chunks: Sequence[DcpChunk]
+        self, path: KeyPath, dtype: str, shape: tuple[int, ...], location: DcpLocation
     ) -> None:
-        """Add a tensor of a safetensors *dtype*, stored in *chunks*, which cover it."""
-        form = (len(chunks), len(shape))
-        boxes = [
-            np.array(rows, np.int64).reshape(form)
-            for rows in ([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks])
-        ]
-        items = self._items([chunk.location for chunk in chunks])
-        self.add_columns(path, dtype, shape, Columns(*boxes, *items))
+        """Add a tensor of a safetensors *dtype*, stored as one chunk."""
+        sizes = np.array([shape], np.int64).reshape(1, len(shape))
+        columns = Columns(np.zeros_like(sizes), sizes, *self._items([location]))
+        self.add_columns(path, dtype, shape, columns)
 
     def add_columns(
         self, path: KeyPath, dtype: str, shape: tuple[int, ...], columns: Columns

@@ -43,8 +43,9 @@ class ZipRecords:
 
     written: bytearray = field(default_factory=bytearray)
     skipped: int = 0
-    _begun: dict[str, int] = field(default_factory=dict)
-    _entries: dict[str, bytes] = field(default_factory=dict)
+    _path: bytes = b""
+    _start: int = 0
+    _entries: list[bytes] = field(default_factory=list)
 
     @property
     def position(self) -> int:
@@ -55,24 +56,22 @@ class ZipRecords:
         """Write a small record with its data."""
         self.begin(name)
         self.written += content
-        self.end(name, len(content), zlib.crc32(content))
+        self.end(len(content), zlib.crc32(content))
 
     def begin(self, name: str) -> None:
         """Begin a record: write its local header, padded so that the data is aligned."""
-        at = self.position
         path = f"archive/{name}".encode()
-        self._begun[name] = at
-        unpadded = at + 30 + len(path) + 4
+        self._path, self._start = path, self.position
+        unpadded = self._start + 30 + len(path) + 4
         padding = -unpadded % _ALIGN
         self.written += struct.pack(
             "<4s5H3I2H", b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), padding + 4
         )
         self.written += path + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
-    def end(self, name: str, nbytes: int, crc: int) -> None:
-        """Write the descriptor that follows the data, with 64-bit sizes where they are needed."""
-        at = self._begun[name]
-        path = f"archive/{name}".encode()
+    def end(self, nbytes: int, crc: int) -> None:
+        """Write the descriptor that follows the data of the record, with 64-bit sizes where they are needed."""
+        path, at = self._path, self._start
         self.written += struct.pack("<4sI", b"PK\7\b", crc)
         self.written += struct.pack("<2Q" if nbytes > _MAX_32 else "<2I", nbytes, nbytes)
         # Values above 32 bits are stored in an extra field of the directory's entry, in this order.
@@ -86,16 +85,11 @@ class ZipRecords:
             "<4s6H3I", b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc, short_nbytes, short_nbytes
         )
         entry += struct.pack("<5H2I", len(path), len(extra), 0, 0, 0, 0, short_at)
-        self._entries[name] = entry + path + extra
-
-    def entry_at(self, name: str) -> int:
-        """The offset of a record's entry in the directory, in bytes."""
-        names = list(self._entries)
-        return sum(len(self._entries[other]) for other in names[: names.index(name)])
+        self._entries.append(entry + path + extra)
 
     def finish(self) -> None:
         """Write the directory, its 64-bit end record and locator, and its 32-bit end record."""
-        directory = b"".join(self._entries.values())
+        directory = b"".join(self._entries)
         count = len(self._entries)
         size = len(directory)
         start = self.position
@@ -110,16 +104,11 @@ class ZipRecords:
         )
 
 
-_DATA = "data/0"
-
-
 class TensorArchive(NamedTuple):
-    """*head*, then the tensor's bytes, then *tail*, in which the bytes' CRC-32 (little-endian) has to be put at each of
-    *crc_at*."""
+    """The bytes of an archive before those of its tensor, and after them."""
 
     head: bytes
     tail: bytes
-    crc_at: tuple[int, ...]
 
 
 Blocks = Callable[[], Iterable[bytes | memoryview]]
@@ -188,7 +177,10 @@ def plain_archive(value: Any) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
-    """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor."""
+    """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor.
+
+    Their CRC-32 is left out (0), as with ``torch.serialization.set_crc32_options(False)``: torch does not read it.
+    """
     tensor = ArchiveTensor(dtype, shape, tuple)
     program = _Program()
     program.save(tensor)
@@ -196,20 +188,15 @@ def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
     records.add("data.pkl", program.finished())
     for name, content in MARKS_BEFORE.items():
         records.add(name, content)
-    records.begin(_DATA)
+    records.begin("data/0")
     head = bytes(records.written)
     records.written.clear()
     records.skipped = len(head) + tensor.nbytes
-    # The CRC is not known yet: the writer puts it at *crc_at*.
-    records.end(_DATA, tensor.nbytes, 0)
-    crc_at = [4]  # in the descriptor, behind its signature
+    records.end(tensor.nbytes, 0)
     for name, content in MARKS_AFTER.items():
         records.add(name, content)
-    directory = len(records.written)
     records.finish()
-    # In the directory's entry of a record the CRC is 16 bytes after its signature.
-    crc_at.append(directory + records.entry_at(_DATA) + 16)
-    return TensorArchive(head, bytes(records.written), tuple(crc_at))
+    return TensorArchive(head, bytes(records.written))
 
 
 def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: ArchiveTensor) -> None:
@@ -224,7 +211,7 @@ def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: Archi
     if nbytes != tensor.nbytes:
         raise ValueError(f"a tensor has {nbytes} bytes, not {tensor.nbytes}")
     records.skipped += nbytes
-    records.end(name, nbytes, crc)
+    records.end(nbytes, crc)
 
 
 def _flush(file: BinaryIO, records: ZipRecords) -> None:

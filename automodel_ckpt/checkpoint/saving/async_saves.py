@@ -35,7 +35,7 @@ from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes

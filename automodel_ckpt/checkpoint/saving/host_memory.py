@@ -26,7 +26,7 @@ from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.threads import cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Data, FileJob, Span, with_data
-from automodel_ckpt.checkpoint.parts.manifest import Blob
+from automodel_ckpt.checkpoint.parts.tree import Blob
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -263,8 +263,10 @@ def _append(layout: MemoryLayout, data: Data) -> Span:
         layout.tensors.append((layout.end, data))
         span = Span(layout.end, data.nbytes)
     else:
-        assert not isinstance(data, Span | Blocks), "the data must be in this process, and no copy"
-        constant = data if isinstance(data, bytes) else data()
+        constant = data() if callable(data) else data
+        assert not isinstance(constant, Span | Blocks), (
+            "the data must be in this process, and no copy"
+        )
         layout.constants.append((layout.end, constant))
         span = Span(layout.end, len(constant))
     layout.end += span.nbytes

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
@@ -40,7 +41,6 @@ from automodel_ckpt.checkpoint.saving.agreement import (
 )
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveSettings
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.module_tensors import (
     module_state,
     stored_layout,
@@ -258,7 +258,7 @@ class Planner:
         jobs: list[FileJob] = []
         self._has_reusable_files = False
         for tree in save.plan.trees.values():
-            tree.assign(shares[tree.name], self.settings.ranks.rank)
+            tree.assign(shares[tree.name])
             untrained = self._untrained_in(tree)
             self._has_reusable_files = self._has_reusable_files or bool(untrained)
             jobs += self._tree_jobs(tree, save.plan, proposals[0], untrained)
@@ -297,9 +297,9 @@ class Planner:
             files = safetensors.ShardFiles(mapping, untrained)
             plan.formats[name] = safetensors.NAME
             plan.layouts[name] = safetensors.lay_out(tree, files)
-            return list(safetensors.plan_jobs(tree, rank, files))
+            return list(safetensors.plan_jobs(tree, rank, plan.layouts[name], files))
         plan.formats[name], plan.layouts[name] = torch_save.NAME, torch_save.lay_out(tree)
-        return list(torch_save.plan_jobs(tree, rank))
+        return list(torch_save.plan_jobs(tree, rank, plan.layouts[name]))
 
     def object_jobs(
         self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
@@ -21,7 +22,6 @@ from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.agreement import TreeSummary
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import AutomodelError
 
 if TYPE_CHECKING:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.export.plan import BaseMaps as BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
@@ -20,31 +21,6 @@ EXPECTED_TENSORS = "expected_tensors.json"
 MAPS = frozenset({FILE_INDEX_MAP, DTYPE_MAP, EXPECTED_TENSORS})
 # A line of a hundred bytes for each of some hundred thousand tensors; parsed it takes up to 25 times as much.
 _MAX_MAP_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class BaseMaps:
-    """The file (from 1), dtype and shape of each tensor of the base model; None when unknown.
-
-    For an adapter, they describe the adapter, which is a single file.
-    """
-
-    file_index: Mapping[str, int] | None = None
-    dtype: Mapping[str, str] | None = None
-    shape: Mapping[str, tuple[int, ...]] | None = None
-    tie_word_embeddings: bool = False
-    is_adapter: bool = False
-    float32_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The dtypes (safetensors codes) to which an export does not cast a tensor: the model keeps it in float32."""
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """The names of exactly the tensors of an export; None when the base is unknown."""
-        if self.shape is not None:
-            return frozenset(self.shape)
-        if self.file_index is not None:
-            return frozenset(self.file_index)
-        return None
 
 
 def maps_of(source: Source) -> BaseMaps:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +41,19 @@ def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for fqn, blob in tree.objects.items():
         match = _OPTION.fullmatch(fqn)
-        if match is None or blob.nbytes > _MAX_VALUE_BYTES:
+        if match is None or int(match[1]) >= _MAX_GROUPS or blob.nbytes > _MAX_VALUE_BYTES:
             continue
-        number, name = int(match[1]), match[2]
-        if number < _MAX_GROUPS:
-            group = groups.setdefault(number, {})
-            group.update(_option(checkpoint, name, blob))
+        group = groups.setdefault(int(match[1]), {})
+        with contextlib.suppress(Exception):  # a damaged file, as in plain_state
+            value = _value(_bytes_of(checkpoint, blob))
+            group[match[2]] = len(value) if match[2] == "params" else value
     return [groups[number] for number in sorted(groups)]
-
-
-def _option(checkpoint: Path, name: str, blob: Blob) -> Mapping[str, Any]:
-    try:
-        value = _value(_bytes_of(checkpoint, blob))
-    except Exception:  # a damaged file, as in plain_state
-        return {}
-    return {name: len(value) if name == "params" else value}
 
 
 def _bytes_of(checkpoint: Path, blob: Blob) -> bytes:
     with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
         file.seek(blob.start)
-        return file.read(min(blob.nbytes, _MAX_FILE_BYTES))
+        return file.read(blob.nbytes)
 
 
 def _value(archive: bytes) -> Any:

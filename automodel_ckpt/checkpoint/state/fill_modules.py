@@ -11,11 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
-from automodel_ckpt.checkpoint.formats.planning import DTYPES
+from automodel_ckpt.checkpoint.formats.description import DTYPES, local_box, local_tensor
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,6 @@ class Loader:
         for alias, stored in tree.tied.items():
             if alias in state and alias not in tensors and stored in tensors:
                 tensors[alias] = tensors[stored].renamed(alias)
-        for saved, name in names_with_prefix(tensors, state).items():
-            tensors[name] = tensors.pop(saved).renamed(name)
         return tree if tensors.keys() == tree.tensors.keys() else replace(tree, tensors=tensors)
 
     def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
@@ -287,19 +285,3 @@ class Loader:
         digests = {saved.files[file].digest for file in record.files}
         # Random states that are equal now must not stay equal: they are recomputed.
         return record.files[0] if len(digests) == 1 and scope != "rank_rng" else None
-
-
-def names_with_prefix(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
-    """Map *saved* names to names that are *here*, if these have one more prefix, such as ``bert.``; otherwise empty.
-
-    Before 2026-11-28, a classifier from a base without the prefix of the backbone was saved without it.
-    """
-    names = set(saved)
-    unknown, missing = names.difference(here), set(here) - names
-    first = min(unknown, default="")
-    for name in sorted(missing):
-        prefix = name.removesuffix(f".{first}")
-        if first and prefix != name:
-            found = {each: f"{prefix}.{each}" for each in unknown}
-            return found if missing.issuperset(found.values()) else {}
-    return {}

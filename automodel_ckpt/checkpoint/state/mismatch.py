@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.formats.reading import differences
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
@@ -48,10 +47,10 @@ def check_differences(
     lines = [*differences(tree, state, cast), *further]
     if not lines:
         return
-    hints = ["resume with the model and settings that wrote it (see its config.yaml)"]
+    hints = [
+        "resume with the model, data type (model.dtype), settings and versions that wrote it (see its config.yaml)"
+    ]
     if item.kind == "optimizer":
-        if f"{item.name}.forms" in tree.objects:
-            hints = ["resume with revision ce252fbe, which wrote nested containers of its state"]
         lines = _by_entry(item.name, lines)
         if any(DIVIDED in line for line in lines):
             hints.append(
@@ -60,14 +59,6 @@ def check_differences(
             )
         allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
         hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
-    types = _only_types(lines)
-    if types is not None:
-        # The recipe does not choose every type: the program or transformers keeps some tensors in another one.
-        hints[0] = (
-            "resume with the data type of the saved weights (model.dtype, or the versions that wrote it)"
-        )
-        if len(lines) > 1:
-            lines = [f"~ {counted(len(lines), 'tensor')}: saved as {types[0]}, here {types[1]}"]
     if item.kind == "module":
         hints.append(
             f"start a new run from its weights: --init_from.path {path} and another checkpoint.checkpoint_dir "
@@ -88,15 +79,6 @@ def _by_entry(name: str, lines: Iterable[str]) -> list[str]:
         counts[combined] += 1
         first.setdefault(combined, line)
     return [combined if counts[combined] > 1 else first[combined] for combined in counts]
-
-
-def _only_types(lines: Iterable[str]) -> tuple[str, str] | None:
-    """The data types that were saved and that are here, if all *lines* differ in these alone; otherwise None."""
-    found: set[tuple[str, str] | None] = set()
-    for line in lines:
-        match = re.fullmatch(r"~ .+: saved as (\w+) (\[.*\]), here (\w+) \2", line)
-        found.add((match[1], match[3]) if match is not None else None)
-    return found.pop() if len(found) == 1 else None
 
 
 def has_weights_only(manifest: Manifest) -> bool:

@@ -13,9 +13,9 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint.formats.planning import DTYPES
-from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 

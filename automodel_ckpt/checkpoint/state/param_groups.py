@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.optimizer_state import saved_entries
 
 T = TypeVar("T")

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 import xxhash
 
-from automodel_ckpt.checkpoint.formats.description import local_tensor, unstorable_placement
-from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
+from automodel_ckpt.checkpoint.formats.description import (
+    DTYPE_CODES,
+    local_tensor,
+    unstorable_placement,
+)
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
 from automodel_ckpt.checkpoint.pickles.pickle_values import has_counterpart, is_saved
 from automodel_ckpt.errors import Problem, RecipeError

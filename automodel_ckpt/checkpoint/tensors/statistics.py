@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
 from automodel_ckpt.errors import CheckpointUnusable
-
-if TYPE_CHECKING:
-    pass
 
 _COMPLEX = frozenset({"C64", "C128"})
 

@@ -235,7 +235,7 @@ class MergedModel:
             return cast(whole_checked(_ROOT, stored), stored.dtype, dtype)
         import torch
 
-        from automodel_ckpt.checkpoint.formats.planning import DTYPES
+        from automodel_ckpt.checkpoint.formats.description import DTYPES
         from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows
 
         # Rounded as the base is when an adapter is trained on it.

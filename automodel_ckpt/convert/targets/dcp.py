@@ -12,7 +12,6 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
-    DcpChunk,
     DcpLocation,
     DcpMetadata,
     KeyPath,
@@ -82,9 +81,7 @@ class DcpWriter:
 
         Raises ValueError if another item has the same name.
         """
-        zeros = (0,) * len(tensor.shape)
-        chunk = DcpChunk(zeros, tensor.shape, self._written(tensor))
-        self._metadata.add_tensor(path, tensor.dtype, tensor.shape, [chunk])
+        self._metadata.add_tensor(path, tensor.dtype, tensor.shape, self._written(tensor))
 
     def add_value(self, path: KeyPath, value: Any) -> None:
         """Write a value that is not a tensor: plain data, which ``torch.load(weights_only=True)`` reads.

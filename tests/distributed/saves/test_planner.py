@@ -152,13 +152,13 @@ def save_all(made: list[Case], directory: Path) -> Path:
     for rank, of_rank in trees.items():
         written = RankManifest(rank)
         for number, tree in enumerate(of_rank):
-            tree.assign(shares_of(number), rank)
+            tree.assign(shares_of(number))
             if number == 0:
                 layouts.append(safetensors.lay_out(tree, files))
-                jobs = list(safetensors.plan_jobs(tree, rank, files))
+                jobs = list(safetensors.plan_jobs(tree, rank, layouts[-1], files))
             else:
                 layouts.append(torch_save.lay_out(tree))
-                jobs = list(torch_save.plan_jobs(tree, rank))
+                jobs = list(torch_save.plan_jobs(tree, rank, layouts[-1]))
             written.trees[tree.name] = layouts[-1].rank_tree()
             run_all(jobs, staging, written)
         (staging / layout.rank_manifest_file(rank)).write_bytes(written.to_bytes())

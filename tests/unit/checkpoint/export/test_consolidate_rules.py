@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
-from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
+from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import (
     DTYPE_MAP,

@@ -58,7 +58,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def tiny_dtypes() -> dict[str, torch.dtype]:
-    from automodel_ckpt.checkpoint.formats.planning import DTYPES
+    from automodel_ckpt.checkpoint.formats.description import DTYPES
 
     return {code: dtype for code, dtype in DTYPES.items() if code not in ("F8_E8M0", "C64", "C128")}
 

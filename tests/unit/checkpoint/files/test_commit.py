@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import xxhash
 
 from automodel_ckpt.checkpoint.export import publish
@@ -254,21 +252,3 @@ def test_a_link_named_like_a_leftover_is_removed_but_not_followed(tmp_path: Path
     (run / (".trash-" + "0" * 32)).symlink_to(outside)
     commit.recover(run)
     assert (outside / "precious").exists() and list(run.iterdir()) == []
-
-
-def test_an_error_of_the_disk_is_raised_though_torch_replaces_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    path = tmp_path / "state.pt"
-
-    def save() -> None:
-        with durable_file.DurableFile(path) as file:
-            monkeypatch.setattr(durable_file, "write_all", full)
-            torch.save({"x": torch.zeros(100_000)}, file)
-
-    with pytest.raises(OSError, match="No space left") as caught:
-        save()
-    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from automodel_ckpt.checkpoint.export.export_manifest import (
     export_problems,
@@ -18,19 +16,15 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
-from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
+from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts import verify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.run import links
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.imports import import_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.support import ranks
 from tests.support.models import tiny
 from tests.support.models.shards import checkpoint_in
 
@@ -94,18 +88,6 @@ def test_a_file_of_the_right_size_that_is_nearly_all_hole_is_found_without_readi
     assert "nearly all hole" in problem.what and problem.where == str(path)
 
 
-def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypatch: Patch) -> None:
-    def failing(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(verify, "file_record", failing)
-    problem = verify.verify(checkpoint, Manifest.read(checkpoint))[0]
-    assert (
-        problem.what == "a file of the checkpoint cannot be read"
-        and "Input/output error" in str(problem)
-    )
-
-
 def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: Capture) -> None:
     (checkpoint / layout.MANIFEST).unlink()
     assert ckpt(["show", str(checkpoint.parent)]) == 3
@@ -142,20 +124,6 @@ def test_a_pointer_that_cannot_be_moved_is_a_warning(
     assert f"{tmp_path / 'LATEST.txt'}" in warnings.text and "EISDIR" in warnings.text
 
 
-def test_checkpoints_to_remove_that_cannot_be_looked_for_are_a_warning(
-    tmp_path: Path, monkeypatch: Patch, warnings: pytest.LogCaptureFixture
-) -> None:
-    def failing(_: Path) -> set[str]:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
-
-    monkeypatch.setattr(links, "protected_names", failing)
-    assert RunDirectory(tmp_path, KeepPolicy(last=1), "val_loss").prune("epoch_0_step_1") == ()
-    assert (
-        "could not list the checkpoints to remove" in warnings.text
-        and str(tmp_path) in warnings.text
-    )
-
-
 class Stubborn(tiny.Counter):
     def load_state_dict(self, state: dict[str, object]) -> None:
         raise KeyError("another")
@@ -179,22 +147,6 @@ def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
         os.truncate(shard, 4100)
     with pytest.raises(CheckpointUnusable, match="a file is shorter than the manifest states"):
         tiny.load(tmp_path, tiny.recipe(), verify="none")
-
-
-def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
-    def separate() -> str:
-        from automodel_ckpt.checkpoint import node_directories
-
-        node_directories._PATIENCE_SECONDS = 0.1
-        rank = torch.distributed.get_rank()
-        own = tmp_path / str(rank)
-        own.mkdir()
-        group = torch.distributed.group.WORLD
-        without = node_directories.ranks_without_storage(own, rank, group)
-        return str(node_directories.no_shared_storage(own, without))
-
-    for said in ranks.run(separate, 2):
-        assert "the ranks do not share storage" in said and "not seen by rank 1" in said
 
 
 def hollow(path: Path) -> Path:
@@ -231,13 +183,6 @@ def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) ->
     (tmp_path / "file").touch()
     assert ckpt(["import", str(source), str(tmp_path / "file/run")]) == 4
     assert "ENOTDIR" in capsys.readouterr().err
-
-
-def test_headers_that_would_lose_a_tensor() -> None:
-    with pytest.raises(ValueError, match="given twice or reserved"):
-        build_header([(METADATA_KEY, "F32", [1])], {})
-    with pytest.raises(ValueError, match="the format allows"):
-        build_header([], {"long": "x" * 100_000_001})
 
 
 def shard(info: object, dtype: str = "F32") -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.pickles.dcp_metadata import DcpChunk, DcpLocation, DcpMetadata
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import Columns, DcpLocation, DcpMetadata
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
 from tests.support.dcp_metadata import metadata_by_torch
 
@@ -67,14 +67,20 @@ def test_metadata_has_what_torchs_classes_would_have(name: str, tmp_path: Path) 
     metadata = DcpMetadata()
     paths = {fqn: NESTED.get(fqn, (fqn,)) for fqn in (*tree.tensors, *tree.objects)}
     for fqn, each in tree.tensors.items():
-        chunks: list[DcpChunk] = []
+        items: list[tuple[int, int, int]] = []
         for stored in each.slices:
             archive = described_archive(each.dtype, stored.sizes)
             nbytes = len(archive.head) + stored.nbytes + len(archive.tail)
-            start = stored.start - len(archive.head)
-            location = DcpLocation(Path(stored.file).name, start, nbytes)
-            chunks.append(DcpChunk(stored.offsets, stored.sizes, location))
-        metadata.add_tensor(paths[fqn], each.dtype, each.shape, chunks)
+            file = metadata.file_number(Path(stored.file).name)
+            items.append((file, stored.start - len(archive.head), nbytes))
+        form = (len(each.slices), len(each.shape))
+        boxes = [
+            [stored.offsets for stored in each.slices],
+            [stored.sizes for stored in each.slices],
+        ]
+        offsets, sizes = (np.array(rows, np.int64).reshape(form) for rows in boxes)
+        columns = Columns(offsets, sizes, *np.array(items, np.int64).reshape(-1, 3).T)
+        metadata.add_columns(paths[fqn], each.dtype, each.shape, columns)
     for fqn, blob in tree.objects.items():
         location = DcpLocation(Path(blob.file).name, blob.start, blob.nbytes)
         metadata.add_value(paths[fqn], location)

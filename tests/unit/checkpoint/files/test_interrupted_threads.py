@@ -21,7 +21,6 @@ from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.formats import read_ahead
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.convert.open import open_weights
 
 MIB = 1 << 20
@@ -108,27 +107,3 @@ def test_an_interrupted_read_does_not_change_tensors_later(
         other.flush()
         time.sleep(0.6)
     assert torch.equal(target, found)
-
-
-def test_an_interrupted_allocation_does_not_change_the_memory_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    num_running: list[int] = []
-    memory = host_memory.HostMemory()
-    with interrupting() as interrupt:
-
-        def touch(*_: object) -> None:
-            num_running.append(1)
-            for _ in range(3):
-                time.sleep(0.1)
-                interrupt()
-            time.sleep(0.2)
-            num_running.pop()
-
-        monkeypatch.setattr(host_memory, "_touch_part", touch)
-        monkeypatch.setattr(host_memory, "_PART_BYTES", MIB)
-        monkeypatch.setattr(host_memory, "cores_of_rank", lambda: 2)
-        with pytest.raises(KeyboardInterrupt):
-            memory.reserve(3 * MIB)
-        assert not num_running
-    memory.close()

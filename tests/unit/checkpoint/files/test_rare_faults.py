@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import logging
-import os
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +20,9 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
     Fault,
     archive_ranges,
 )
-from automodel_ckpt.checkpoint.sources.base_maps import FILE_INDEX_MAP, BaseMaps, read_maps
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
-from automodel_ckpt.convert.imports import import_checkpoint
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.targets import gguf
-from automodel_ckpt.convert.targets.flow import export_to
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from tests.support.models.llamas import llama_checkpoint
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import checkpoint_in
 from tests.unit.checkpoint.export.test_dcp_source import save as save_dcp
 
@@ -149,66 +138,6 @@ def test_an_item_of_dcp_that_is_not_what_its_description_says(
     (directory / layout.DCP_METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointUnusable, match=rf"the stored chunk at \[0\] of 'w'[\s\S]*{said}"):
         PyTorchDcp().open(directory)
-
-
-def links_to_itself(directory: Path) -> object:
-    (directory / layout.DCP_METADATA).symlink_to("elsewhere")
-    return PyTorchDcp().open(directory)
-
-
-def broken_map(directory: Path) -> object:
-    (directory / FILE_INDEX_MAP).write_text("{")
-    return read_maps(directory)
-
-
-def number_of_no_file(directory: Path) -> object:
-    (directory / FILE_INDEX_MAP).write_text('{"a": 0}')
-    return read_maps(directory)
-
-
-def of_another_config(directory: Path) -> object:
-    pytest.importorskip("gguf")
-    llama_checkpoint(directory / "c", tied=True, dtype=torch.float32)
-    config = directory / "c/model" / layout.HF_METADATA / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_bytes()) | {"intermediate_size": 7}))
-    (directory / "c" / layout.MANIFEST).unlink()
-    return export_to("gguf", directory / "c/model", directory / "model.gguf")
-
-
-def broken_template(directory: Path) -> object:
-    (directory / "chat_template.jinja").write_bytes(b"\xff")
-    return gguf._chat_template(directory, None)
-
-
-def full(directory: Path) -> object:
-    with published_file(directory / "model.gguf", logging.debug, what="the GGUF file"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize(
-    ("provoke", "said"),
-    [
-        (links_to_itself, "a checkpoint contains a symbolic link"),
-        (broken_map, "this side file cannot be read"),
-        (number_of_no_file, "not give file numbers from 1"),
-        (lambda d: open_source(d / "gone"), "there is no such checkpoint directory"),
-        (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
-        (of_another_config, "the tensors are not those of the config"),
-        (broken_template, "the chat template cannot be read"),
-        (
-            lambda d: import_checkpoint.prepare(d / ("x" * 300), d),
-            "a file to import cannot be read",
-        ),
-        (full, "ENOSPC"),
-    ],
-)
-def test_what_cannot_be_read_or_written_is_said_with_its_place(
-    tmp_path: Path, provoke: Callable[[Path], object], said: str
-) -> None:
-    with pytest.raises((CheckpointUnusable, SaveFailed), match=said) as caught:
-        provoke(tmp_path)
-    (problem,) = caught.value.problems
-    assert str(tmp_path) in problem.where and problem.hint
 
 
 def test_a_side_file_that_is_too_large_to_be_one(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-import json
 import os
 import resource
 import signal
@@ -20,12 +19,11 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, discover
-from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.saving import background, host_memory
+from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.errors import ExportFailed, LeaseLost, SaveFailed
+from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks
 from tests.support.models import tiny
 
@@ -294,26 +292,6 @@ def test_a_publication_that_fails_in_the_background_is_reported(
         saver.checkpointer.wait_for_save()
 
 
-def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_failed_save(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = saver.save(1).path.parent
-    saver.checkpointer.wait_for_save()
-
-    def cannot(directory: Path, *_: Any) -> None:
-        if directory.name == "optim":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
-        os.mkdir(directory)
-
-    monkeypatch.setattr(Path, "mkdir", cannot)
-    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOSPC"):
-        saver.save(2)
-    monkeypatch.undo()
-    assert names(root) == ["LATEST", "epoch_0_step_1"]
-    saver.save(3)
-    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
-
-
 def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     saver.pause()
@@ -558,16 +536,6 @@ def test_with_adapter_files_nothing_more_is_exported(
     assert "no checkpoint was validated" not in caplog.text
 
 
-def test_export_best_warns_where_no_checkpoint_was_validated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saver = tiny.checkpointer(tmp_path)
-    saver.exports.export_best()
-    saver.close()
-    assert "export_best: no checkpoint was validated" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(
     exporter: Saver,
 ) -> None:
@@ -600,25 +568,3 @@ def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporte
     assert exporter.checkpointer.wait_for_save() and not leftover.exists()
     assert [report.step for report in exporter.reports] == [1, 2]
     assert [export_of(report).exists() for report in exporter.reports] == [False, False]
-
-
-def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = Saver(tmp_path / "run", save_consolidated="every", assets={"model": AdapterFiles()})
-    record = {"host": "h", "boot_id": "b", "pid": 1, "command": "c", "beat": 1, "token": "theirs"}
-    exported: list[object] = []
-    monkeypatch.setattr(
-        background.Background, "export", lambda *arguments: exported.append(arguments)
-    )
-
-    class TakenOver(list[SaveReport]):
-        def append(self, report: SaveReport) -> None:
-            (tmp_path / "run" / layout.LOCK_FILE).write_text(json.dumps(record))
-
-    saver.reports = TakenOver()
-    saver.save(1)
-    with pytest.raises(LeaseLost, match="another run has taken over"):
-        saver.checkpointer.wait_for_save()
-    assert exported == []
-    saver.checkpointer.close()

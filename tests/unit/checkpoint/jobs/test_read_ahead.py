@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,18 +42,6 @@ def test_an_error_of_a_thread_names_the_first_file_and_leaves_none_open(
     with pytest.raises(error, match=r"a\.safetensors"):
         read_tree(source.root, tree, {name: torch.empty(750, 1000) for name in "ab"})
     assert len(os.listdir("/proc/self/fd")) == num_open
-
-
-def test_an_error_of_the_disk_names_the_file(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_weights(stored).modules["model"]
-    tree = Tree("", dict(source.tensors), {})
-
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(OSError, match=r"a\.safetensors"):
-        read_tree(source.root, tree, {name: torch.empty(750, 1000) for name in "ab"})
 
 
 def test_tensors_created_in_inference_mode_are_read_into(stored: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,10 +56,7 @@ class OnDevice:
 
     flat: torch.Tensor
 
-    def __call__(self) -> memoryview:
-        raise AssertionError("it is copied in blocks")
-
-    def contents(self) -> Blocks:
+    def __call__(self) -> Blocks:
         return Blocks(self.flat.numel(), partial(blocks_of, self.flat, block_bytes=1 << 20))
 
 
@@ -82,12 +78,3 @@ def test_a_file_of_device_tensors_has_their_bytes_and_digests(tmp_path: Path) ->
     digests = [tensor.slices[0].digest for tensor in written.trees["model"].tensors]
     assert digests == [digest_of(flat.numpy().data) for flat in tensors]
     assert written.files["model/x"].digest == digest_of(expected)
-
-
-def test_a_chunk_before_a_checksum_is_copied_in_blocks(tmp_path: Path) -> None:
-    flat = content((3 << 20) + 1)
-    chunks = [Chunk(0, OnDevice(flat)), Chunk(flat.numel(), b"<0000>", crc_at=(1,))]
-    FileJob("x", chunks).run(tmp_path, RankManifest(0), memoryview(b""))
-    data = flat.numpy().tobytes()
-    expected = data + b"<" + zlib.crc32(data).to_bytes(4, "little") + b">"
-    assert (tmp_path / "x").read_bytes() == expected

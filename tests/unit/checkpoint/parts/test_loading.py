@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.state.param_groups import other_kind
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
 
@@ -56,27 +55,3 @@ def test_a_schedule_of_another_kind_is_an_error_or_keeps_its_own_state(
     assert resumed is not None and resumed.loaded == {"model", "optimizer"}
     assert other.lr_scheduler.state_dict() == before
     assert torch.equal(other.model.embed, saved.model.embed)
-
-
-def test_schedules_are_told_apart_by_the_settings_of_their_classes() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-    class Own(torch.optim.lr_scheduler.StepLR):
-        """With a setting that an earlier version of it did not have."""
-
-        added = 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return super().state_dict() | {"added": 1}
-
-    state = schedule.state_dict()
-    position = {"last_epoch": 3, "base_lrs": [0.1], "_step_count": 4, "verbose": False}
-    assert other_kind(state, schedule) is None and other_kind(position, schedule) is None
-    assert other_kind(state, Own(optimizer, 2)) is None
-    assert "saved with removed" in str(other_kind(position | {"removed": 1}, Own(optimizer, 2)))
-    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), schedule]
-    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
-    assert other_kind(sequence.state_dict(), sequence) is None
-    assert other_kind(sequence.state_dict(), schedule) is not None
-    assert other_kind(state, sequence) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
-from automodel_ckpt.checkpoint.parts.slice_table import ROW, SEGMENT, Segment, SliceTable
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
+from automodel_ckpt.checkpoint.parts.slice_table import ROW, SEGMENT
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.tensors.box_reader import require_intact
@@ -170,8 +169,8 @@ def read_all(path: Path) -> int:
         (b'"head_bytes":48', b'"head_bytes":47', "is not the table of its"),
         (b'"shape":[5,3]', b'"shape":[5,4]', "another length than its slices"),
         (b'"shape":[5,3]', b'"shape":[5,0]', "another length than its slices"),
-        (b'"rank":0', b'"rank":1', "fewer slices than its tensors"),
-        (b'"rank":0', b'"rank":0,"part":7', "fewer slices than its tensors"),
+        (b'"rank":0', b'"rank":1', "other slices than its tensors"),
+        (b'"rank":0', b'"rank":0,"part":7', "other slices than its tensors"),
     ],
 )
 def test_a_manifest_that_does_not_match_its_table_is_an_error(
@@ -219,7 +218,7 @@ def set_field(name: str, value: int) -> Callable[[np.ndarray, np.ndarray], None]
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("rank", 1, "fewer slices"),
+        ("rank", 1, "other slices"),
         ("part", 1, "not those of the tensors"),
         ("file", 1, "not those of the tensors"),
         ("file", 2**32 - 1, "not those of the tensors"),
@@ -270,20 +269,6 @@ def test_a_verification_reports_the_damage_of_a_table_of_files_that_all_ranks_wr
         assert [problem.where for problem in found] == [str(path / "model/.slices")]
     assert ckpt(["verify", "--deep", str(path)]) == 3
     assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
-
-
-def test_a_large_mesh_takes_no_memory_for_ranks_that_store_nothing() -> None:
-    segments = {
-        rank: [Segment(0, "", 0, 0, bytes(ROW.itemsize))] for rank in range(0, 4096 * 4096, 4096)
-    }
-    table = SliceTable.merged(segments)
-    sharding = Sharding((4096, 4096), (4096, 1), ((0, (0, 1)),))
-    table.add(RegularSlices("w", "F32", (4096,), sharding, 0, position=Position("f", 0, False)))
-    tracemalloc.start()
-    table.check_counts()
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 2_000_000
 
 
 # ---------------------------------------------------------------- formulas

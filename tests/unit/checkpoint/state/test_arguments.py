@@ -22,17 +22,16 @@ FINE: dict[str, Any] = {"state": {"model": MODEL}, "step": 1, "epoch": 0}
         ({"state": MODEL}, r"must be a mapping[\s\S]*Linear[\s\S]*\"model\": model"),
         ({"state": [MODEL]}, "must be a mapping"),
         ({"state": {}}, r"must be a mapping[\s\S]*an empty dict"),
-        ({"state": {"model": MODEL.state_dict()}}, r"'model'[\s\S]*itself, not its state_dict"),
         (
-            {"state": MODEL.state_dict()},
-            r"tensors[\s\S]*weight, bias[\s\S]*itself, not its state_dict",
+            {"state": {"model": MODEL.state_dict()}},
+            r"'model'[\s\S]*itself[\s\S]*not its state_dict",
         ),
-        ({"state": {"model": MODEL, "mean": torch.ones(2)}}, "leave it out"),
+        ({"state": MODEL.state_dict()}, r"'weight'[\s\S]*itself[\s\S]*not its state_dict"),
         ({"state": {"model": MODEL, "x": 3}}, r"no state_dict\(\)[\s\S]*'x'\n  value:  int"),
         ({"step": 1.5}, r"step must be a count[\s\S]*1\.5"),
         ({"step": -1}, "step must be a count"),
         ({"epoch": None}, "epoch must be a count"),
-        ({"losses": {"val_loss": torch.ones(2)}}, r"losses\['val_loss'\][\s\S]*shape \[2\]"),
+        ({"losses": {"val_loss": torch.ones(2)}}, r"losses\['val_loss'\]"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:

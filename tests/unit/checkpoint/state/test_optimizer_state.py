@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,6 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.state.param_groups import match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import ranks
 from tests.support.models import tiny
@@ -111,22 +107,6 @@ def test_state_that_is_made_late_comes_back_as_it_was_again_and_again(
         made = again
 
 
-def test_what_was_none_at_first_comes_back_as_the_tensor_that_it_became(tmp_path: Path) -> None:
-    made, again = (
-        keeping(lambda p: {"mean": p.detach() + 1}),
-        keeping(lambda p: {"mean": None}, seed=1),
-    )
-    made.optimizer.steps = again.optimizer.steps = 2
-    step(made)
-    tiny.save(tmp_path, made)
-    tiny.load(tmp_path, again)
-    parameters = [one.optimizer.param_groups[0]["params"] for one in (made, again)]
-    assert [
-        torch.equal(made.optimizer.state[p]["mean"], again.optimizer.state[q]["mean"])
-        for p, q in zip(*parameters, strict=True)
-    ] == [True] * 4
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentum: float) -> None:
     def sgd(seed: int, value: float) -> SimpleNamespace:
@@ -147,13 +127,6 @@ def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentu
         torch.equal(made.model.one_row, again.model.one_row)
         and again.optimizer.param_groups[0]["momentum"] == 0.9
     )
-
-
-def test_an_option_comes_back(tmp_path: Path) -> None:
-    made, again = keeping(dict, plan=np.arange(2)), keeping(dict, plan=0)
-    tiny.save(tmp_path, made)
-    tiny.load(tmp_path, again)
-    assert alike(made.optimizer.param_groups[0]["plan"], again.optimizer.param_groups[0]["plan"])
 
 
 def test_an_optimizer_that_loads_in_its_own_way_is_given_all_of_it(tmp_path: Path) -> None:
@@ -211,20 +184,6 @@ def test_containers_in_the_state_are_refused_before_the_first_step(tmp_path: Pat
         tiny.checkpointer(tmp_path).check_disk_space(discover(made))
 
 
-def test_saved_containers_are_an_error_that_names_the_revision(tmp_path: Path) -> None:
-    made = keeping(dict, forms=1)
-    path = tiny.save(tmp_path, made).path
-    manifest = Manifest.read(path)
-    tree = manifest.trees["optimizer"]
-    objects = dict(tree.objects)
-    blob = objects.pop("optimizer.param_groups.0.forms")
-    objects["optimizer.forms"] = replace(blob, fqn="optimizer.forms")
-    trees = {**manifest.trees, "optimizer": replace(tree, objects=objects)}
-    (path / "MANIFEST.json").write_bytes(replace(manifest, trees=trees).to_bytes())
-    with pytest.raises(CheckpointUnusable, match=r"optimizer\.forms(.|\n)*ce252fbe"):
-        tiny.load(tmp_path, made)
-
-
 def test_counters_of_a_fused_step_are_loaded_as_torch_loads_them(tmp_path: Path) -> None:
     """torch's fused kernels on a GPU cannot read counters in the memory of the host."""
     made, again = (keeping(lambda p: {"step": torch.tensor(3)}, fused=True) for _ in range(2))
@@ -276,27 +235,9 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     step(made)
     tiny.save(tmp_path, made)
     with pytest.raises(
-        CheckpointUnusable, match=r"\+ optimizer\.state\.\*\.other: here, but not saved"
+        CheckpointUnusable, match=r"\+ optimizer\.state\..*\.other: here, but not saved"
     ):
         tiny.load(tmp_path, again)
-
-
-class Plain(torch.optim.AdamW):
-    """An optimizer whose step takes no closure, although PyTorch's calls give it one."""
-
-    def step(self) -> None:  # type: ignore[override]
-        super().step()
-
-
-def test_an_optimizer_keeps_its_own_step_after_a_save_and_a_load(tmp_path: Path) -> None:
-    made, other = tiny.recipe(1), tiny.recipe(2)
-    for each in (made, other):
-        each.optimizer = Plain(each.optimizer.param_groups[0]["params"], lr=0.1)
-        del each.lr_scheduler
-    tiny.save(tmp_path, made)
-    tiny.load(tmp_path, other)
-    for each in (made, other):
-        assert "step" not in vars(each.optimizer)
 
 
 def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) -> None:
@@ -310,21 +251,3 @@ def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) 
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, other)
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
-
-
-def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
-    saved = [["a", "b.x"], ["c"]]
-    names = ("a.exp_avg", "b.x.exp_avg", "bc.exp_avg")
-    keys = [f"optimizer.state.{name}" for name in names]
-    tree = Tree("dcp", {key: Tensor(key, "F32", (1,), ()) for key in keys}, {})
-
-    def mismatched(*here: list[str], tree: Tree = tree) -> tuple[str, ...]:
-        return match_groups("optimizer", saved, here, tree).mismatched
-
-    # c is in the optimizer and has no state, as a weight that had no gradient.
-    assert mismatched(["a", "b.x"]) == ()
-    (reason,) = mismatched(["a"], ["c"])
-    assert "trained b.x, which is not trained here" in reason
-    # An optimizer without any state, such as SGD without momentum, shows nothing.
-    (reason,) = mismatched(["a", "b.x"], tree=Tree("dcp", {}, {}))
-    assert "trained c, which is not trained here" in reason

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
-from automodel_ckpt.checkpoint.saving.save import export_when
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.errors import RecipeError
 from tests.support.models import tiny
@@ -50,22 +49,3 @@ def test_hugging_face_layouts_reject_the_format_torch_save(tmp_path: Path) -> No
     options = CheckpointOptions(model_layout="hf", model_save_format="torch_save")
     with pytest.raises(RecipeError, match="always written as safetensors"):
         Checkpointer(tmp_path, options=options)
-
-
-@pytest.mark.parametrize(
-    ("when", "model_format", "model_layout", "expected"),
-    [
-        (None, "safetensors", "shards", "final"),
-        (None, "torch_save", "shards", "never"),
-        (True, "torch_save", "shards", "every"),
-        (False, "safetensors", "shards", "never"),
-        ("final", "torch_save", "shards", "final"),
-        ("every", "safetensors", "shards", "every"),
-        ("every", "safetensors", "hf", "never"),
-        (True, "safetensors", "adapter", "never"),
-    ],
-)
-def test_which_checkpoints_are_exported(
-    when: bool | str | None, model_format: str, model_layout: str, expected: str
-) -> None:
-    assert export_when(when, model_format, model_layout) == expected
