@@ -308,8 +308,10 @@ def duration_of(value: Any, folder: Path) -> float:
         num_frames, rate, num_bytes = info.frames, info.samplerate, 0
     except OSError as error:
         raise _unreadable(where, error) from error
-    if num_bytes >= _UNKNOWN_SIZE or rate < 1:
-        num_frames, rate = len(open_audio(source, folder, _USUAL_RATE)), _USUAL_RATE
+    if rate < 1:
+        raise _unusable("an audio", "has no sampling rate", where)
+    if num_bytes >= _UNKNOWN_SIZE:
+        num_frames = len(open_audio(value, folder, rate))
     return float(num_frames / rate)
 
 
