@@ -90,8 +90,8 @@ class Rows:
         return self.read_range(fields, 0, self.num_rows)
 
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
-        """The values of each field in the rows *start* to *stop*."""
-        raise NotImplementedError
+        """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
+        return [column[start:stop] for column in self.read(fields)]
 
     def row(self, number: int) -> Row:
         """The fields of one row; None for fields that only other rows have."""
