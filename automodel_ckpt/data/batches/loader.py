@@ -401,7 +401,7 @@ def _length(dataset: Any) -> int | None:
     raise RecipeError(
         "the data set is neither map-style nor iterable",
         where="dataset",
-        value=list(dataset) if is_mapping else type(dataset).__name__,
+        value=", ".join(map(str, dataset)) if is_mapping else type(dataset).__name__,
         hint="give it __len__ and __getitem__, or __iter__; of a mapping of data sets, return one, such as the split "
         "train",
     )
