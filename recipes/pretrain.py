@@ -28,7 +28,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packed_stream import PackedStream
 from automodel_ckpt.data.batches.packing import check_has_length
 from automodel_ckpt.data.mixture import IndexedStream, MixtureStream, for_each_source
-from automodel_ckpt.data.rows.row_stream import RowStream
+from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune

@@ -195,8 +195,8 @@ class CheckpointLoader:
             what,
             where=str(run.path),
             value="".join(f"\n{path}: {reason}" for path, reason in skipped.items()),
-            hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights of "
-            "another program with `ckpt import` (or init_from.path), or start a new run in another "
+            hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights "
+            "of another program with `ckpt import` (or init_from.path), or start a new run in another "
             "checkpoint.checkpoint_dir",
         )
 

@@ -37,7 +37,6 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_FIELD = "messages"
 _OTHER_FIELD = "conversations"
 """The field of conversations in ShareGPT's data."""
 
@@ -99,8 +98,7 @@ def messages(
 
     def encode(rows: Rows) -> Samples:
         field = messages_field
-        is_default = field == _DEFAULT_FIELD
-        if is_default and not rows.has_field(field) and rows.has_field(_OTHER_FIELD):
+        if field == "messages" and not rows.has_field(field) and rows.has_field(_OTHER_FIELD):
             field = _OTHER_FIELD
         [column] = rows.columns([field])
         tools = _tools_in(rows, tools_field)
@@ -145,14 +143,11 @@ def conversations_of(
     """
     samples = []
     for row in range(rows.num_rows):
-        # Without a message, the row is skipped, as every sample without a label.
-        sample = TokenizedSample([], [])
         with at_row(rows, row):
             found, tools = conversation(row)
-            if found:
-                sample = template.sample(found, tools)
-        has_empty_answer = any(is_empty(turn) for turn in found)
-        samples.append(sample._replace(is_empty=has_empty_answer))
+            # Without a message, the row is skipped, as every sample without a label.
+            sample = template.sample(found, tools) if found else TokenizedSample([], [])
+        samples.append(sample._replace(is_empty=any(map(is_empty, found))))
     return samples
 
 
@@ -236,7 +231,9 @@ class PairEncoder:
                 rows,
                 lambda row: (prompt_and_completion(*(each[row] for each in columns)), tools[row]),
             )
-        template = self._pair_template
+        template = None
+        if pair_template(self.tokenizer, self.as_chat, self.chat_template, self.template_kwargs):
+            template = self._message_template
         prompts, completions, *systems = rows.texts(self._text_fields)
         if template is None and systems:
             raise self._no_system_message(
@@ -260,14 +257,6 @@ class PairEncoder:
         template_of(self.tokenizer, self.chat_template)
         log.info("the assistant's tokens are found by %s", self._template.method)
         return self._template
-
-    @cached_property
-    def _pair_template(self) -> ChatTemplate | None:
-        """The template of texts with ``as_chat``. None when they are concatenated."""
-        template = pair_template(
-            self.tokenizer, self.as_chat, self.chat_template, self.template_kwargs
-        )
-        return None if template is None else self._message_template
 
     def _no_system_message(self, reason: str, hint: str) -> RecipeError:
         return RecipeError(

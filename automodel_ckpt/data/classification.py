@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Batch, Item, Key, padded, require_sample
+from automodel_ckpt.data.collate import Batch, Item, Key, padded, require_keys, unusable_sample
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
@@ -97,14 +97,10 @@ class LabelCollator:
 
     def _check(self, sample: Item) -> None:
         """Raise :class:`RecipeError` for a sample without text, or with another number of targets."""
-        targets = sample.get("targets", ())
-        require_sample(
-            bool(sample.get("input_ids")) and len(targets) == self.labels.num_targets,
-            sample,
-            "a sample is not a text with a label",
-            'return {"input_ids": [...], "targets": [...]} (automodel_ckpt.data.classification.texts does), or set '
-            "dataloader.collate_fn",
-        )
+        require_keys(sample, "input_ids", "targets")
+        if not sample["input_ids"] or len(sample["targets"]) != self.labels.num_targets:
+            what = f"a sample has no tokens, or not {self.labels.num_targets} targets"
+            raise unusable_sample(what, sample["targets"])
 
 
 @dataclass(frozen=True)

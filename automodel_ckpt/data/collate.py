@@ -91,36 +91,35 @@ def check_unpadded(sample: AnySample) -> None:
         )
 
 
-_HINT = (
-    'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
-)
+def require_index(index: int, size: int) -> None:
+    """Raise IndexError unless *index* is from 0 to *size* - 1, which also ends an iteration without ``__iter__``."""
+    if not 0 <= index < size:
+        raise IndexError(index)
 
 
-def has_keys(sample: object, *names: str) -> bool:
-    """Whether a sample is a mapping with these keys."""
-    return isinstance(sample, Mapping) and set(names) <= sample.keys()
+def require_keys(sample: object, *names: str) -> None:
+    """Raise :class:`RecipeError` unless a sample is a mapping with these keys."""
+    keys = list(map(str, sample)) if isinstance(sample, Mapping) else []
+    if not set(names) <= set(keys):
+        found = ", ".join(sorted(keys)) or type(sample).__name__
+        raise unusable_sample(f"a sample lacks {' or '.join(names)}", found)
 
 
-def require_sample(is_valid: bool, sample: object, what: str, hint: str) -> None:
-    """Raise :class:`RecipeError` with the keys or the type of *sample* unless it *is_valid*."""
-    if is_valid:
-        return
-    found = type(sample).__name__
-    if isinstance(sample, Mapping):
-        found = ", ".join(sorted(map(str, sample)))
-    raise RecipeError(what, where="dataset", value=found, hint=hint)
-
-
-def check_has_tokens(sample: object) -> None:
-    """Raise :class:`RecipeError` if a sample is not a mapping with ``input_ids`` and ``labels``."""
-    is_valid = has_keys(sample, "input_ids", "labels")
-    require_sample(is_valid, sample, "a sample lacks input_ids or labels", _HINT)
+def unusable_sample(what: str, value: object) -> RecipeError:
+    """Make the error for a sample that a recipe cannot train on."""
+    return RecipeError(
+        what,
+        where="dataset",
+        value=value,
+        hint="use a builder for this recipe (docs/reference/data.md), return the samples that it describes, or set "
+        "dataloader.collate_fn",
+    )
 
 
 def _check(sample: AnySample) -> None:
-    check_has_tokens(sample)
+    require_keys(sample, "input_ids", "labels")
     check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
     if lengths["input_ids"] != lengths["labels"] or lengths["input_ids"] == 0:
         what = "input_ids and labels of a sample must have the same length and must not be empty"
-        raise RecipeError(what, where="dataset", value=lengths, hint=_HINT)
+        raise unusable_sample(what, lengths)

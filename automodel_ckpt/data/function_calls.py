@@ -30,8 +30,6 @@ from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import Samples, Truncation
 
 _TYPES = {
-    "str": "string",
-    "string": "string",
     "int": "integer",
     "integer": "integer",
     "float": "number",
@@ -46,7 +44,7 @@ _TYPES = {
     "dict": "object",
     "object": "object",
 }
-"""Name of a Python type -> type in JSON schema."""
+"""Name of a Python type -> type in JSON schema; others are strings."""
 _HINT = 'use tools [{"name": ..., "description": ..., "parameters": {name: {"type": ..., "description": ...}}}]'
 
 
@@ -116,19 +114,18 @@ def schemas(tools: Any) -> Turns:
 def _schema(tool: Any) -> Object:
     if isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool:
         return tool
-    name = tool.get("name") if isinstance(tool, Mapping) else None
-    parameters = (tool.get("parameters") or {}) if isinstance(tool, Mapping) else None
-    if not isinstance(name, str) or not isinstance(parameters, Mapping):
+    given = tool if isinstance(tool, Mapping) else {}
+    name, parameters = given.get("name"), given.get("parameters") or {}
+    are_described = isinstance(parameters, Mapping) and all(
+        isinstance(each, Mapping) for each in parameters.values()
+    )
+    if not isinstance(name, str) or not are_described:
         raise UnusableSample(
-            "a function has no name, or no mapping of parameters", repr(tool)[:80], _HINT
+            "a function has no name, or no descriptions of its parameters", repr(tool)[:80], _HINT
         )
     properties = {}
     required = []
     for parameter, described in parameters.items():
-        if not isinstance(described, Mapping):
-            raise UnusableSample(
-                "a parameter of a function is not described", f"{name}: {parameter}", _HINT
-            )
         kind = str(described.get("type", "str"))
         # For example "List[int], optional": the name of the outermost type.
         found = re.match(r"\w+", kind.strip())

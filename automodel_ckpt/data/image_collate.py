@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
-from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids, require_sample
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids, unusable_sample
 from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.media_files import (
     AUDIO,
@@ -33,40 +32,6 @@ log = logging.getLogger(__name__)
 
 _END_SECONDS = 0.05
 """Length of the end of an audio that a probe changes. The last frame of a spectrogram may be unused in any audio."""
-_MARGIN = 1.5
-"""The first probe is this much longer than the audio, so that few probes are needed."""
-
-
-class AudioLimit:
-    """Finds out whether a processor uses the end of an audio. *features_of* converts samples [length] to arrays."""
-
-    def __init__(self, features_of: Callable[[Any], list[Any]], sampling_rate: int) -> None:
-        self.features_of = features_of
-        self._end = int(_END_SECONDS * sampling_rate)
-        self._longest_used = 0
-        self._shortest_cut = sys.maxsize
-
-    def uses(self, num_samples: int) -> bool:
-        """Whether the processor uses all of an audio of *num_samples*."""
-        for probed in (int(num_samples * _MARGIN), num_samples):
-            if self._longest_used < num_samples < self._shortest_cut and self._is_end_used(probed):
-                self._longest_used = probed
-        if num_samples > self._longest_used:
-            self._shortest_cut = min(self._shortest_cut, num_samples)
-        return num_samples <= self._longest_used
-
-    def _is_end_used(self, num_samples: int) -> bool:
-        silence = np.zeros(num_samples, np.float32)
-        noise = silence.copy()
-        num_changed = len(noise[-self._end :])
-        noise[-self._end :] = np.random.default_rng(0).uniform(-0.5, 0.5, num_changed)
-        try:
-            found = [self.features_of(samples) for samples in (silence, noise)]
-        except Exception as error:  # feature extractors raise many types for what they reject
-            # Not cut: the samples show the error.
-            log.debug("the processor rejects %d samples of audio: %r", num_samples, error)
-            return True
-        return not all(map(np.array_equal, *found))
 
 
 _BLANK_PIXELS = 64
@@ -100,6 +65,8 @@ class ImageTextCollator:
         self.image_token_ids = image_token_ids
         self.multiple = pad_to_multiple_of or 1
         self.num_left_out = 0
+        self._longest_audio = 0
+        """Samples of the longest audio whose end the processor uses, as far as is known."""
 
     def num_tokens(self, sample: ImageText) -> int:
         """Return the number of tokens of a sample, truncated to its seq_length; 0 if it is skipped.
@@ -298,25 +265,37 @@ class ImageTextCollator:
     def _placeholders(self) -> dict[str, str]:
         return placeholders_of(self.processor)
 
-    @cached_property
-    def _audio_limit(self) -> AudioLimit:
-        """Whether the processor uses a whole audio."""
-
-        def features_of(samples: Any) -> list[Any]:
-            batch = self._call_together([self.unlabeled(None, ".", audio=samples)])
-            return [value.numpy() for value in batch.values() if isinstance(value, torch.Tensor)]
-
-        return AudioLimit(features_of, sampling_rate_of(self.processor))
+    def _is_end_used(self, num_samples: int) -> bool:
+        """Whether another end of an audio of *num_samples* changes what the processor makes of it."""
+        num_changed = min(num_samples, int(_END_SECONDS * sampling_rate_of(self.processor)))
+        silence = np.zeros(num_samples, np.float32)
+        noise = silence.copy()
+        noise[-num_changed:] = np.random.default_rng(0).uniform(-0.5, 0.5, num_changed)
+        try:
+            quiet, loud = (
+                self._call_together([self.unlabeled(None, ".", audio=samples)])
+                for samples in (silence, noise)
+            )
+        except Exception as error:  # feature extractors raise many types for what they reject
+            # Not cut: the samples show the error.
+            log.debug("the processor rejects %d samples of audio: %r", num_samples, error)
+            return True
+        return not all(
+            torch.equal(quiet[name], loud[name])
+            for name in quiet
+            if isinstance(quiet[name], torch.Tensor)
+        )
 
     def _uses_whole_audio(self, sample: ImageText) -> bool:
         """Whether the processor uses all of a sample's audio; if not, the sample is skipped with a warning.
 
         With *truncation* ``error``, raises :class:`RecipeError`.
         """
-        too_long = [audio for audio in sample.audios if not self._audio_limit.uses(len(audio))]
-        if not too_long:
+        longest = max(map(len, sample.audios), default=0)
+        if longest <= self._longest_audio or self._is_end_used(longest):
+            self._longest_audio = max(self._longest_audio, longest)
             return True
-        seconds = max(map(len, too_long)) / sampling_rate_of(self.processor)
+        seconds = longest / sampling_rate_of(self.processor)
         if sample.truncation == "error":
             raise RecipeError(
                 "an audio is longer than what the processor uses of it",
@@ -383,10 +362,6 @@ class ImageTextCollator:
 
 def check_conversation(sample: object) -> None:
     """Raise :class:`RecipeError` for a sample that is not an :class:`ImageText`."""
-    require_sample(
-        isinstance(sample, ImageText),
-        sample,
-        "a sample is not a conversation with images or audio",
-        "use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without images; "
-        "return automodel_ckpt.data.media.image_conversations.ImageText; or set dataloader.collate_fn",
-    )
+    if not isinstance(sample, ImageText):
+        found = ", ".join(sample) if isinstance(sample, dict) else type(sample).__name__
+        raise unusable_sample("a sample is not a conversation with images or audio", found)

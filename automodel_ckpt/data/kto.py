@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Unpack, cast
 
@@ -16,15 +17,15 @@ from automodel_ckpt.data.collate import (
     Batch,
     Item,
     Sample,
-    has_keys,
-    require_sample,
+    require_index,
+    require_keys,
 )
 from automodel_ckpt.data.preference import CHOSEN, REJECTED, PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
 from automodel_ckpt.data.rows.arguments import RowOptions
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import Rows
-from automodel_ckpt.data.samples.samples import TextDataset, samples_of
+from automodel_ckpt.data.samples.labels import FLAGS
+from automodel_ckpt.data.samples.samples import RowStream, TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import Samples, TokenizedDataset, Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -32,8 +33,6 @@ DESIRABLE = "is_desirable"
 """Name of the judgment of a completion, in samples and in micro-batches."""
 MISMATCHED = "mismatched_"
 """Beginning of the names of the tensors in a micro-batch that pair its prompts with other completions."""
-_JUDGMENTS = {"false": 0.0, "0": 0.0, "0.0": 0.0, "true": 1.0, "1": 1.0, "1.0": 1.0}
-"""The values that judge a completion, as text: CSV files have nothing else."""
 _LIMIT = "max_tokens"
 """Name of the number of tokens in a sample up to which its prompt with another completion is truncated."""
 
@@ -82,7 +81,7 @@ def judged_completions(
         names = rows.class_names(label_field) or ()
         for number, label in enumerate(labels):
             label = names[label] if label in range(len(names)) else label
-            judgment = _JUDGMENTS.get(str(label).strip().casefold())
+            judgment = FLAGS.get(str(label).strip().casefold())
             if judgment is None:
                 raise RecipeError(
                     "a completion is neither desirable nor undesirable",
@@ -177,9 +176,7 @@ class SplitPairs:
         return 2 * len(self.dataset)
 
     def __getitem__(self, index: int) -> Item:
-        # IndexError also ends an iteration over this class, which has no __iter__.
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+        require_index(index, len(self))
         is_rejected, number = divmod(index, len(self.dataset))
         sample = self.dataset[number][REJECTED if is_rejected else CHOSEN]
         return _judged(sample, not is_rejected, self.max_tokens)
@@ -192,6 +189,7 @@ def _judged(sample: Item, is_desirable: bool, max_tokens: int | None) -> Item:
     return judged
 
 
+@dataclass(frozen=True)
 class KTOCollator:
     """Makes a micro-batch of judged completions, and pairs each of its prompts with the completion of another sample.
 
@@ -204,22 +202,13 @@ class KTOCollator:
     # A promise about this class. The promise of collate_fn is examined as well.
     draws_nothing = True
 
-    def __init__(self, collate_fn: Collate) -> None:
-        self.collate_fn = collate_fn
+    collate_fn: Collate
 
     def __call__(self, samples: Sequence[Item]) -> Batch:
         for sample in samples:
-            require_sample(
-                has_keys(sample, "input_ids", "labels", DESIRABLE),
-                sample,
-                "a sample is not a completion that is judged as desirable or undesirable",
-                "use a builder of such samples, such as automodel_ckpt.data.kto.judged_completions or split_pairs, "
-                f'or return {{"input_ids": [...], "labels": [...], "{DESIRABLE}": true}}',
-            )
+            require_keys(sample, "input_ids", "labels", DESIRABLE)
         rows = list(samples[1:])
-        mismatched = []
-        for other, row in pairwise(samples):
-            mismatched.append(_mismatched(row, other))
+        mismatched = [_mismatched(row, other) for other, row in pairwise(samples)]
         batch = dict(self.collate_fn(rows))
         for name, tensor in self.collate_fn(mismatched).items():
             batch[f"{MISMATCHED}{name}"] = tensor

@@ -26,7 +26,9 @@ from automodel_ckpt.data.batches.stream_batches import restores_exactly
 from automodel_ckpt.data.collate import (
     Integers,
     State,
+    require_index,
 )
+from automodel_ckpt.data.rows.arguments import require_range
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -210,9 +212,7 @@ class MixtureStream(IterableDataset[MixedRow]):
         self._turns = Turns(self.shares, state["num_read"])
         self._passes = {name: state["passes"][name] for name in self.sources}
         self._read_in_epoch = state["read_in_epoch"]
-        # Earlier versions did not save it. There, every stream counts as begun within an epoch.
-        is_within = self._read_in_epoch > 0
-        self._begun = set(state.get("begun", self.sources if is_within else ()))
+        self._begun = set(state["begun"])
 
     def _open(self, name: str) -> Iterator[Any]:
         source = self.sources[name]
@@ -228,7 +228,7 @@ def _empty(name: str) -> RecipeError:
         "a source of a mixture has no sample",
         where=f"dataset.sources.{name}",
         value="0 samples",
-        hint="check its path and filters, or remove it",
+        hint="check its path and filters, give it a larger weight or dataset.num_samples, or remove it",
     )
 
 
@@ -263,8 +263,7 @@ class MixtureDataset:
         return sum(self.num_of_epoch.values())
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self._ends[-1]:
-            raise IndexError(index)
+        require_index(index, self._ends[-1])
         number = bisect_right(self._ends, index)
         start = self._ends[number] - len(self._datasets[number])
         return self._datasets[number][index - start]
@@ -287,18 +286,6 @@ class MixtureDataset:
         # Stable: samples at equal positions are in the order of the sources.
         order = np.argsort(np.concatenate(all_positions), kind="stable")
         return np.concatenate(all_indices)[order]
-
-    def with_each(self, change: Callable[[Any], Any]) -> MixtureDataset:
-        """Return a mixture of the changed sources, of which an epoch uses the same fractions.
-
-        Packing changes the number of samples of each source.
-        """
-        changed = {name: change(dataset) for name, dataset in self.sources.items()}
-        counts = {}
-        for name, dataset in self.sources.items():
-            fraction = Fraction(self.num_of_epoch[name], len(dataset))
-            counts[name] = max(round(fraction * len(changed[name])), 1)
-        return MixtureDataset(changed, counts)
 
 
 def _draws(size: int, seed: int, start: int, count: int, shuffle: bool) -> Integers:
@@ -332,24 +319,15 @@ def mixture(
     _check_sources(sources)
     streams = [name for name, each in sources.items() if not hasattr(each, "__len__")]
     if streams and weights is None:
-        raise RecipeError(
-            "a mixture of streams needs weights: the numbers of their samples are unknown",
-            where="dataset.weights",
-            value="null",
-            hint=f"give a weight for each of {', '.join(sources)}",
-        )
+        # The numbers of their samples are unknown.
+        raise _unusable_weights(sources, weights)
     sizes = {name: 1 if streams else len(dataset) for name, dataset in sources.items()}
     shares = _shares(sizes, weights)
     if num_samples is None and not streams:
         # After these, the first source would repeat a sample. A share of zero cannot occur.
         num_samples = math.floor(min(sizes[name] / share for name, share in shares.items()))
-    if num_samples is not None and num_samples < 1:
-        raise RecipeError(
-            "an epoch of the mixture has no sample",
-            where="dataset.num_samples, dataset.weights",
-            value=num_samples,
-            hint="set num_samples to 1 or more, or give the smallest source a smaller weight",
-        )
+    if num_samples is not None:
+        require_range("num_samples", num_samples, 1)
     if streams:
         for name, share in shares.items():
             log.info("mixture: %.4g of the samples are of %s", float(share), name)
@@ -361,12 +339,7 @@ def mixture(
     counts = _apportioned(shares, num_samples)
     for name, count in counts.items():
         if count == 0:
-            raise RecipeError(
-                "an epoch of the mixture has no sample of a source",
-                where=f"dataset.sources.{name}",
-                value=f"{num_samples} samples in an epoch, share {float(shares[name]):.3g}",
-                hint="increase dataset.num_samples or its weight, or remove it",
-            )
+            raise _empty(name)
         log.info(
             "mixture: an epoch of %d samples has %d of %s, %.3g of its %d samples",
             *(num_samples, count, name, count / sizes[name], sizes[name]),
@@ -375,56 +348,56 @@ def mixture(
 
 
 def for_each_source(dataset: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``change(dataset)``, or for a mixture the mixture of its changed sources."""
-    if isinstance(dataset, MixtureDataset):
-        return dataset.with_each(change)
-    return change(dataset)
+    """Return ``change(dataset)``, or for a mixture the mixture of its changed sources.
+
+    An epoch uses the same fractions of them: packing changes the number of samples of each source.
+    """
+    if not isinstance(dataset, MixtureDataset):
+        return change(dataset)
+    changed = {name: change(source) for name, source in dataset.sources.items()}
+    counts = {}
+    for name, source in dataset.sources.items():
+        fraction = Fraction(dataset.num_of_epoch[name], len(source))
+        counts[name] = max(round(fraction * len(changed[name])), 1)
+    return MixtureDataset(changed, counts)
 
 
 def _check_sources(sources: Sources) -> None:
+    hint = "give sections with _target_ of data sets with a length, or of streams with a state, by name"
     if not isinstance(sources, Mapping) or not sources:
-        raise RecipeError(
-            "a mixture needs sources",
-            where="dataset.sources",
-            value=str(sources)[:80],
-            hint="give sections with _target_ by name: sources: {chat: {_target_: ...}, code: {_target_: ...}}",
-        )
+        what = "a mixture needs sources"
+        raise RecipeError(what, where="dataset.sources", value=str(sources)[:80], hint=hint)
     for name, dataset in sources.items():
         # Not by __getitem__, which torch's IterableDataset has, too.
-        if not hasattr(dataset, "__len__"):
-            if not restores_exactly(dataset):
-                raise RecipeError(
-                    "a source of a mixture is not a map-style data set",
-                    where=f"dataset.sources.{name}",
-                    value=type(dataset).__name__,
-                    hint="give sections with _target_ of data sets with a length, or of streams with a state",
-                )
-        elif len(dataset) == 0:
-            raise _empty(name)
+        if hasattr(dataset, "__len__"):
+            if len(dataset) == 0:
+                raise _empty(name)
+        elif not restores_exactly(dataset):
+            what, where = (
+                "a source of a mixture has no length and no state",
+                f"dataset.sources.{name}",
+            )
+            raise RecipeError(what, where=where, value=type(dataset).__name__, hint=hint)
 
 
 def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> dict[str, Fraction]:
     """Return each source's share of the samples; the shares add up to 1."""
-    if weights is None:
-        weights = sizes
-    if weights.keys() != sizes.keys():
-        raise RecipeError(
-            "the weights of a mixture do not name its sources",
-            where="dataset.weights",
-            value=", ".join(map(str, weights)),
-            hint=f"give a weight for each of {', '.join(sizes)}",
-        )
-    for name, weight in weights.items():
-        if not 0 < weight < math.inf:
-            raise RecipeError(
-                "a weight of a mixture is not a positive number",
-                where=f"dataset.weights.{name}",
-                value=weight,
-                hint="give a number above 0, or remove the source",
-            )
+    weights = sizes if weights is None else weights
+    are_positive = all(0 < weight < math.inf for weight in weights.values())
+    if weights.keys() != sizes.keys() or not are_positive:
+        raise _unusable_weights(sizes, weights)
     # Fractions: the numbers of samples must not depend on the order of a sum.
     total = sum(Fraction(weight) for weight in weights.values())
     return {name: Fraction(weights[name]) / total for name in sizes}
+
+
+def _unusable_weights(sources: Sources, weights: Mapping[str, float] | None) -> RecipeError:
+    return RecipeError(
+        "a mixture needs a positive weight for each source, unless no source is a stream",
+        where="dataset.weights",
+        value=weights,
+        hint=f"give a number above 0 for each of {', '.join(sources)}",
+    )
 
 
 def _apportioned(shares: Shares, total: int) -> dict[str, int]:

@@ -14,13 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
 from automodel_ckpt.data.chat import PairEncoder
-from automodel_ckpt.data.collate import (
-    Batch,
-    Item,
-    Sample,
-    has_keys,
-    require_sample,
-)
+from automodel_ckpt.data.collate import Batch, Item, Sample, require_keys
 from automodel_ckpt.data.conversations.chat_renderer import common_length
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import (
@@ -37,7 +31,7 @@ from automodel_ckpt.data.samples.tokenized import (
     TokenizedSample,
     Truncation,
 )
-from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 PROMPT, CHOSEN, REJECTED, SYSTEM = "prompt", "chosen", "rejected", "system"
 """The fields of the rows in one form; also the default names in the data."""
@@ -291,6 +285,7 @@ class PreferenceDataset(TokenizedDataset):
         return pair
 
 
+@dataclass(frozen=True)
 class PreferenceCollator:
     """Makes a micro-batch of pairs: row 2 i of its tensors is the preferred answer of pair i, 2 i + 1 the rejected one.
 
@@ -302,12 +297,11 @@ class PreferenceCollator:
     # A promise about this class. The promise of collate_fn is examined as well.
     draws_nothing = True
 
-    def __init__(self, collate_fn: Collate) -> None:
-        self.collate_fn = collate_fn
+    collate_fn: Collate
 
     def __call__(self, pairs: Sequence[Item]) -> Batch:
         for pair in pairs:
-            _require_pair(pair)
+            require_keys(pair, CHOSEN, REJECTED)
         rows = [pair[name] for pair in pairs for name in (CHOSEN, REJECTED)]
         batch = dict(self.collate_fn(rows))
         for name in dict.fromkeys(name for pair in pairs for name in pair):
@@ -320,17 +314,7 @@ class PreferenceCollator:
 def require_pairs(dataset: Any) -> None:
     """Raise :class:`RecipeError` if the first sample of a map-style data set is not a pair; streams are not read."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
-        _require_pair(dataset[0])
-
-
-def _require_pair(pair: object) -> None:
-    require_sample(
-        has_keys(pair, CHOSEN, REJECTED),
-        pair,
-        "a sample is not a pair of a preferred and a rejected answer",
-        "use a builder of pairs, such as automodel_ckpt.data.preference.pairs, or return "
-        '{"chosen": {"input_ids": [...], "labels": [...]}, "rejected": {...}}',
-    )
+        require_keys(dataset[0], CHOSEN, REJECTED)
 
 
 SCORES = (REFERENCE_CHOSEN, REFERENCE_REJECTED)
@@ -368,12 +352,6 @@ class ScoredPairs:
 
     def __getitem__(self, index: int) -> Item:
         pair = self.dataset[index]
-        if self.scores is None:
-            raise AutomodelError(
-                "the reference's log-probabilities are not computed yet",
-                where="ScoredPairs.scores",
-                value=None,
-                hint="assign them before samples are read",
-            )
+        assert self.scores is not None
         chosen, rejected = self.scores[index].tolist()
         return {**pair, REFERENCE_CHOSEN: chosen, REFERENCE_REJECTED: rejected}

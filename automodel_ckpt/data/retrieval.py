@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.data.collate import Item
 from automodel_ckpt.data.rows.files import LOADERS, digest, kind_of
-from automodel_ckpt.data.rows.rows import (
-    ColumnRows,
-    Columns,
-    Rows,
-)
+from automodel_ckpt.data.rows.rows import ColumnRows, Columns, Rows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.samples import samples_of_rows
 from automodel_ckpt.data.samples.tokenized import EarlierTruncation, Samples, TokenizedDataset
@@ -98,15 +92,10 @@ class RetrievalSource:
     def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> Item:
         """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
         row, where = self.table.row(number), self.table.place(number)
-        corpus = self.corpora.get("")
+        corpus = self.corpora.get("") or self.corpora.get(str(row.get("corpus_id")))
         if self.corpora and corpus is None:
-            name = str(row.get("corpus_id"))
-            corpus = self.corpora.get(name)
-            if corpus is None:
-                hint = f"the file has {', '.join(self.corpora)}"
-                raise RecipeError(
-                    "the corpus of a row is unknown", where=where, value=name, hint=hint
-                )
+            hint, value = f"the file has {', '.join(self.corpora)}", row.get("corpus_id")
+            raise RecipeError("the corpus of a row is unknown", where=where, value=value, hint=hint)
         query = row.get("question")
         if corpus is None and row.get("query") is not None:
             query = row["query"]
@@ -122,9 +111,10 @@ class RetrievalSource:
         chosen += [negatives[index % len(negatives)] for index in range(num_negatives)]
         documents = []
         for each in chosen:
-            text = each.get("text") if isinstance(each, Mapping) else each
-            if corpus is not None and not (isinstance(each, Mapping) and text):
-                text = corpus.text(str(each["id"] if isinstance(each, Mapping) else each), where)
+            document = each if isinstance(each, Mapping) else {"id" if corpus else "text": each}
+            text = document.get("text")
+            if corpus is not None and not text:
+                text = corpus.text(str(document.get("id")), where)
             documents.append(text)
         if has_instructions and corpus is not None:
             before_query, before_document = corpus.instructions
@@ -190,7 +180,7 @@ def _hub_metadata(repo: str, subset: str) -> Item:
         path = hf_hub_download(repo, name, repo_type="dataset")
     except Exception as error:  # each version of the library has its own exceptions
         known = explained(error, repo, WHERE, "dataset")
-        raise known or _without_metadata(f"{repo}/{name}") from error
+        raise known or _unreadable(f"{repo}/{name}", error) from error
     return _mapping_in(Path(path))
 
 
@@ -250,21 +240,20 @@ def _mapping_in(path: Path) -> Item:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError) and path.name == _METADATA:
-            raise _without_metadata(str(path)) from error
-        hint = "correct the file, or name another one"
-        raise RecipeError(
-            "the file cannot be read", where=str(path), value=str(error)[:120], hint=hint
-        ) from error
+        raise _unreadable(str(path), error) from error
     if not isinstance(content, dict):
-        hint = "name a .jsonl file for rows that contain their documents"
-        raise RecipeError("the file is no mapping", where=str(path), value="a list", hint=hint)
+        raise _unreadable(str(path), f"a {type(content).__name__} instead of a mapping")
     return content
 
 
-def _without_metadata(where: str) -> RecipeError:
-    hint = f'write {_METADATA}: {{"class": "{_TEXTS}", "corpus_id": NAME}}'
-    return RecipeError("the corpus has no metadata", where=where, value="", hint=hint)
+def _unreadable(where: str, reason: object) -> RecipeError:
+    return RecipeError(
+        "the file cannot be read",
+        where=where,
+        value=str(reason)[:120],
+        hint="name a .jsonl file for rows that contain their documents; a corpus needs a file "
+        f'{_METADATA}: {{"class": "{_TEXTS}", "corpus_id": NAME}}',
+    )
 
 
 _FIELDS = ("query", "positive", "negatives")
@@ -357,18 +346,14 @@ class RetrievalRows(Rows):
         return "\n".join(parts)
 
     @cached_property
-    def _parts(self) -> list[tuple[RetrievalSource, Sequence[int]]]:
-        """The sources, each with the rows of it that are used."""
+    def _rows(self) -> list[tuple[RetrievalSource, int]]:
+        """The source and the number of each row that is used."""
         _, seed, _ = self._options
-        return [(source, source.rows(seed)) for source in self._sources]
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(len(chosen) for _, chosen in self._parts))
+        return [(source, number) for source in self._sources for number in source.rows(seed)]
 
     @property
     def num_rows(self) -> int:
-        return self._ends[-1]
+        return len(self._rows)
 
     @property
     def fields(self) -> Sequence[str]:
@@ -380,15 +365,10 @@ class RetrievalRows(Rows):
     def _read_texts(self, start: int, stop: int) -> list[Item]:
         num_negatives, _, has_instructions = self._options
         found = []
-        for source, number in map(self._find, range(start, stop)):
+        for source, number in self._rows[start:stop]:
             found.append(source.texts(number, num_negatives, has_instructions=has_instructions))
         return found
 
     def place(self, row: int) -> str:
-        source, number = self._find(row)
+        source, number = self._rows[row]
         return source.table.place(number)
-
-    def _find(self, number: int) -> tuple[RetrievalSource, int]:
-        index = bisect_right(self._ends, number)
-        source, chosen = self._parts[index]
-        return source, chosen[number - (self._ends[index] - len(chosen))]

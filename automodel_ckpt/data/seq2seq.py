@@ -21,8 +21,8 @@ from automodel_ckpt.data.collate import (
     Key,
     PadCollator,
     Sample,
-    has_keys,
-    require_sample,
+    require_keys,
+    unusable_sample,
 )
 from automodel_ckpt.data.rows.arguments import (
     RowOptions,
@@ -146,14 +146,13 @@ class SourceTargetEncoder:
                     value=repr(sources[number]),
                     hint="remove this row, or complete its text",
                 )
-        if self.truncation == "error":
-            for texts, limit, noun, key in (
-                (source_ids, self.seq_length, "source", "seq_length"),
-                (target_ids, self.target_length, "target", "target_length"),
-            ):
-                lengths = {row: len(ids) for row, ids in enumerate(texts) if len(ids) > limit}
-                if lengths:
-                    raise too_long(lengths, limit, rows.num_rows, rows.place, noun, key)
+        for texts, limit, noun, key in (
+            (source_ids, self.seq_length, "source", "seq_length"),
+            (target_ids, self.target_length, "target", "target_length"),
+        ):
+            lengths = {row: len(ids) for row, ids in enumerate(texts) if len(ids) > limit}
+            if lengths and self.truncation == "error":
+                raise too_long(lengths, limit, rows.num_rows, rows.place, noun, key)
         samples = []
         for number, (source, target) in enumerate(zip(source_ids, target_ids, strict=True)):
             is_long = len(source) > self.seq_length or len(target) > self.target_length
@@ -221,14 +220,10 @@ class SourceTargetCollator:
     def __call__(self, samples: Sequence[AnySample]) -> Batch:
         sources, targets = [], []
         for sample in samples:
-            require_sample(
-                has_keys(sample, "input_ids", "labels") and bool(len(sample["input_ids"])),
-                sample,
-                "a sample is no pair of a source and a target",
-                'return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
-                "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
-            )
+            require_keys(sample, "input_ids", "labels")
             source = sample["input_ids"]
+            if not len(source):
+                raise unusable_sample("a sample has a source without tokens", source)
             # A target without tokens has one position without a label.
             target = list(sample["labels"]) or [IGNORE_INDEX]
             sources.append({"input_ids": source, "labels": source})

@@ -65,8 +65,7 @@ def squad(
             return chat_pairs(template, rows, prompts, answers)
         completions = []
         for text, answer in zip(prompts, answers, strict=True):
-            separator = "" if text != text.rstrip() else " "
-            completions.append(separator + answer)
+            completions.append(answer if text != text.rstrip() else f" {answer}")
         return encoder.pairs(prompts, completions)
 
     key: Key = ("squad", repr(no_answer))

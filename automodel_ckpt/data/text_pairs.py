@@ -31,8 +31,8 @@ from automodel_ckpt.data.collate import (
     Ids,
     PadCollator,
     Sample,
-    has_keys,
-    require_sample,
+    require_keys,
+    unusable_sample,
 )
 from automodel_ckpt.data.rows.arguments import (
     RowOptions,
@@ -223,14 +223,11 @@ def starts_of(sample: AnySample, what: str, *, least: int = 1, step: int = 1) ->
 
     There are at least *least*, and a multiple of *step*.
     """
-    labels = sample["labels"] if has_keys(sample, "input_ids", "labels") else ()
+    require_keys(sample, "input_ids", "labels")
+    labels = sample["labels"]
     starts = [position for position, label in enumerate(labels) if label == IGNORE_INDEX]
-    require_sample(
-        len(starts) >= least and starts[0] == 0 and len(starts) % step == 0,
-        sample,
-        what,
-        "read it with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
-    )
+    if len(starts) < least or starts[0] != 0 or len(starts) % step:
+        raise unusable_sample(what, f"texts begin at {starts[:10]}")
     return starts
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Integers
-from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
+from automodel_ckpt.data.rows.arguments import require_choice, require_range
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.token_arrays import (
     TokenArray,
@@ -112,13 +112,10 @@ def nanogpt(
                 value=f"{bos_token}, {eos_token}",
                 hint="give one of the two, or remove documents",
             )
-        starts = []
-        for array in arrays:
-            # A document begins behind the end of another one.
-            is_end = bos_token is None
-            token = eos_token if is_end else bos_token
-            assert token is not None
-            starts.append(array.positions_of(token) + int(is_end))
+        # A document begins behind the end of another one.
+        token, offset = (eos_token, 1) if bos_token is None else (bos_token, 0)
+        assert token is not None
+        starts = [array.positions_of(token) + offset for array in arrays]
         found = _documents(arrays, starts, path, seq_length, truncation, max_samples)
     else:
         found = _windows(arrays, path, seq_length, bos_token, max_samples)
@@ -130,11 +127,10 @@ def _checked(
 ) -> TokenSpans:
     """Set the limit of the tokens. Raises :class:`RecipeError` if there is no sample."""
     if not len(spans):
-        num_tokens = sum(array.count for array in spans.arrays)
         raise RecipeError(
             "the files have no sample of seq_length tokens, and no document of two",
             where="dataset.path",
-            value=f"{counted(num_tokens, 'token')} in {counted(len(spans.arrays), 'file')}",
+            value=_content(spans.arrays),
             hint="give a smaller seq_length or other files; with split, check the share of this part",
         )
     spans.vocab_size = vocab_size
@@ -152,8 +148,7 @@ def _documents(
     max_samples: int | None,
 ) -> TokenSpans:
     require_choice("truncation", truncation, ("error", "right"))
-    limit = None if max_samples is None else at_most(max_samples, max_samples)
-    found = documents_of(arrays, starts, max_samples=limit)
+    found = documents_of(arrays, starts, max_samples)
     num_tokens = sum(array.count for array in arrays)
     longest = int(found.lengths.max(initial=0))
     num_long = 0 if seq_length is None else int((found.lengths > seq_length).sum())
@@ -186,35 +181,30 @@ def _windows(
     # A token and the one it predicts.
     require_range("seq_length", 0 if seq_length is None else seq_length, 2)
     assert seq_length is not None
-    limit = None if max_samples is None else at_most(max_samples, max_samples)
-    windows = windows_of(arrays, seq_length, start_token=start_token, max_samples=limit)
-    num_tokens = sum(array.count for array in arrays)
-    log.info(
-        "%s: %s of %d tokens, from %s in %s",
-        path,
-        counted(len(windows), "sample"),
-        seq_length,
-        counted(num_tokens, "token"),
-        counted(len(arrays), "file"),
-    )
+    windows = windows_of(arrays, seq_length, start_token, max_samples)
+    num_samples = counted(len(windows), "sample")
+    log.info("%s: %s of %d tokens, from %s", path, num_samples, seq_length, _content(arrays))
     return windows
+
+
+def _content(arrays: Sequence[TokenArray]) -> str:
+    num_tokens = sum(array.count for array in arrays)
+    return f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}"
 
 
 def _paths(path: str | Sequence[str], *, is_index: bool) -> list[Path]:
     """List the files that *path* selects; of Megatron's with *is_index*, the names without ``.bin`` and ``.idx``."""
     given = [path] if isinstance(path, str) else list(path)
     found: dict[Path, None] = {}
+    end = ".idx" if is_index else ""
     for each in given:
         text = os.path.expanduser(each)
+        if is_index:
+            text = text.removesuffix(".idx").removesuffix(".bin")
         matches = [text]
         if is_pattern(text):
-            matches = sorted(glob.glob(text))
-            if is_index:
-                all_matches = matches + glob.glob(f"{text}.idx")
-                matches = sorted(match for match in all_matches if match.endswith(".idx"))
-        for match in map(Path, matches):
-            is_named = is_index and match.suffix in (".idx", ".bin")
-            found[match.with_suffix("") if is_named else match] = None
+            matches = [name.removesuffix(end) for name in sorted(glob.glob(text + end))]
+        found |= dict.fromkeys(map(Path, matches))
     if not found:
         raise RecipeError(
             "no file of tokens is found",

@@ -10,21 +10,15 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from automodel_ckpt.data.collate import Item, Key
-from automodel_ckpt.data.conversations.content_parts import parts_of
-from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
 from automodel_ckpt.data.media.columns import AnswerColumns, TranscriptColumns, usable_rows
 from automodel_ckpt.data.media.image_conversations import (
     ImageConversations,
     ImageOptions,
     RowContent,
 )
-from automodel_ckpt.data.media.media_files import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
-from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.media.media_files import AUDIO, Media, media_of, usual_media
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError
-
-_NUM_INSPECTED = 100
-"""Number of rows that show which media a data set has."""
 
 
 def conversations(
@@ -54,7 +48,8 @@ def conversations(
     *images_field* with one image or a list, as paths or as an image column of ``datasets``. These images fill the
     entries ``{"type": "image"}`` in order; if there are no entries, they are put before the first message of the user.
     Audio is given in the same way, with the type ``audio`` and *audios_field*. *media* are the kinds that samples may
-    have, ``image`` and ``audio``; by default, those in the first 100 rows. A sample with another kind is an error.
+    have, ``image`` and ``audio``; by default images, or audio if the processor takes no images. A sample with another
+    kind is an error.
     The tools in *tools_field*, if the data has it, are passed to the template.
     With *image_marker* or *audio_marker*, this text in a user's message is such an entry (``<image>`` in LLaVA's data).
     With *learn* ``last``, only the assistant's last turn has labels. *answer_prefix* is inserted before each text of
@@ -97,51 +92,21 @@ def conversations(
         options,
         key=key,
         max_samples=max_samples,
-        media=_media(media, source, content_of, options, processor),
+        media=usual_media(processor) if media is None else _required(media, processor),
     )
 
 
-def _media(
-    given: Sequence[str] | None,
-    source: Source,
-    content_of: Any,
-    options: ImageOptions,
-    processor: Any,
-) -> Media:
-    """The kinds of media that samples may have: the kinds *given*, else the kinds in the first rows of *source*."""
-    if given is not None:
-        for kind in given:
-            require_choice("media", kind, MEDIA)
-            if kind not in media_of(processor):
-                raise RecipeError(
-                    f"the model's processor takes no {kind}s",
-                    where="dataset.media",
-                    value=f"{', '.join(given)}; {type(processor).__name__}",
-                    hint=f"remove {kind}",
-                )
-        return frozenset(given)
-    found: set[str] = set()
-    for number in range(min(_NUM_INSPECTED, source.num_rows)):
-        try:
-            found |= _kinds_in(content_of(source.row(number)), options)
-        except UnusableSample:
-            # It is reported with its location when it is read as a sample.
-            continue
-    return frozenset(found) or usual_media(processor)
-
-
-def _kinds_in(content: RowContent, options: ImageOptions) -> set[str]:
-    """The kinds of media in a row."""
-    found = {kind for kind, values in ((IMAGE, content.images), (AUDIO, content.audios)) if values}
-    markers = {IMAGE: options.image_marker, AUDIO: options.audio_marker}
-    for turn in turns_of(content.messages):
-        parts = turn.get("content")
-        if isinstance(parts, list):
-            found |= {kind for part in parts_of(parts) if (kind := part.get("type")) in MEDIA}
-        for kind, marker in markers.items():
-            if marker and marker in str(parts):
-                found.add(kind)
-    return found
+def _required(media: Sequence[str], processor: Any) -> Media:
+    """Check the kinds of media that the recipe names. Raises :class:`RecipeError` for one that is not supported."""
+    supported = media_of(processor)
+    if not supported.issuperset(media):
+        raise RecipeError(
+            "the model's processor does not take these kinds of media",
+            where="dataset.media",
+            value=f"{', '.join(media)}; {type(processor).__name__}",
+            hint=f"it takes: {', '.join(sorted(supported))}",
+        )
+    return frozenset(media)
 
 
 def image_answers(

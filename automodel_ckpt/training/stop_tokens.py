@@ -15,8 +15,8 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, read_files
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.encoder import encode_one
+from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.training.model.sections import text_tokenizer
 

@@ -116,10 +116,10 @@ MISTAKES = {
         "a.jsonl", '{"text": "a"}\n{"te\n', r"not JSON[\s\S]*a.jsonl:2", STREAMED
     ),
     "a table of uneven rows": texts(
-        "a.csv", "text,b\n1,2\n3,4,5\n", r"more values than[\s\S]*a.csv:3[\s\S]*3 val"
+        "a.csv", "text,b\n1,2\n3,4,5\n", r"more or fewer values than[\s\S]*a.csv:3[\s\S]*3 val"
     ),
     "no parquet": texts(
-        "a.parquet", "x", r"data file cannot be read[\s\S]*a.parquet[\s\S]*minimum file"
+        "a.parquet", "x", r"data set cannot be read[\s\S]*a.parquet[\s\S]*minimum file"
     ),
     "a kind of file": texts("a.dat", "x", r"unknown data file format[\s\S]*\*\.jsonl"),
     "no samples": texts(

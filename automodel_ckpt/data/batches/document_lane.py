@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +21,10 @@ from automodel_ckpt.data.batches.sampler import permutation
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     State,
+    require_index,
 )
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.rows.rows import ColumnRows
+from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.errors import RecipeError
 
 Row = dict[str, npt.NDArray[Any]]
@@ -146,8 +147,7 @@ class DocumentRows:
         return -(-max(self.num_tokens - 1, 0) // (self.rules.size - 1))
 
     def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+        require_index(index, len(self))
         start = index * (self.rules.size - 1)
         stop = min(start + self.rules.size, self.num_tokens)
         parts = []
@@ -155,17 +155,13 @@ class DocumentRows:
         last = int(np.searchsorted(self._ends, stop, side="left"))
         for number in range(first, last + 1):
             before = int(self._ends[number - 1]) if number else 0
-            document = document_of(self.dataset[number])
+            sample = self.dataset[number]
+            is_labelled = np.asarray(sample["labels"]) != IGNORE_INDEX
+            document = Document(np.asarray(sample["input_ids"], np.int32), is_labelled)
             part = document.part(max(start - before, 0), stop - before)
             if len(part.tokens):
                 parts.append(part)
         return self.rules.row(parts)
-
-
-def document_of(sample: Any) -> Document:
-    """Make a document of a sample with ``input_ids`` and ``labels``."""
-    labels = np.asarray(sample["labels"])
-    return Document(np.asarray(sample["input_ids"], np.int32), labels != IGNORE_INDEX)
 
 
 ROWS_PER_BLOCK = 32
@@ -233,24 +229,19 @@ class Lane:
 
     def _read_block(self) -> None:
         left = self._left
-        documents = list(left)
         start = {"documents": copy.deepcopy(self._source.state_dict()), "left": _arrays_of(left)}
         self._state.update(start, taken=0)
-        wanted = ROWS_PER_BLOCK * self._rules.size
-        num_tokens = sum(len(document.tokens) for document in left)
+        read: list[Document] = []
+        missing = ROWS_PER_BLOCK * self._rules.size - sum(len(each.tokens) for each in left)
         is_last = False
-        while not is_last and (
-            len(documents) - len(left) < self._state["num_documents"] or num_tokens < wanted
-        ):
+        while not is_last and (len(read) < self._state["num_documents"] or missing > 0):
             found, is_last = self._read()
-            num_tokens += sum(len(document.tokens) for document in found)
-            documents += found
+            missing -= sum(len(document.tokens) for document in found)
+            read += found
         if self._rules.splits:
             # What is left continues in the next row, so it stays first.
-            first = len(left)
-            order = self._order(len(documents) - first)
-            documents = [*left, *(documents[first + number] for number in order)]
-        self._rows, self._left = self._rules.rows(documents, self._order)
+            read = [read[number] for number in self._order(len(read))]
+        self._rows, self._left = self._rules.rows([*left, *read], self._order)
 
     def _order(self, count: int) -> Sequence[int]:
         block = self._state["block"]
@@ -311,5 +302,5 @@ def _arrays_of(documents: Sequence[Document]) -> State:
 
 def _documents_in(arrays: State) -> list[Document]:
     whole = Document(arrays["tokens"], arrays["labelled"])
-    ends = accumulate(arrays["lengths"])
-    return [whole.part(end - n, end) for n, end in zip(arrays["lengths"], ends, strict=True)]
+    starts = accumulate(arrays["lengths"], initial=0)
+    return [whole.part(start, end) for start, end in pairwise(starts)]

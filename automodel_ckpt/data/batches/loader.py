@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, nullcontext
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -25,9 +26,6 @@ from automodel_ckpt.data.collate import State
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 log = logging.getLogger(__name__)
-
-_POSITION = ("epoch", "consumed_samples")
-_STATE_KEYS = (*_POSITION, "seed", "shuffle", "num_samples", "global_batch_size")
 
 
 class GlobalBatchLoader:
@@ -159,15 +157,14 @@ class GlobalBatchLoader:
         batch size changed, and if the data changed but kept its length. Raises :class:`RecipeError` if the data set has
         another length, and :class:`CheckpointUnusable` if *state* is not the state of a loader.
         """
-        position = [state.get(name) for name in _POSITION]
+        position = [state.get(name) for name in ("epoch", "consumed_samples")]
         # A checkpoint is data from outside: a float, a bool or a huge number must not become an index.
         is_valid = [type(count) is int and 0 <= count < 2**53 for count in position]
-        if not all(is_valid) or not set(_STATE_KEYS) <= state.keys():
-            shown = [f"{name} {str(state.get(name, 'missing'))[:40]}" for name in _STATE_KEYS]
+        if not all(is_valid) or not self.state_dict().keys() - {"data", "source"} <= state.keys():
             raise CheckpointUnusable(
                 "this is not the state of a data loader",
                 where="dataloader",
-                value=", ".join(shown),
+                value=str(state)[:200],
                 hint="resume from another checkpoint (checkpoint.restore_from)",
             )
         saved = state["num_samples"]
@@ -196,26 +193,23 @@ class GlobalBatchLoader:
         differs, a warning.
         """
         size = self.sizes.global_batch_size
-        if consumed_samples is not None and consumed_samples != num_steps * size:
+        are_full_batches = consumed_samples in (None, num_steps * size)
+        consumed = num_steps * size if consumed_samples is None else consumed_samples
+        if not are_full_batches:
             self._warn(
-                f"the imported run used {counted(consumed_samples, 'sample')} in {counted(num_steps, 'step')}; with "
+                f"the imported run used {counted(consumed, 'sample')} in {counted(num_steps, 'step')}; with "
                 f"global_batch_size {size} they would be {num_steps * size}: global batches and step counts differ "
                 "from here on"
             )
-        else:
-            consumed_samples = None
         if self.num_samples is None:
             # The length of an epoch is unknown: where the stream ends earlier, the next epoch begins.
-            self.epoch = 0
-            self.consumed_samples = (
-                num_steps * size if consumed_samples is None else consumed_samples
-            )
+            self.epoch, self.consumed_samples = 0, consumed
             self._load_source_state(None)
-        elif consumed_samples is None:
+        elif are_full_batches:
             self.epoch, batches_of_epoch = divmod(num_steps, len(self))
             self.consumed_samples = batches_of_epoch * size
         else:
-            self.epoch, self.consumed_samples = divmod(consumed_samples, self._samples_per_epoch)
+            self.epoch, self.consumed_samples = divmod(consumed, self._samples_per_epoch)
         if self.sizes.dp_rank == 0:
             log.info(
                 "continuing after sample %d of epoch %d, in the order of the recipe's data set",
@@ -277,11 +271,7 @@ class GlobalBatchLoader:
             yield Request(self.seed, epoch, part, filler=global_ids[0], preceding=before)
 
     def _stream_batches(self) -> Generator[GlobalBatch]:
-        from automodel_ckpt.data.batches.stream_batches import (
-            StreamPosition,
-            StreamReader,
-            read_stream,
-        )
+        from automodel_ckpt.data.batches.stream_batches import StreamPosition, read_stream
 
         position = StreamPosition(
             self.seed,
@@ -291,14 +281,9 @@ class GlobalBatchLoader:
             self._start_state,
             self.shuffle,
         )
-        if self._is_packed:
-            found = self.dataset.read_batches(
-                position, self.sizes, self.collate_fn, self.num_workers
-            )
-        else:
-            reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
-            found = read_stream(reader, self.num_workers)
-        with closing(found) as batches:
+        how = (position, self.sizes, self.collate_fn, self.num_workers)
+        read = self.dataset.read_batches if self._is_packed else partial(read_stream, self.dataset)
+        with closing(read(*how)) as batches:
             while True:
                 with isolated_rng():
                     batch = next(batches, None)
@@ -354,7 +339,6 @@ class GlobalBatchLoader:
     def _report_differences(self, state: State) -> None:
         """Warn of data that changed but kept its length, of another order, and of other global batches."""
         position = f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
-        # Checkpoints of earlier versions have no identity of the data.
         current, saved = _identity(self.dataset), state.get("data")
         if current is not None and saved is not None and current != saved:
             self._warn(
@@ -406,20 +390,18 @@ def _length(dataset: Any) -> int | None:
 
     Raises :class:`RecipeError` if *dataset* is neither.
     """
+    is_mapping = isinstance(dataset, Mapping)
     # Checked first: it inherits __getitem__ from torch's Dataset, and may have __len__.
-    if isinstance(dataset, IterableDataset):
-        return None
-    if not isinstance(dataset, Mapping):
-        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if not is_mapping:
             return len(dataset)
-        if hasattr(dataset, "__iter__"):
-            return None
+    elif hasattr(dataset, "__iter__"):
+        return None
     raise RecipeError(
         "the data set is neither map-style nor iterable",
         where="dataset",
-        value=", ".join(map(str, dataset))
-        if isinstance(dataset, Mapping)
-        else type(dataset).__name__,
+        value=", ".join(map(str, dataset)) if is_mapping else type(dataset).__name__,
         hint="give it __len__ and __getitem__, or __iter__; of a mapping of data sets, return one, such as the split "
         "train",
     )

@@ -198,6 +198,11 @@ def read_all(reader: Any, requests: Iterable[Any], num_workers: int) -> Generato
         items = run_workers(reader, num_workers, sampler=requests)
     else:
         items = (reader[request] for request in requests)
+    yield from raising(items)
+
+
+def raising(items: Generator[Any]) -> Generator[Any]:
+    """Yield *items*. Raises the error of the first :class:`Failure`."""
     with closing(items):
         for item in items:
             if isinstance(item, Failure):

@@ -22,6 +22,7 @@ from automodel_ckpt.data.batches.micro_batches import (
     Failure,
     GlobalBatch,
     collate,
+    raising,
     run_workers,
 )
 from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation
@@ -98,25 +99,28 @@ class PackedStream(IterableDataset[Row]):
             start = 0
         # Threads of the tokenizers library do not survive a fork.
         with one_thread() if num_workers else nullcontext():
-            items = run_workers(reader, count) if num_workers else iter(reader)
+            items = raising(run_workers(reader, count) if num_workers else iter(reader))
             with closing(items):
                 while True:
                     rows: list[Row] = []
                     states = []
-                    for item in islice(items, count):
-                        if isinstance(item, Failure):
-                            raise item.error
-                        rows += item[0]
-                        states.append(item[1])
+                    for made, state in islice(items, count):
+                        rows += made
+                        states.append(state)
                     ids = list(range(start, start + size))
                     if start >= position.consumed:
                         batches = []
                         for part in sizes.rank_part(ids):
                             own, rows = rows[: len(part)], rows[len(part) :]
                             batches.append(collate(collate_fn, own, part, empty=False))
-                        state = self.merged(states)
                         yield GlobalBatch(
-                            position.epoch, start // size, start, ids, batches, False, state
+                            position.epoch,
+                            start // size,
+                            start,
+                            ids,
+                            batches,
+                            False,
+                            self.merged(states),
                         )
                     start += size
 

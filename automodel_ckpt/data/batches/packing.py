@@ -23,8 +23,8 @@ from automodel_ckpt.data.collate import (
     Integers,
     Sample,
     Tensors,
-    check_has_tokens,
     check_unpadded,
+    require_keys,
 )
 from automodel_ckpt.errors import RecipeError
 
@@ -46,50 +46,30 @@ def best_fit_decreasing(lengths: Sequence[int] | Integers, size: int) -> Packs:
     that fits it. No item may be longer than *size*. Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973.
     """
     packs: Packs = []
-    free = _FreeSpace()
+    by_space: dict[int, Ids] = {}
+    """Free space -> the packs with it. Finding the fullest that fits takes logarithmic time."""
+    spaces: Ids = []  # the keys of by_space, ascending
     # Stable: all ranks and every resume must make the same packs of samples of equal length.
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
     for item in order.tolist():
         length = int(lengths[item])
-        found = free.take(length)
-        if found is None:
-            packs.append([item])
-            free.add(len(packs) - 1, size - length)
-            continue
-        pack, space = found
+        index = bisect.bisect_left(spaces, length)
+        if index == len(spaces):
+            pack, space = len(packs), size
+            packs.append([])
+        else:
+            space = spaces[index]
+            pack = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[index]
         packs[pack].append(item)
-        free.add(pack, space - length)
+        rest = space - length
+        if rest and rest not in by_space:
+            by_space[rest] = []
+            bisect.insort(spaces, rest)
+        if rest:
+            by_space[rest].append(pack)
     return packs
-
-
-class _FreeSpace:
-    """The packs that are not full, by their free space. Finding the fullest that fits takes logarithmic time."""
-
-    def __init__(self) -> None:
-        self._packs: dict[int, Ids] = {}  # free space -> packs
-        self._spaces: Ids = []  # the keys of _packs, ascending
-
-    def add(self, pack: int, space: int) -> None:
-        if space == 0:
-            return
-        if space not in self._packs:
-            self._packs[space] = []
-            bisect.insort(self._spaces, space)
-        self._packs[space].append(pack)
-
-    def take(self, length: int) -> tuple[int, int] | None:
-        """Remove and return (pack, its free space): the fullest pack with space for *length*.
-
-        Returns None when there is none.
-        """
-        index = bisect.bisect_left(self._spaces, length)
-        if index == len(self._spaces):
-            return None
-        space = self._spaces[index]
-        pack = self._packs[space].pop()
-        if not self._packs[space]:
-            del self._packs[space], self._spaces[index]
-        return pack, space
 
 
 class PackedDataset:
@@ -113,13 +93,12 @@ class PackedDataset:
         lengths = lengths_of(dataset)
         num_too_long = int((lengths > size).sum())
         if num_too_long:
-            percentile = np.percentile(lengths, 99, method="higher")
             hint = hint or f"set dataset.seq_length to at most {size}"
             raise RecipeError(
                 "a sample is longer than a pack",
                 where="packed_sequence.size",
                 value=f"{num_too_long} of {len(lengths)} samples; size {size}, the longest, sample {lengths.argmax()}, "
-                f"has {lengths.max()} tokens, the 99th percentile is {percentile}",
+                f"has {lengths.max()} tokens",
                 hint=f"{hint}, or packed_sequence.size to at least {lengths.max()}",
             )
         self.packs = best_fit_decreasing(lengths, size)
@@ -134,19 +113,18 @@ class PackedDataset:
         return len(self.packs)
 
     def __getitem__(self, index: int) -> Sample:
-        pack: Sample = {"input_ids": [], "labels": [], "position_ids": []}
+        pack: Sample = {"input_ids": [], "labels": []}
+        if not self.attends_across:
+            pack["position_ids"] = []
         for number in self.packs[index]:
             sample = self.dataset[number]
             check_unpadded(sample)
-            tokens = sample["input_ids"]
-            pack["input_ids"] += tokens
+            pack["input_ids"] += sample["input_ids"]
             if self.attends_across:
                 pack["labels"] += sample["labels"]
-                continue
-            pack["labels"] += [IGNORE_INDEX, *sample["labels"][1:]]
-            pack["position_ids"] += range(len(tokens))
-        if self.attends_across:
-            del pack["position_ids"]
+            else:
+                pack["labels"] += [IGNORE_INDEX, *sample["labels"][1:]]
+                pack["position_ids"] += range(len(sample["input_ids"]))
         return pack
 
 
@@ -172,7 +150,7 @@ def lengths_of(dataset: Any) -> Integers:
         known = []
         for number in range(len(dataset)):
             sample = dataset[number]
-            check_has_tokens(sample)
+            require_keys(sample, "input_ids", "labels")
             known.append(len(sample["input_ids"]))
     return np.asarray(known, dtype=np.int64)
 
@@ -221,14 +199,12 @@ class RowLayout:
             apart = [[number] for number in range(len(lengths))]
             # Of equal costs, the first one.
             layouts = [(apart, width), (best_fit_decreasing(lengths, width), width), *layouts]
-        rows, length = min(layouts, key=lambda layout: self._cost(len(layout[0]), layout[1]))
+        # The cost of the class docstring, divided by 4 * hidden_size.
+        costs = [len(rows) * length * (6 * self.hidden_size + length) for rows, length in layouts]
+        rows, length = layouts[costs.index(min(costs))]
         if len(rows) == len(lengths) and length == width and not self.one_row:
             return dict(batch)
         return laid_out(batch, rows, length, self.marks_tokens)
-
-    def _cost(self, num_rows: int, length: int) -> int:
-        # The cost of the class docstring, divided by 4 * hidden_size.
-        return num_rows * length * (6 * self.hidden_size + length)
 
 
 def longest_sample(batch: Tensors) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from automodel_ckpt.data.batches.micro_batches import (
     Failure,
     GlobalBatch,
     collate,
+    raising,
     run_workers,
     with_location,
 )
@@ -153,30 +153,28 @@ class StreamReader(IterableDataset[Any]):
         ids = [start + offset for offset in chosen]
         # Seeded again: how far the source was read ahead must not change what collate_fn draws.
         seed_everything(derive_seed(self.position.seed, self.position.epoch, ids[0]), devices=False)
-        samples = [all_samples[offset] for offset in chosen]
-        prepare: Any = getattr(self.source, "prepare", None)
-        for number in range(len(samples) if prepare is not None else 0):
-            try:
-                samples[number] = prepare(samples[number])
-            except Exception as error:
-                raise with_location(
-                    error, f"sample {ids[number]} of the stream", "could not be prepared"
-                ) from error
+        samples = [self._prepared(all_samples[offset], start + offset) for offset in chosen]
         return collate(self.collate_fn, samples, ids, empty=is_empty)
 
+    def _prepared(self, sample: Any, number: int) -> Any:
+        prepare: Any = getattr(self.source, "prepare", None)
+        try:
+            return sample if prepare is None else prepare(sample)
+        except Exception as error:
+            where = f"sample {number} of the stream"
+            raise with_location(error, where, "could not be prepared") from error
 
-def read_stream(reader: StreamReader, num_workers: int) -> Generator[GlobalBatch]:
-    """Yield the batches of *reader*, read by one worker process, or in this one if *num_workers* is 0.
+
+def read_stream(
+    source: Any, position: StreamPosition, sizes: BatchSizes, collate_fn: Collate, num_workers: int
+) -> Generator[GlobalBatch]:
+    """Yield the batches of *source*, read by one worker process, or in this one if *num_workers* is 0.
 
     Several workers would each read the whole stream. Reading in this process advances its random
     generators; :func:`isolated_rng` restores them. Raises :class:`AutomodelError` for a sample that cannot be read.
     """
-    items = run_workers(reader, 1) if num_workers else iter(reader)
-    with closing(items):
-        for item in items:
-            if isinstance(item, Failure):
-                raise item.error
-            yield item
+    reader = StreamReader(source, collate_fn, sizes, position)
+    yield from raising(run_workers(reader, 1) if num_workers else iter(reader))
 
 
 def restores_exactly(source: Any) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby, takewhile
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,14 +23,17 @@ from automodel_ckpt.data.conversations.assistant_text import (
     marked_answers,
     reasoning_spans,
 )
-from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span, common_length
-from automodel_ckpt.data.conversations.content_parts import CHECKED_ROLES, check_types, parts_of
-from automodel_ckpt.data.conversations.conversation_notes import (
+from automodel_ckpt.data.conversations.chat_renderer import (
+    MARK,
     REWRITTEN,
+    ChatRenderer,
+    Span,
+    common_length,
     leaves_out_end,
     notes_of,
     warn_once,
 )
+from automodel_ckpt.data.conversations.content_parts import CHECKED_ROLES, check_types, parts_of
 from automodel_ckpt.data.conversations.messages import (
     Object,
     Turns,
@@ -129,14 +133,12 @@ class ChatTemplate:
                 labelled[first:last] = [False] * (last - first)
         # The first token is never predicted, so its label does not count.
         if not any(labelled[1:]):
-            hint = "remove it, or use the role assistant for the messages to train on"
-            if any(map(is_trained_on, turns)):
-                hint = "correct the chat template or its generation markers: they mark no assistant token"
-            elif any(turn["role"] == "assistant" for turn in turns):
-                hint = "remove it: all of its assistant messages have weight 0"
-            roles = ", ".join(str(turn["role"]) for turn in turns)
-            what = "this conversation has no assistant token to train on"
-            raise UnusableSample(what, roles, hint)
+            raise UnusableSample(
+                "this conversation has no assistant token to train on",
+                ", ".join(str(turn["role"]) for turn in turns),
+                "remove it, use the role assistant and no weight 0 for the messages to train on, or correct the chat "
+                "template's generation markers",
+            )
         return TokenizedSample(tokens, labelled, notes=tuple(notes))
 
     def prepared(self, conversation: Turns, tools: Any) -> tuple[Turns, Any]:
@@ -156,13 +158,11 @@ class ChatTemplate:
         """
         if self.max_tokens is None or self._num_tokens(turns, tools) <= self.max_tokens:
             return turns
-        num_system = sum(
-            1 for _ in takewhile(lambda turn: turn["role"] in ("system", "developer"), turns)
-        )
+        system = list(takewhile(lambda turn: turn["role"] in ("system", "developer"), turns))
         remaining = turns
-        for number in range(num_system, len(turns)):
+        for number in range(len(system), len(turns)):
             if turns[number]["role"] == "user":
-                remaining = turns[:num_system] + turns[number:]
+                remaining = system + turns[number:]
                 if self._num_tokens(remaining, tools) <= self.max_tokens:
                     break
         return remaining
@@ -194,7 +194,14 @@ class ChatTemplate:
         has_text = any(isinstance(each, str) for each in arguments)
         if not has_text or not self.renderer.needs_objects:
             return turns
-        return [with_functions(turn, _with_arguments_read) for turn in turns]
+
+        def read(call: Object) -> Object:
+            # Other calls stay as they are.
+            with suppress(KeyError, TypeError, ValueError):
+                return call | {"arguments": json.loads(call["arguments"])}
+            return call
+
+        return [with_functions(turn, read) for turn in turns]
 
     def _offered(self, tools: Any) -> Any:
         """Return the *tools* of a sample, a list or its JSON text, for the template. Returns None when there are none.
@@ -288,14 +295,6 @@ class ChatTemplate:
         return first, common_length(self.renderer.encode(text[:end]), tokens)
 
 
-def _with_arguments_read(call: Object) -> Object:
-    """Parse the arguments of a call if they are JSON text; other calls are returned unchanged."""
-    try:
-        return call | {"arguments": json.loads(call["arguments"])}
-    except (KeyError, TypeError, ValueError):
-        return call
-
-
 def _text_of(content: list[Any]) -> str:
     """Join the texts of a list of parts. Raises :class:`UnusableSample` for a part that is not text."""
     texts = []
@@ -328,8 +327,11 @@ def _within(spans: Sequence[Span], labeled_spans: Sequence[Span]) -> list[bool]:
 
 def _last_run(labelled: Sequence[bool]) -> list[bool]:
     """Copy *labelled* with only its last uninterrupted run of True."""
-    runs = [list(run) for _, run in groupby(labelled)]
-    # What is behind the run of True, if anything, is one run of False.
-    kept = runs[-1:] if labelled and labelled[-1] else runs[-2:]
-    flags = list(chain.from_iterable(kept))
-    return [False] * (len(labelled) - len(flags)) + flags
+    flags = list(labelled)
+    end = len(flags)
+    while end and not flags[end - 1]:
+        end -= 1
+    start = end
+    while start and flags[start - 1]:
+        start -= 1
+    return [False] * start + flags[start:]

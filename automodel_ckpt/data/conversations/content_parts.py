@@ -83,15 +83,11 @@ def _part(entry: Any) -> Object:
     # Typed tables contain nulls for the keys that only parts of other types have.
     part = {key: value for key, value in entry.items() if value is not None}
     kind = part.get("type")
-    has_image = any(part.get(key) for key in _IMAGE_KEYS)
     if not kind:
-        # Its keys, if they belong to one type.
-        if any(part.get(key) for key in _AUDIOS) and not part.get("text"):
-            kind = "audio"
-        elif has_image != ("text" in part):
-            kind = "image" if has_image else "text"
-        elif has_image and not part.get("text"):
-            kind = "image"
+        # The only one of these keys that has a value.
+        named = [key for key in ("text", *_IMAGE_KEYS, *_AUDIOS) if part.get(key)]
+        kind = named[0] if len(named) == 1 else None
+        kind = "image" if kind in _IMAGE_KEYS else kind
     if kind in _TEXTS:
         return _text_part(part)
     if kind in (*_IMAGES, *_AUDIOS):

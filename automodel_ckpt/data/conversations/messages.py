@@ -63,11 +63,6 @@ class UnusableSample(Exception):
         self.hint = hint
 
 
-_CALL_HINT = (
-    'the content of a tool call is {"name": "...", "arguments": {...}}, as an object or JSON text'
-)
-
-
 def with_tool_calls(turns: Sequence[Any]) -> list[Any]:
     """Replace messages with the roles ``tool_call`` and ``tool_response``; other messages are returned unchanged.
 
@@ -82,30 +77,28 @@ def with_tool_calls(turns: Sequence[Any]) -> list[Any]:
     # The ids of the newest calls that have no result yet.
     open_calls: list[str] = []
     num_calls = 0
-    continues_calls = False
+    last_role = None
     for turn in turns:
         role = _role(turn)
+        continues = role == last_role == CALL
+        if role not in (RESULT, "tool") and not continues:
+            open_calls = []
         if role == CALL:
             # Nine letters and digits: Mistral's templates require this length.
-            call_id = f"call{num_calls:05d}"
+            open_calls.append(f"call{num_calls:05d}")
             num_calls += 1
-            if not continues_calls:
-                open_calls = []
-            _add_call(converted, turn, call_id, continues=continues_calls)
-            open_calls.append(call_id)
+            _add_call(converted, turn, open_calls[-1], continues=continues)
         elif role in (RESULT, "tool"):
             result = {**turn, "role": "tool"}
             # Templates write the result as text. A message with the role tool may have a list of parts.
-            is_text = isinstance(turn.get("content", ""), str)
-            if role == RESULT and not is_text:
+            if role == RESULT and not isinstance(turn.get("content", ""), str):
                 result["content"] = json.dumps(turn["content"], ensure_ascii=False)
             if open_calls and "tool_call_id" not in result:
                 result["tool_call_id"] = open_calls.pop(0)
             converted.append(result)
         else:
-            open_calls = []
             converted.append(turn)
-        continues_calls = role == CALL
+        last_role = role
     return converted
 
 
@@ -122,9 +115,7 @@ def _add_call(
     is_answer = _role(last) == "assistant"
     if continues or (is_answer and "tool_calls" not in last):
         if turn.get("weight", 1) != last.get("weight", 1):
-            raise _invalid_call(
-                "consecutive messages of the assistant have different weights", turn
-            )
+            raise _invalid_call(turn)
         calls = [*last.get("tool_calls", []), call]
         converted[-1] = {**last, "tool_calls": calls}
         return
@@ -133,19 +124,19 @@ def _add_call(
 
 
 def _function(content: Any) -> Object:
-    if isinstance(content, str):
-        try:
-            content = json.loads(content)
-        except ValueError as error:
-            raise _invalid_call("the content of a tool call is not JSON", content) from error
-    name = content.get("name") if isinstance(content, Mapping) else None
+    call = parsed(content)
+    name = call.get("name") if isinstance(call, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise _invalid_call("a tool call has no name", content)
-    return {"name": name, "arguments": content.get("arguments", {})}
+        raise _invalid_call(content)
+    return {"name": name, "arguments": call.get("arguments", {})}
 
 
-def _invalid_call(what: str, value: Any) -> UnusableSample:
-    return UnusableSample(what, repr(value)[:80], _CALL_HINT)
+def _invalid_call(value: Any) -> UnusableSample:
+    return UnusableSample(
+        "a tool call has no name, or another weight than the message that it continues",
+        repr(value)[:80],
+        'the content of a tool call is {"name": "...", "arguments": {...}}, as an object or JSON text',
+    )
 
 
 @contextmanager
@@ -184,13 +175,12 @@ def prompt_and_completion(prompt: Any, completion: Any) -> Turns:
 
     Raises :class:`UnusableSample` if one of them is not a list, or if one answer is divided between them.
     """
-    for value, name in ((prompt, "prompt"), (completion, "completion")):
-        if not isinstance(value, list):
-            raise UnusableSample(
-                f"the {name} is not a list of messages",
-                repr(value)[:80],
-                "provide the prompt and the completion as lists of messages, or both as text",
-            )
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise UnusableSample(
+            "a prompt or a completion is not a list of messages",
+            f"{repr(prompt)[:80]}, {repr(completion)[:80]}",
+            "provide the prompt and the completion as lists of messages, or both as text",
+        )
     before = [_usual(turn) for turn in prompt]
     after = [_usual(turn) for turn in completion]
     if len(after) > len(before) and after[: len(before)] == before:
@@ -294,17 +284,11 @@ def _weighted(turn: Object) -> Object:
         if key not in turn:
             continue
         value = turn.pop(key)
-        if value not in (0, 1):
+        if value not in (0, 1) or turn.setdefault(_WEIGHT, int(value)) != value:
             raise UnusableSample(
-                "a message's key for training is neither true nor false",
-                f"{key}: {value!r}"[:80],
-                "use false for assistant messages to exclude from training",
-            )
-        if turn.setdefault(_WEIGHT, int(value)) != value:
-            raise UnusableSample(
-                "a message's weight and its key for training differ",
-                f"{_WEIGHT}: {turn[_WEIGHT]!r}, {key}: {value!r}",
-                "remove one of them",
+                "a message's key for training is neither true nor false, or differs from its weight",
+                f"{_WEIGHT}: {turn.get(_WEIGHT)!r}, {key}: {value!r}"[:80],
+                "use weight 0 for assistant messages to exclude from training, and remove this key",
             )
     return turn
 
@@ -327,17 +311,11 @@ def _require_content(turn: Object) -> None:
 
 def _require_weight(turn: Object) -> None:
     weight = turn.get(_WEIGHT, 0)
-    if weight not in (0, 1):
+    if weight not in (0, 1) or (weight and turn["role"] != "assistant"):
         raise UnusableSample(
-            "a message's weight is neither 0 nor 1",
-            f"{_WEIGHT}: {weight!r}",
-            "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others",
-        )
-    if weight and turn["role"] != "assistant":
-        raise UnusableSample(
-            "a message that is not the assistant's has a weight",
-            f"role: {turn['role']}",
-            "remove the weight or set it to 0: only assistant messages are trained on",
+            "a message's weight is neither 0 nor 1, or the message is not the assistant's",
+            f"{_WEIGHT}: {weight!r}, role: {turn['role']}",
+            "use 0 for assistant messages to exclude from training; only assistant messages are trained on",
         )
 
 

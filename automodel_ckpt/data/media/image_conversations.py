@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import Item, Key
-from automodel_ckpt.data.conversations.chat_renderer import Span
+from automodel_ckpt.data.collate import (
+    Item,
+    Key,
+    require_index,
+)
+from automodel_ckpt.data.conversations.chat_renderer import Span, notes_of, warn_once
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.content_parts import (
     CHECKED_ROLES,
@@ -25,7 +29,6 @@ from automodel_ckpt.data.conversations.content_parts import (
     parts_of,
     with_normal_media,
 )
-from automodel_ckpt.data.conversations.conversation_notes import notes_of, warn_once
 from automodel_ckpt.data.conversations.messages import (
     Object,
     Turns,
@@ -153,9 +156,7 @@ class ImageConversations:
         return self.num_samples
 
     def __getitem__(self, index: int) -> ImageText:
-        # IndexError also ends an iteration over this class, which has no __iter__.
-        if not 0 <= index < self.num_samples:
-            raise IndexError(index)
+        require_index(index, self.num_samples)
         number = index if self.numbers is None else int(self.numbers[index])
         row = self.source.row(number)
         with at_row(self.source, number):

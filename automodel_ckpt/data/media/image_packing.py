@@ -96,14 +96,14 @@ class PackedImages(PackedDataset):
         return ImagePack(samples, [int(self.lengths[number]) for number in numbers])
 
 
+@dataclass(frozen=True)
 class PackCollator:
     """Collates :class:`ImagePack` to the tensors of :class:`ImageTextCollator`, one row per sample, and PACK_IDS.
 
     Raises :class:`RecipeError` if a sample no longer has the number of tokens that was measured.
     """
 
-    def __init__(self, collate: ImageTextCollator) -> None:
-        self.collate = collate
+    collate: ImageTextCollator
 
     def __call__(self, packs: Sequence[ImagePack]) -> Batch:
         samples: list[ImageText] = []

@@ -1,8 +1,8 @@
 """Read the images and the audio of a data set: paths, bytes, or objects that are decoded already.
 
-Images require Pillow (the extra ``vision``). WAV files with PCM samples are read by the standard library. Other formats
-need soundfile, and other sampling rates soxr (the extra ``audio``). These are the libraries with which transformers
-reads audio files, so the samples are equal.
+Images require Pillow (the extra ``vision``). WAV files with PCM samples of 16 bits are read by the standard library.
+Other formats need soundfile, and other sampling rates soxr (the extra ``audio``). These are the libraries with which
+transformers reads audio files, so the samples are equal.
 """
 
 from __future__ import annotations
@@ -301,18 +301,18 @@ def duration_of(value: Any, folder: Path) -> float:
     where = _shown(source)
     try:
         with wave.open(_file(source), "rb") as file:
-            num_bytes = file.getnframes() * file.getnchannels() * file.getsampwidth()
-            if num_bytes < _UNKNOWN_SIZE and file.getframerate() > 0:
-                return float(file.getnframes() / file.getframerate())
+            num_frames, rate = file.getnframes(), file.getframerate()
+            num_bytes = num_frames * file.getnchannels() * file.getsampwidth()
     except (wave.Error, EOFError):
-        pass
+        info = _with_soundfile("info", source, where)
+        num_frames, rate, num_bytes = info.frames, info.samplerate, 0
     except OSError as error:
         raise _unreadable(where, error) from error
-    recording = _read_pcm(source, where)
-    if recording is not None:
-        return float(recording.samples.shape[-1] / recording.rate)
-    info = _with_soundfile("info", source, where)
-    return float(info.frames / info.samplerate)
+    if rate < 1:
+        raise _unusable("an audio", "has no sampling rate", where)
+    if num_bytes >= _UNKNOWN_SIZE:
+        num_frames = len(open_audio(value, folder, rate))
+    return float(num_frames / rate)
 
 
 def _of_array(value: Mapping[Any, Any]) -> Recording:
@@ -336,7 +336,7 @@ def _file(source: Any) -> Any:
 
 
 def _read_pcm(source: Any, where: str) -> Recording | None:
-    """Read a WAV file with PCM samples; None for other formats.
+    """Read a WAV file with PCM samples of 16 bits; None for other formats.
 
     Raises :class:`UnusableSample` for a file that ends early or cannot be read.
     """
@@ -350,6 +350,8 @@ def _read_pcm(source: Any, where: str) -> Recording | None:
         return None
     except OSError as error:
         raise _unreadable(where, error) from error
+    if width != 2 or rate < 1:
+        return None
     if len(content) < num_bytes < _UNKNOWN_SIZE:
         raise UnusableSample(
             "an audio file ends before its header says",
@@ -357,26 +359,10 @@ def _read_pcm(source: Any, where: str) -> Recording | None:
             "copy it again, or remove this sample",
         )
     num_frames = len(content) // (width * num_channels)
-    numbers = _as_numbers(content[: num_frames * width * num_channels], width)
-    if numbers is None or rate < 1:
-        return None
-    return Recording(numbers.reshape(num_frames, num_channels).T, rate)
-
-
-def _as_numbers(content: bytes, width: int) -> Samples | None:
-    """Convert PCM samples of *width* bytes to float32 between -1 and 1, as soundfile does."""
-    if width == 1:
-        unsigned = np.frombuffer(content, np.uint8).astype(np.float32)
-        return ((unsigned - 128) / 128).astype(np.float32)
-    if width == 3:
-        # As the upper three bytes of integers of four.
-        padded = np.zeros((len(content) // 3, 4), np.uint8)
-        padded[:, 1:] = np.frombuffer(content, np.uint8).reshape(-1, 3)
-        return (padded.view("<i4").reshape(-1) / 2.0**31).astype(np.float32)
-    if width in (2, 4):
-        scale = 2.0 ** (8 * width - 1)
-        return (np.frombuffer(content, f"<i{width}") / scale).astype(np.float32)
-    return None
+    numbers = np.frombuffer(content[: num_frames * width * num_channels], "<i2")
+    # As soundfile does.
+    samples = (numbers / 2.0**15).astype(np.float32)
+    return Recording(samples.reshape(num_frames, num_channels).T, rate)
 
 
 def _with_soundfile(function: str, source: Any, where: str, **options: Any) -> Any:
@@ -385,7 +371,7 @@ def _with_soundfile(function: str, source: Any, where: str, **options: Any) -> A
         import soundfile  # type: ignore[import-not-found]
     except (ImportError, OSError) as error:
         raise UnusableSample(
-            "an audio is no WAV file with PCM samples, and reading others requires soundfile",
+            "an audio is no WAV file with PCM samples of 16 bits, and reading others requires soundfile",
             f"{where} ({error})",
             f"install it: {_INSTALL}; or convert the file, if it is one of audio",
         ) from error

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
 import math
-import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,27 +74,22 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on *path*, which contains the owner: its host and process.
+    """Hold an exclusive lock on *path*.
 
     The lock ends with the process, so a killed process blocks no other one. A process that waits longer than ten
-    seconds logs for whom: it may be suspended, or on another host that shares the cache.
+    seconds logs it: the owner may be suspended, or on another host that shares the cache.
     """
-    # Not truncated at opening: until this process has the lock, the content is the owner's.
-    with path.open("a+") as file:
+    with path.open("w") as file:
         report_at = time.monotonic() + _REPORT_AFTER_SECONDS
         while not _try_lock(file):
             time.sleep(_SECONDS_BETWEEN_TRIES)
             if time.monotonic() > report_at:
                 report_at = math.inf
-                file.seek(0)
-                owner = file.read(200) or "another process"
                 log.warning(
-                    "waiting until %s has prepared the same data; it holds the lock %s", owner, path
+                    "waiting until another process has prepared the same data; it holds the lock %s",
+                    path,
                 )
         try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
             yield
         finally:
             # Closing the file is not enough if a process that was forked meanwhile still has it open.
@@ -107,9 +99,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _try_lock(file: TextIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
+    # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
+    except (BlockingIOError, PermissionError):
         return False
+    return True

@@ -12,11 +12,7 @@ from typing import Any
 from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.row_files import Lane
-from automodel_ckpt.data.rows.rows import (
-    Columns,
-    Row,
-    Rows,
-)
+from automodel_ckpt.data.rows.rows import Columns, Row, Rows
 from automodel_ckpt.errors import RecipeError
 
 

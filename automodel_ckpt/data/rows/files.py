@@ -8,7 +8,6 @@ document on each line; behind ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` it is compr
 from __future__ import annotations
 
 import bz2
-import difflib
 import glob
 import gzip
 import hashlib
@@ -17,7 +16,6 @@ import json
 import lzma
 import os
 import re
-import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +107,7 @@ def _matching(path: str) -> list[Path]:
     files = [file for file in files if file.is_file()]
     if not files:
         what = "no data file matches this pattern"
-        raise RecipeError(what, where="dataset.path", value=path, hint=_where_paths_start())
+        raise RecipeError(what, where="dataset.path", value=path, hint=_path_hint())
     return files
 
 
@@ -171,13 +169,11 @@ def saved_table(directory: Path) -> list[Path] | None:
     return [directory / part["filename"] for part in parts]
 
 
-def _where_paths_start(path: Path | None = None) -> str:
-    """The hint for a *path* that does not exist, or for a pattern, with the most similar name beside the path."""
-    hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
-    if path is None or path.exists() or not path.parent.is_dir():
-        return hint
-    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
-    return f"did you mean {path.parent / near[0]}? Otherwise {hint}" if near else hint
+def _path_hint() -> str:
+    return (
+        f"check dataset.path; relative paths start at the working directory, {Path.cwd()}; only local files and data "
+        "sets of the Hub can be read"
+    )
 
 
 def require_readable(path: Path) -> Path:
@@ -186,23 +182,14 @@ def require_readable(path: Path) -> Path:
         known = ", ".join("*" + kind for kind in LOADERS)
         hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
         raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
+    # Opening a named pipe would wait for a writer, and its content could not be read again.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        hint = "copy its content to a file: data is read again in each epoch and after a resume"
+        what = "a data file is not a regular file"
+        raise RecipeError(what, where="dataset.path", value=path, hint=hint)
     try:
-        mode = path.stat().st_mode
-        # Opening a named pipe would wait for a writer, and its content could not be read again.
-        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            path.open("rb").close()
-        else:
-            raise RecipeError(
-                "a data file is not a regular file",
-                where=str(path),
-                value=stat.filemode(mode),
-                hint="copy its content to a file: data is read again in each epoch and after a resume",
-            )
+        path.open("rb").close()
     except OSError as error:
-        hint = _where_paths_start(path)
-        if _REMOTE.match(str(path)):
-            hint = "copy the file to a local disk: only local files and data sets of the Hub can be read"
-        raise RecipeError.all_of(
-            [os_problem(error, "a data file cannot be read", hint=hint)]
-        ) from error
+        problem = os_problem(error, "a data file cannot be read", hint=_path_hint())
+        raise RecipeError.all_of([problem]) from error
     return path

@@ -17,9 +17,9 @@ import os
 import signal
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
@@ -48,16 +48,9 @@ _Result = TypeVar("_Result")
 _Range = tuple[int, int]
 _PR_SET_PDEATHSIG = 1
 _MOST_WORKERS = 32
-_AHEAD = 2
-"""Ranges per worker that are computed or waiting. It bounds the memory for results that are not used yet."""
 
 _function: Callable[[int, int], object] | None = None
 """The function of the workers that are forked next."""
-
-
-def usable_cores() -> int:
-    """Return how many workers a process may start."""
-    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 def in_order(
@@ -71,22 +64,16 @@ def in_order(
     if num_workers < 2:
         yield from itertools.starmap(function, ranges)
         return
-    waiting = deque(ranges)
-    submitted: deque[tuple[_Range, Future[object] | None]] = deque()
     with _workers(function, num_workers) as workers:
-        while waiting or submitted:
-            while waiting and len(submitted) < num_workers * _AHEAD:
-                bounds = waiting.popleft()
-                future = None
-                # AssertionError: multiprocessing lets a daemonic process have no children.
-                with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
-                    future = workers.submit(_compute, *bounds)
-                submitted.append((bounds, future))
-            bounds, future = submitted.popleft()
-            # None when a worker cannot be started, has died, or its function raised.
+        results: Iterator[object] = iter(())
+        # AssertionError: multiprocessing lets a daemonic process have no children.
+        with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
+            results = workers.map(_compute, *zip(*ranges, strict=True))
+        for bounds in ranges:
             result = None
+            # None when workers cannot be started, one has died, or the function raised.
             with contextlib.suppress(BrokenProcessPool):
-                result = future and future.result()
+                result = next(results, None)
             yield function(*bounds) if result is None else cast("_Result", result)
 
 
@@ -214,7 +201,7 @@ def _encoded_parts(
         ranges.append((start, min(start + ROWS_PER_PART, num_rows)))
     num_workers = 1
     if num_rows >= FEWEST_ROWS_FOR_WORKERS:
-        num_workers = min(usable_cores(), len(ranges))
+        num_workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS, len(ranges))
     yield from in_order(encode_range, ranges, num_workers)
 
 

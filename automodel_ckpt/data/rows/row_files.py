@@ -15,7 +15,6 @@ import csv
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -99,7 +98,7 @@ def check_tables(paths: Sequence[Path]) -> dict[str, None]:
         if kind_of(path) not in (".csv", ".tsv"):
             continue
         with opened(path) as file:
-            names = _column_names(_table_rows(Lines(path, file)))
+            names = _column_names(_table_rows(Lines(path, file)), path)
         if names is None:
             continue
         if first_names is None:
@@ -178,6 +177,7 @@ def _read_lines(
             yield Record(_object(value, source, path, number), number, end, source)
 
 
+_JSON_HINT = "correct or remove this line; rows are objects: each in a line, or in a .json file all in one list"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLANKS = re.compile(r"[ \t\n\r]*")
 """The white space of JSON. str.strip() removes characters that are not allowed there."""
@@ -189,47 +189,35 @@ def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
         yield from _read_lines(path, file, start, Lane(), is_json=True)
         return
     text = _decoded(file.read(), path, 1)
+    if not text.strip():
+        return
+    # The whole file is checked first, so that the rows are found by position.
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(path, getattr(error, "lineno", 1), str(error)) from error
+    if not isinstance(whole, list):
+        raise _not_json(path, 1, f"neither a list nor an object per line: {text[:40]!r}")
     position, num_lines = start
-    counted = position
     if position == 0:
-        position = _after_blanks(text, 0)
-        if position == len(text):
-            return
-        if text[position] != "[":
-            raise RecipeError(
-                "the file has neither a list of objects nor an object per line",
-                where=str(path),
-                value=repr(text[:40]),
-                hint="write the rows as one list, or each row in one line",
-            )
-        position = _after_blanks(text, position + 1)
-    while text[position : position + 1] != "]":
-        line = num_lines + text.count("\n", counted, position) + 1
+        position = _after_blanks(text, _after_blanks(text, 0) + 1)
+        num_lines = text.count("\n", 0, position)
+    while text[position] != "]":
+        line = num_lines + 1
         try:
             value, end = _DECODER.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            raise _not_json(path, getattr(error, "lineno", line), str(error)) from error
+        except ValueError as error:
+            raise _not_json(path, line, str(error)) from error
         source = text[position:end]
         if isinstance(value, str):
             value, source = {"text": value}, ""
         content = _object(value, source, path, line)
-        position = _after_blanks(text, end)
-        following = text[position : position + 1]
-        if following == ",":
-            position = _after_blanks(text, position + 1)
-            is_complete = text[position : position + 1] not in ("", "]")
-        else:
-            is_complete = following == "]"
-        num_lines += text.count("\n", counted, position)
-        counted = position
-        if not is_complete:
-            reason = "no object follows after a comma"
-            if following != ",":
-                reason = "a comma or ] is missing between two objects"
-            raise _not_json(path, num_lines + 1, reason)
+        following = _after_blanks(text, end)
+        if text[following] == ",":
+            following = _after_blanks(text, following + 1)
+        num_lines += text.count("\n", position, following)
+        position = following
         yield Record(content, line, Mark(position, num_lines), source or None)
-    if text[position + 1 :].strip():
-        raise _not_json(path, num_lines + 1, "more text follows after the end of the list")
 
 
 def _has_object_per_line(path: Path) -> bool:
@@ -252,10 +240,7 @@ def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        reason = f"not an object with fields, but {json.dumps(value)[:40]}"
-        if isinstance(value, list) and line == 1 and ".jsonl" in path.suffixes:
-            raise _not_json(path, line, reason, "name a file that is one list *.json, not *.jsonl")
-        raise _not_json(path, line, reason)
+        raise _not_json(path, line, f"not an object with fields, but {json.dumps(value)[:40]}")
     # json.loads accepts half of a surrogate pair, which cannot be encoded in UTF-8 later.
     if _SURROGATE.search(source):
         try:
@@ -265,10 +250,9 @@ def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
     return value
 
 
-def _not_json(
-    path: Path, line: int, reason: str, hint: str = "correct or remove this line"
-) -> RecipeError:
-    return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, hint=hint)
+def _not_json(path: Path, line: int, reason: str) -> RecipeError:
+    where = f"{path}:{line}"
+    return RecipeError("a line is not JSON", where=where, value=reason, hint=_JSON_HINT)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -298,23 +282,17 @@ def _read_table(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     """Yield the rows of a table."""
     lines = Lines(path, file)
     rows = _table_rows(lines)
-    names = _column_names(rows) or []
+    names = _column_names(rows, path) or []
     if start.offset:
         lines.advance(start)
     for line, values in rows:
         if len(values) != len(names):
-            is_longer = len(values) > len(names)
-            hint = "give every row a value for each column; an empty one is enough"
-            if is_longer:
-                repair = "put quotes around values with commas in them"
-                if kind_of(path) == ".tsv":
-                    repair = "remove tabs from the values"
-                hint = f"{repair}, or name all columns in the first line"
             raise RecipeError(
-                f"a row has {'more' if is_longer else 'fewer'} values than the table has columns",
+                "a row has more or fewer values than the table has columns",
                 where=f"{path}:{line}",
                 value=f"{len(values)} values for {', '.join(names)}",
-                hint=hint,
+                hint="give every row a value for each column (an empty one is enough), and put quotes around values "
+                "with commas; a value of a .tsv file cannot contain a tab",
             )
         content = {name: value or None for name, value in zip(names, values, strict=True)}
         # csv.reader reads no line ahead, so the mark is the end of this row.
@@ -323,14 +301,13 @@ def _read_table(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
 
 def _table_rows(lines: Lines) -> _TableRows:
     """Yield the line at which a row begins, and its values as texts. Blank lines are skipped."""
-    split: Iterator[list[str]]
+    # If not strict, csv.reader accepts text after a closing quote as part of the value.
+    form: dict[str, Any] = {"strict": True}
     if kind_of(lines.path) == ".tsv":
-        split = (text.removesuffix("\n").removesuffix("\r").split("\t") for text in lines)
-    else:
-        # The limit is global: the csv module has none for a single reader.
-        csv.field_size_limit(_LONGEST_CSV_VALUE)  # by default a value of 128 KiB is an error
-        # If not strict, csv.reader accepts text after a closing quote as part of the value.
-        split = csv.reader(lines, strict=True)
+        form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    # The limit is global: the csv module has none for a single reader.
+    csv.field_size_limit(_LONGEST_CSV_VALUE)  # by default a value of 128 KiB is an error
+    split = csv.reader(lines, **form)
     while True:
         line = lines.mark.num_lines + 1
         try:
@@ -339,7 +316,7 @@ def _table_rows(lines: Lines) -> _TableRows:
             return
         except csv.Error as error:
             raise RecipeError(
-                "a row is not CSV",
+                "a row is not CSV or TSV",
                 where=f"{lines.path}:{line}",
                 value=str(error),
                 hint='put quotes around values with commas, line breaks or quotes, and write " inside of them as ""',
@@ -348,27 +325,23 @@ def _table_rows(lines: Lines) -> _TableRows:
             yield line, values
 
 
-def _column_names(rows: _TableRows) -> list[str] | None:
-    """Return the column names in the first row, or None without a row: unique, and numbered as in pandas (``a.1``).
+def _column_names(rows: _TableRows, path: Path) -> list[str] | None:
+    """Return the column names in the first row, or None without a row. An empty name gets the number of its column.
 
-    An empty name gets the number of its column. A number that would make the name of another column is skipped.
+    Raises :class:`RecipeError` for two columns with the same name.
     """
-    _, names = next(rows, (0, None))
-    if names is None:
+    line, given = next(rows, (0, None))
+    if given is None:
         return None
-    wanted = [given or f"Unnamed: {column}" for column, given in enumerate(names)]
-    taken = set(wanted)
-    counts: Counter[str] = Counter()
-    found = []
-    for name in wanted:
-        unique = name
-        if counts[name]:
-            while (unique := f"{name}.{counts[name]}") in taken:
-                counts[name] += 1
-            taken.add(unique)
-        counts[name] += 1
-        found.append(unique)
-    return found
+    names = [name or f"Unnamed: {column}" for column, name in enumerate(given)]
+    if len(set(names)) < len(names):
+        raise RecipeError(
+            "two columns of a table have the same name",
+            where=f"{path}:{line}",
+            value=", ".join(names),
+            hint="rename one of them in the first line",
+        )
+    return names
 
 
 class RecordStream:
@@ -426,14 +399,6 @@ class RecordStream:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._state = dict(state)
-
-    def state_after(self, num_rows: int) -> dict[str, int]:
-        """Return the state after the first *num_rows* rows. Reads these rows."""
-        others = self.take(num_rows)
-        others.load_state_dict(_state_at(0, BEGINNING, 0))
-        for _ in others:
-            pass
-        return others.state_dict()
 
 
 def _state_at(file: int, mark: Mark, row: int) -> dict[str, int]:

@@ -173,7 +173,6 @@ class Source(Rows):
     def _reading(self) -> Iterator[None]:
         """Hide the output of ``datasets``, and raise its errors as :class:`RecipeError`."""
         import datasets
-        from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
 
         from automodel_ckpt.data.rows.datasets_library import quiet
 
@@ -181,9 +180,7 @@ class Source(Rows):
             with quiet(datasets):
                 yield
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            damage = (*UNREADABLE, ArrowInvalid, datasets.exceptions.DatasetGenerationError)
-            is_damaged = self.is_file and isinstance(error, damage)
-            raise (self.unreadable if is_damaged else self._cannot_read)(error) from error
+            raise self.unreadable(error) from error
 
     @property
     def num_rows(self) -> int:
@@ -256,7 +253,7 @@ class Source(Rows):
         try:
             parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
         except (ValueError, AssertionError) as error:
-            raise self._cannot_read(error) from error
+            raise self.unreadable(error) from error
         rows.numbers = array("q")
         for part in parts:
             first = firsts[part.splitname]
@@ -276,17 +273,8 @@ class Source(Rows):
         for name in names:
             if name not in known:
                 error = ValueError(f'Unknown split "{name}". Should be one of {list(known)}.')
-                raise self._cannot_read(error)
+                raise self.unreadable(error)
         return {name: known[name] for name in names}
-
-    def unreadable(self, error: Exception) -> RecipeError:
-        """Make the error for data that ``datasets`` cannot read, with the reason."""
-        hint = (
-            "repair or remove the file; every Parquet file needs rows, and all rows the same fields with values of the "
-            "same types"
-        )
-        reason = " ".join(str(error.__cause__ or error).split())
-        return RecipeError("the data file cannot be read", where=self.path, value=reason, hint=hint)
 
     def _arguments(self) -> Row:
         """The arguments of ``load_dataset``."""
@@ -362,19 +350,19 @@ class Source(Rows):
             shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
             log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
-    def _cannot_read(self, error: Exception) -> RecipeError:
+    def unreadable(self, error: Exception) -> RecipeError:
+        """Make the error for data that cannot be read, with the reason."""
         if known := explained(error, self.path, "dataset.path", "dataset"):
             return known
-        reason: BaseException = error
-        if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
-            reason = error.__cause__
-        lines = str(reason).splitlines() or [type(reason).__name__]
+        # The library raises its own errors of generating a table from the reader's.
+        reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else error
         return RecipeError(
             "the data set cannot be read",
             where="dataset.path, dataset.name, dataset.split",
-            value=f"{self.path}, {self.name}, {self.split} ({lines[0]})",
-            hint=f"check these settings; a directory needs files named *{', *'.join(LOADERS)}, a Hub name the network "
-            f"or a filled cache; relative paths start at {Path.cwd()}",
+            value=f"{self.path}, {self.name}, {self.split} ({' '.join(str(reason).split())[:400]})",
+            hint="check these settings, and repair damaged files: all rows of Parquet files need the same fields and "
+            f"types; a directory needs files named *{', *'.join(LOADERS)}, a Hub name the network or a filled cache; "
+            f"relative paths start at {Path.cwd()}",
         )
 
 

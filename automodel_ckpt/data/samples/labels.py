@@ -21,6 +21,7 @@ from automodel_ckpt.errors import RecipeError
 Problem = Literal["single_label", "multi_label", "regression"]
 BOOLEANS = {"false": 0, "no": 0, "true": 1, "yes": 1}
 """Names of labels that mean a boolean."""
+_KEY = "dataset.label_values"
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,15 @@ class Labels:
         if named is not None:
             return named
         has_numbers_as_names = any(name.isdecimal() for name in self.names)
-        if number is None or (has_numbers_as_names and not indices):
-            raise self._unknown(value)
-        if not 0 <= number < len(self.names):
-            raise UnusableSample(
-                "a label is not one of the indices of labels",
-                value,
-                f"give an index from 0 to {len(self.names) - 1}, or a name: {self.listed()}",
-            )
-        return number
+        may_be_index = indices or not has_numbers_as_names
+        if number is not None and may_be_index and 0 <= number < len(self.names):
+            return number
+        raise UnusableSample(
+            "a label is not one of classification.labels",
+            value,
+            f"the labels are {self.listed()}, with indices from 0 to {len(self.names) - 1}; correct this sample, add "
+            f"its label, or set {_KEY}: indices for numbers (false is 0)",
+        )
 
     def named(self, value: Any) -> int | None:
         """The index of the label that has *value* as its name: also 1.0 for 1, and booleans for yes or False."""
@@ -142,16 +143,6 @@ class Labels:
             )
         return [number for number in numbers if number is not None]
 
-    def _unknown(self, value: Any) -> UnusableSample:
-        others = ""
-        if isinstance(value, bool) or whole_number(value) is not None:
-            others = ", or set dataset.label_values: indices (false is 0)"
-        return UnusableSample(
-            "a label is not one of classification.labels",
-            value,
-            f"the labels are {self.listed()}; correct this sample, or add its label{others}",
-        )
-
     def listed(self) -> str:
         """The names for messages, at most ten."""
         shown = ", ".join(self.names[:10])
@@ -188,8 +179,8 @@ def finite_number(value: Any) -> float | None:
 LabelValues = Literal["auto", "indices", "one_hot"]
 Reading = Callable[[Any], list[float]]
 """Converts the label of a sample as :meth:`Labels.targets` does."""
-_FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-_KEY = "dataset.label_values"
+FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+"""The values that mean 0 or 1, as text: CSV files have nothing else."""
 
 
 def reading_of(
@@ -228,10 +219,11 @@ def reading_of(
         return one_hot
     if how == "indices":
         return partial(labels.targets, indices=True)
-    are_indices = classes is None or list(classes) == [str(n) for n in range(len(classes))]
     is_unnamed = list(labels.names) == [f"LABEL_{n}" for n in range(len(labels.names))]
-    if classes is not None and not are_indices and (not is_unnamed or _is_regression(labels)):
-        return partial(_of_classes, labels, classes)
+    if classes is not None and (not is_unnamed or _is_regression(labels)):
+        are_indices = list(classes) == [str(n) for n in range(len(classes))]
+        if not are_indices:
+            return partial(_of_classes, labels, classes)
     if labels.problem == "multi_label":
         named, flags = _read_all(labels.targets, values), _read_all(one_hot, values)
         if flags is not None and named is None:
@@ -255,7 +247,7 @@ def _is_regression(labels: Labels) -> bool:
 
 
 def _one_hot(labels: Labels, value: Any) -> list[float]:
-    flags = [_FLAGS.get(str(each).casefold()) for each in list_of(value) or ()]
+    flags = [FLAGS.get(str(each).casefold()) for each in list_of(value) or ()]
     known = [flag for flag in flags if flag is not None]
     if not len(known) == len(flags) == len(labels.names):
         raise UnusableSample(

@@ -2,26 +2,144 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Unpack
+from typing import Any, Unpack
 
 import tokenizers
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Key
-from automodel_ckpt.data.rows.arguments import ROW_DEFAULTS, RowOptions
+from automodel_ckpt.data.batches.sampler import derive_seed, permutation
+from automodel_ckpt.data.collate import IGNORE_INDEX, Item, Key, State
+from automodel_ckpt.data.rows.arguments import ROW_DEFAULTS, RowOptions, at_most, require_range
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.preparation import Encode, prepare
-from automodel_ckpt.data.rows.row_stream import RowStream
-from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.rows import ColumnRows, Rows
 from automodel_ckpt.data.rows.source import Source
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation, report_counts
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it was read, its number from 0 in the stream, and its file and line if they are known."""
+
+    number: int
+    content: Item
+    place: str | None = None
+
+
+class RowStream(IterableDataset[Row]):
+    """Iterates over at most *max_samples* rows of *source*, shuffled within blocks of *block* rows; its state is exact.
+
+    Logs how samples that are too long are handled, because their number is not known in advance.
+
+    The state is the state of :attr:`rows` at the start of the block and the number of rows yielded since. So a resume
+    reads less than one block again, and continues in the same order. :meth:`prepare` tokenizes a row; each rank calls
+    it only for its own part of the stream. Raises :class:`RecipeError` if *block* is less than 1.
+    """
+
+    identity: str | None = None
+    """A digest that changes with the samples, as far as is known without reading them. None when unknown."""
+    template: str | None = None
+    """How conversations are rendered, in words; None for other samples."""
+
+    def __init__(
+        self,
+        source: Source,
+        encode: Encode,
+        policy: Truncation,
+        block: int,
+        max_samples: int | None,
+        kind: type[TokenizedDataset] = TokenizedDataset,
+    ) -> None:
+        require_range("shuffle_block", block, 1)
+        self.rows: Any = source.stream()
+        if max_samples is not None:
+            self.rows = self.rows.take(at_most(max_samples, max_samples))
+        self.encode, self.policy, self.source = encode, policy, source
+        self.block, self.kind = block, kind
+        rows = self.rows.state_dict()
+        self._start: State = {"rows": rows, "first": 0, "given": 0, "block": block}
+        self._state = dict(self._start)
+        self.set_order(0, 0, shuffle=False)
+        if policy.limit is not None:
+            log.info(
+                "streaming %s: samples of more than %d tokens are handled when they are read (truncation: %s); their "
+                "number is not known in advance",
+                *(source.path, policy.seq_length, policy.policy),
+            )
+
+    def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
+        """Set the order of the rows in each block: a function of *seed*, *epoch*, *shuffle* and the block."""
+        self._order = (seed, epoch, shuffle)
+
+    def __iter__(self) -> Iterator[Row]:
+        state = self._state
+        # Copied, because the source may change the dictionary that it loads.
+        self.rows.load_state_dict(copy.deepcopy(state["rows"]))
+        rows = iter(self.rows)
+        while block := list(islice(rows, state["block"])):
+            seed, epoch, shuffle = self._order
+            # Seeded by the block's first row, so that a resume needs no earlier block.
+            seed = derive_seed(seed, state["first"])
+            order = permutation(len(block), seed, epoch, shuffle).tolist()
+            next_start = copy.deepcopy(self.rows.state_dict())
+            while state["given"] < len(block):
+                number = order[state["given"]]
+                # Counted before the yield: a state that is saved during it is the state after this row.
+                state["given"] += 1
+                content, place = block[number]
+                yield Row(state["first"] + number, content, place)
+            first = state["first"] + len(block)
+            state.update(rows=next_start, first=first, given=0, block=self.block)
+        self._state = dict(self._start)
+
+    def prepare(self, row: Row) -> Any:
+        """Tokenize a row, truncated to seq_length, and make an item of it as *kind* does.
+
+        If truncation leaves no label, all labels are -100. With the policy ``error``, raises :class:`RecipeError` for a
+        sample that is too long.
+        """
+        place = row.place or f"{self.source.path}, row {row.number}"
+        table = ColumnRows.of(self.source.path, [(row.content, place)], self.rows)
+        samples = self.encode(table)
+        kept = self.policy.apply(samples, lambda: table.place(0))
+        items = []
+        for sample in kept or samples:
+            tokens, flags = sample.tokens, sample.labelled
+            if not kept:
+                # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+                tokens = tokens[: self.policy.seq_length]
+                flags = [False] * len(tokens)
+            pairs = zip(tokens, flags, strict=True)
+            labels = [token if is_labeled else IGNORE_INDEX for token, is_labeled in pairs]
+            items.append({"input_ids": tokens, "labels": labels})
+        return self.kind.item(items, samples[0].number, self.policy.limit)
+
+    def report(self) -> None:
+        """Log how many samples were truncated or have an empty completion since the last call."""
+        what = f"{self.source.path}, as far as this rank read it"
+        policy = self.policy
+        limit = f"seq_length {policy.seq_length}"
+        report_counts(what, policy.counts, policy.num_seen, policy.notes, limit)
+        self.policy = policy.anew()
+
+    def state_dict(self) -> State:
+        return dict(self._state)
+
+    def load_state_dict(self, state: State) -> None:
+        # The interrupted block keeps its size, also if the recipe's shuffle_block has changed.
+        self._state = dict(state)
+
 
 TextDataset = TokenizedDataset | RowStream
 """Samples that are prepared, or streamed."""
@@ -52,35 +170,27 @@ def samples_of(
     cannot be read or tokenized.
     """
     given = ROW_DEFAULTS | options
+    max_samples = given["max_samples"]
     source = Source.of(path, given["name"], given["split"], given["revision"])
-    if given["streaming"]:
-        stream = RowStream(
+    if not given["streaming"]:
+        return samples_of_rows(
             source,
+            source.fingerprint(),
+            tokenizer,
             encode,
             policy,
-            block=given["shuffle_block"],
-            max_samples=given["max_samples"],
+            key=key,
+            max_samples=max_samples,
+            fields=fields,
+            template=template,
             kind=kind,
         )
-        stream.template = template
-        # Names and sizes only: a digest of the content would read all files before the first step.
-        stream.identity = identity(
-            (source.files_signature(), *key, policy.seq_length, policy.policy), tokenizer
-        )
-        return stream
-
-    return samples_of_rows(
-        source,
-        source.fingerprint(),
-        tokenizer,
-        encode,
-        policy,
-        key=key,
-        max_samples=given["max_samples"],
-        fields=fields,
-        template=template,
-        kind=kind,
-    )
+    stream = RowStream(source, encode, policy, given["shuffle_block"], max_samples, kind)
+    stream.template = template
+    # Names and sizes only: a digest of the content would read all files before the first step.
+    whole_key = (source.files_signature(), *key, policy.seq_length, policy.policy)
+    stream.identity = identity(whole_key, tokenizer)
+    return stream
 
 
 def samples_of_rows(
@@ -108,16 +218,15 @@ def samples_of_rows(
     # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (fingerprint, *key, policy.seq_length, policy.policy)
     digest = _fingerprint(tokenizer)
-    with TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        if digest is None:
-            # A slow tokenizer has no digest of its content, so the cache is not used for it.
-            build(directory)
-        else:
-            cache_key = (_FORMAT, *whole_key, digest, tokenizers.__version__)
-            directory = cached(str(key[0]), cache_key, build)
-        # Mapped files keep their content after their removal.
-        dataset = kind.load(directory)
+    if digest is None:
+        # A slow tokenizer has no digest of its content, so the cache is not used for it.
+        with TemporaryDirectory() as scratch:
+            build(Path(scratch))
+            # Mapped files keep their content after their removal.
+            dataset = kind.load(Path(scratch))
+    else:
+        cache_key = (_FORMAT, *whole_key, digest, tokenizers.__version__)
+        dataset = kind.load(cached(str(key[0]), cache_key, build))
     dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
     dataset.template = template
     dataset.limit = policy.limit

@@ -29,13 +29,7 @@ import torch
 
 from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
 from automodel_ckpt.data.batches.micro_batches import read_sample
-from automodel_ckpt.data.collate import (
-    IGNORE_INDEX,
-    Batch,
-    Item,
-    State,
-    Tensors,
-)
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Item, State, Tensors
 from automodel_ckpt.data.samples.tokenized import ArrayFile, SampleArrays
 from automodel_ckpt.errors import RecipeError
 
@@ -197,7 +191,7 @@ class TargetCache:
     def __init__(self, directory: Path, parts: Sequence[Mapping[str, Any]]) -> None:
         self.directory = directory
         self.parts = parts
-        self._ends = list(accumulate(int(part["samples"]) for part in parts))
+        self._ends = list(accumulate(part["samples"] for part in parts))
         self._opened: dict[int, _Part] = {}
 
     @classmethod
@@ -216,12 +210,12 @@ class TargetCache:
                     size = (directory / name).stat().st_size
                     if size != entry["bytes"]:
                         raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
-            return cls(directory, manifest["parts"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("the cache of the teacher's logits is damaged: %s: %s", directory, error)
             return None
+        return cls(directory, manifest["parts"])
 
     def __getstate__(self) -> State:
         # Worker processes map the files themselves.
@@ -237,11 +231,9 @@ class TargetCache:
         """
         for part in self.parts[number::num_ranks]:
             for name, entry in part["files"].items():
-                try:
+                found = None
+                with contextlib.suppress(OSError):
                     found = _digest_of(self.directory / name)
-                except OSError as error:
-                    log.warning("the cache of the teacher's logits cannot be read: %s", error)
-                    return str(name)
                 if found != entry["blake2b"]:
                     return str(name)
         return None
@@ -251,7 +243,7 @@ class TargetCache:
         number = bisect_right(self._ends, index)
         if number not in self._opened:
             self._opened[number] = _Part.load(self.directory / f"{number:05d}")
-        start = self._ends[number] - int(self.parts[number]["samples"])
+        start = self._ends[number] - self.parts[number]["samples"]
         return self._opened[number].of(index - start)
 
 
@@ -341,14 +333,13 @@ class TargetCollator:
 def require_labels(micro_batch: Tensors, expected: int) -> None:
     """Raise :class:`RecipeError` unless the rows of *micro_batch* have so many predicted labels."""
     found = int(torch.count_nonzero(micro_batch["labels"][:, 1:] != IGNORE_INDEX))
-    if found == expected:
-        return
-    raise RecipeError(
-        "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
-        where="dataloader.collate_fn",
-        value=f"{found} labels in a micro-batch of samples with {expected}",
-        hint="remove collate_fn, or distill.top_k",
-    )
+    if found != expected:
+        raise RecipeError(
+            "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
+            where="dataloader.collate_fn",
+            value=f"{found} labels in a micro-batch of samples with {expected}",
+            hint="remove collate_fn, or distill.top_k",
+        )
 
 
 def share_of(num_samples: int, number: int, num_parts: int) -> range:

@@ -31,7 +31,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from automodel_ckpt.data.collate import Integers, Sample
+from automodel_ckpt.data.collate import (
+    Integers,
+    Sample,
+    require_index,
+)
+from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.errors import RecipeError, os_problem
 
 _DIGESTED_BYTES = 1 << 16
@@ -103,9 +108,7 @@ class TokenSpans:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Sample:
-        # IndexError also ends an iteration over this class, which has no __iter__.
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+        require_index(index, len(self))
         number = bisect_right(self._ends, index)
         start = int(self._starts[number][index - self._ends[number] + len(self._starts[number])])
         array = self.arrays[number]
@@ -129,7 +132,6 @@ class TokenSpans:
 def windows_of(
     arrays: Sequence[TokenArray],
     seq_length: int,
-    *,
     start_token: int | None = None,
     max_samples: int | None = None,
 ) -> TokenSpans:
@@ -154,7 +156,8 @@ def windows_of(
             found = int(np.searchsorted(positions, chosen[-1] + seq_length - 1))
         starts.append(np.array(chosen, np.int64))
     # A view of one number: there may be billions of windows.
-    lengths = np.broadcast_to(np.int64(seq_length), sum(map(len, starts)))[:max_samples]
+    num_samples = at_most(max_samples, sum(map(len, starts)))
+    lengths = np.broadcast_to(np.int64(seq_length), num_samples)
     identity = identity_of(arrays, seq_length, start_token)
     return TokenSpans(arrays, starts, lengths, identity)
 
@@ -162,7 +165,6 @@ def windows_of(
 def documents_of(
     arrays: Sequence[TokenArray],
     starts: Sequence[Integers],
-    *,
     max_samples: int | None = None,
 ) -> TokenSpans:
     """Divide arrays into documents. Documents of fewer than two tokens are left out.
@@ -179,7 +181,8 @@ def documents_of(
         is_document = length >= 2
         firsts.append(first[is_document])
         lengths.append(length[is_document])
-    return TokenSpans(arrays, firsts, np.concatenate(lengths)[:max_samples], "")
+    joined = np.concatenate(lengths)
+    return TokenSpans(arrays, firsts, joined[: at_most(max_samples, len(joined))], "")
 
 
 def identity_of(arrays: Sequence[TokenArray], *settings: object) -> str:
@@ -243,20 +246,13 @@ def read_header(path: Path) -> TokenArray:
     magic, version, count, num_bytes = numbers[:4]
     if magic == _MAGIC:
         num_bytes = 2
-    if version != 1 or num_bytes not in _TYPES:
+    is_known = version == 1 and num_bytes in _TYPES
+    if not is_known or count < 0 or size - _HEADER_BYTES != count * num_bytes:
         raise damaged_tokens(
             path,
-            "the header has an unknown version or an invalid size of tokens",
-            f"version {version}, {num_bytes} bytes",
-            "only version 1 with tokens of 2 or 4 bytes is supported",
-        )
-    fits = size - _HEADER_BYTES == count * num_bytes
-    if not fits or count < 0:
-        raise damaged_tokens(
-            path,
-            "the size of the file does not fit its header",
-            f"{size} bytes, header with {count} tokens of {num_bytes} bytes",
-            "copy or download the file again",
+            "the header has an unknown version or an invalid size of tokens, or the file does not fit its header",
+            f"{size} bytes, header of version {version} with {count} tokens of {num_bytes} bytes",
+            "copy or download the file again; only version 1 with tokens of 2 or 4 bytes is supported",
         )
     return TokenArray(path, np.dtype(_TYPES[num_bytes]), _HEADER_BYTES, count)
 
@@ -339,18 +335,13 @@ def read_index(prefix: Path) -> MegatronIndex:
     version, code, num_sequences, num_indices = _MEGATRON_HEADER.unpack(
         head[len(_MEGATRON_MAGIC) :]
     )
-    if version != 1 or code not in _MEGATRON_TYPES:
-        raise damaged_tokens(
-            path,
-            "the index has an unknown version, or no type of tokens",
-            f"version {version}, code {code}",
-            f"only version 1 is supported, with a code of {', '.join(map(str, _MEGATRON_TYPES))}",
-        )
     expected = _MEGATRON_HEADER_BYTES + num_sequences * 12 + num_indices * 8
     # With several modalities, one more byte per sequence follows.
-    if size not in (expected, expected + num_sequences) or num_indices < 1:
+    fits = size in (expected, expected + num_sequences) and num_indices >= 1
+    if version != 1 or code not in _MEGATRON_TYPES or not fits:
         counts = f"{num_sequences} sequences, {num_indices} document indices, {size} bytes"
-        raise damaged_tokens(path, "the size of the index does not fit its counts", counts)
+        what = "the index has an unknown version or no type of tokens, or does not fit its counts"
+        raise damaged_tokens(path, what, f"version {version}, code {code}, {counts}")
     lengths = _mapped(path, "<i4", _MEGATRON_HEADER_BYTES, num_sequences)
     pointers = _mapped(path, "<i8", _MEGATRON_HEADER_BYTES + 4 * num_sequences, num_sequences)
     documents = _mapped(path, "<i8", _MEGATRON_HEADER_BYTES + 12 * num_sequences, num_indices)
@@ -372,18 +363,15 @@ def _check_sequences(index: MegatronIndex) -> None:
     # In blocks: an index may have hundreds of millions of sequences.
     for start in range(0, len(index.lengths), _CHECKED):
         lengths = index.lengths[start : start + _CHECKED].astype(np.int64)
-        if lengths.min() < 0:
-            number = start + int(lengths.argmin())
-            value = f"sequence {number}: {lengths.min()} tokens"
-            raise damaged_tokens(index.path, "a sequence has a negative length", value)
         ends = expected + np.cumsum(lengths) * index.dtype.itemsize
         starts = np.concatenate(([expected], ends[:-1]))
-        wrong = np.flatnonzero(index.pointers[start : start + _CHECKED] != starts)
+        pointers = index.pointers[start : start + _CHECKED]
+        wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
         if len(wrong):
-            number = start + int(wrong[0])
-            found = index.pointers[number]
-            value = f"sequence {number} at byte {found}, expected {starts[wrong[0]]}"
-            raise damaged_tokens(index.path, "sequences overlap or have gaps", value)
+            first = int(wrong[0])
+            value = f"sequence {start + first}: {lengths[first]} tokens at byte {pointers[first]}, not {starts[first]}"
+            what = "sequences overlap or have gaps, or a negative length"
+            raise damaged_tokens(index.path, what, value)
         expected = int(ends[-1])
     path = index.path.with_suffix(".bin")
     size = file_size(path)
@@ -394,11 +382,7 @@ def _check_sequences(index: MegatronIndex) -> None:
 
 def _check_documents(index: MegatronIndex) -> None:
     documents = index.documents
-    is_ordered = True
-    for start in range(0, len(documents), _CHECKED):
-        # One more, so that the last of a block is compared with the first of the next.
-        block = documents[start : start + _CHECKED + 1]
-        is_ordered = is_ordered and bool((block[:-1] <= block[1:]).all())
+    is_ordered = bool((documents[:-1] <= documents[1:]).all())
     if not is_ordered or documents[0] != 0 or documents[-1] != len(index.lengths):
         value = f"from {documents[0]} to {documents[-1]}, {len(index.lengths)} sequences"
         what = "the document indices do not cover the sequences in order"

@@ -23,6 +23,7 @@ from automodel_ckpt.data.collate import (
     Integers,
     Sample,
     Where,
+    require_index,
 )
 from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.errors import RecipeError, printable
@@ -60,9 +61,7 @@ class SampleArrays:
 
     def span(self, index: int) -> slice:
         """The elements of sample *index*. Raises IndexError if there is none with this index."""
-        # IndexError also ends an iteration over a class without __iter__.
-        if not 0 <= index < len(self.ends):
-            raise IndexError(index)
+        require_index(index, len(self.ends))
         start = int(self.ends[index - 1]) if index else 0
         return slice(start, int(self.ends[index]))
 
@@ -254,8 +253,7 @@ class TokenizedDataset(SampleArrays):
         return len(self.ends) // self.group_size
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+        require_index(index, len(self))
         first = index * self.group_size
         samples = [self.sample(first + offset) for offset in range(self.group_size)]
         number = math.nan if self.numbers is None else float(self.numbers[first])

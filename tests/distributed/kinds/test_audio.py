@@ -35,6 +35,7 @@ model:
 dataset:
   _target_: automodel_ckpt.data.vlm.conversations
   path: {data}
+  media: [audio]
   seq_length: 100
 optimizer:
   lr: 1e-2

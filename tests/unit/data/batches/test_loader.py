@@ -218,27 +218,13 @@ def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) ->
 
 
 def test_a_collator_that_fails_names_the_samples() -> None:
-    def broken(samples: list[Any]) -> Any:
-        raise ValueError("ragged")
-
-    with pytest.raises(
-        AutomodelError, match=r"samples \[0, 1\] of the data set could not be collated"
-    ):
-        list(
-            GlobalBatchLoader(
-                Numbers(4),
-                global_batch_size=4,
-                local_batch_size=2,
-                collate_fn=broken,
-                shuffle=False,
-            )
-        )
-    with pytest.raises(RecipeError, match="with a key 'labels'"):
-        list(
-            GlobalBatchLoader(
-                Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=lambda samples: {}
-            )
-        )
+    collators: list[tuple[Any, str]] = [
+        (lambda samples: samples[9], r"samples \[0, 1\] of the data set could not be collated"),
+        (lambda samples: {}, "with a key 'labels'"),
+    ]
+    for collate, what in collators:
+        with pytest.raises(AutomodelError, match=what):
+            list(make(Numbers(4), collate_fn=collate, shuffle=False))
 
 
 def look_for_the_dead_every(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

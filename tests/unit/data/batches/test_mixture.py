@@ -129,13 +129,16 @@ def test_each_source_is_packed_separately() -> None:
     ("options", "what"),
     [
         ({"sources": {}}, "a mixture needs sources"),
-        ({"sources": {"a": iter([])}}, "not a map-style data set"),
+        ({"sources": {"a": iter([])}}, "no length and no state"),
         ({"sources": {"a": []}}, "a source of a mixture has no sample"),
-        ({"weights": {"chat": 1.0}}, "do not name its sources"),
-        ({"weights": WEIGHTS | {"code": 0.0}}, "not a positive number"),
-        ({"weights": WEIGHTS | {"code": float("inf")}}, "not a positive number"),
-        ({"num_samples": 0}, "an epoch of the mixture has no sample"),
-        ({"weights": WEIGHTS | {"code": 1e-9}, "num_samples": 10}, "has no sample of a source"),
+        ({"weights": {"chat": 1.0}}, "a positive weight for each source"),
+        ({"weights": WEIGHTS | {"code": 0.0}}, "a positive weight for each source"),
+        ({"weights": WEIGHTS | {"code": float("inf")}}, "a positive weight for each source"),
+        ({"num_samples": 0}, "num_samples is out of range"),
+        (
+            {"weights": WEIGHTS | {"code": 1e-9}, "num_samples": 10},
+            "a source of a mixture has no sample",
+        ),
     ],
 )
 def test_sources_and_weights_that_do_not_fit_are_errors(options: dict[str, Any], what: str) -> None:

@@ -177,25 +177,6 @@ def test_documents_are_learnt_whole(tokenizer: Any, tmp_path: Path) -> None:
     assert [tokenizer.decode(dataset[i]["labels"]) for i in range(2)] == ["first</s>", "second</s>"]
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet", "txt"])
-def test_other_kinds_of_files_are_read(tokenizer: Any, tmp_path: Path, suffix: str) -> None:
-    import pandas
-
-    path = tmp_path / f"a.{suffix}"
-    frame = pandas.DataFrame({"text": ["first", "second"]})
-    {
-        "json": lambda: path.write_text(frame.to_json(orient="records")),
-        "csv": lambda: frame.to_csv(path),
-        "parquet": lambda: frame.to_parquet(path),
-        "txt": lambda: path.write_text("first\nsecond\n"),
-    }[suffix]()
-    dataset = text(tokenizer, str(path))
-    assert [tokenizer.decode(dataset[i]["labels"]) for i in range(len(dataset))] == [
-        "first</s>",
-        "second</s>",
-    ]
-
-
 def test_a_long_sample_is_refused_with_file_and_line(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", PAIRS[0], "", PAIRS[1])
     with pytest.raises(
@@ -245,33 +226,6 @@ def test_data_that_changed_but_is_as_long_is_told_of_at_a_resume(
     jsonl(tmp_path / "c.jsonl", {"text": "another"})
     loader().load_state_dict(saved)
     assert "the data has changed since this checkpoint was saved" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            '{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"\n',
-            r"a line is not JSON\n  where:  .*a\.jsonl:3\n",
-        ),
-        ('{"prompt": "a"}\n', r"no field completion\n.*a\.jsonl\n.*its fields are prompt\n"),
-        (
-            '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n',
-            r"completion of a sample is missing\n.*jsonl:2\n",
-        ),
-        (
-            '\n{"prompt": "a", "completion": 4}\n',
-            r"completion of a sample is not text\n.*jsonl:2\n.*value:  4\n",
-        ),
-        ("", r"the data file is empty\n.*a\.jsonl\n"),
-    ],
-)
-def test_a_broken_file_is_refused_with_the_line(
-    tokenizer: Any, tmp_path: Path, content: str, message: str
-) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(RecipeError, match=message):
-        prompt_completion(tokenizer, str(tmp_path / "a.jsonl"))
 
 
 def test_a_tokenizer_without_end_token_is_refused(tokenizer: Any, tmp_path: Path) -> None:

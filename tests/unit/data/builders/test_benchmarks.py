@@ -96,17 +96,3 @@ def test_a_row_without_a_right_ending_is_refused(
     path = write(tmp_path / "hellaswag.jsonl", HELLASWAG, HELLASWAG | {"label": label})
     with pytest.raises(RecipeError, match=r"no valid label\n.*hellaswag\.jsonl:2"):
         hellaswag(tokenizer, path)
-
-
-def test_long_ones_follow_the_truncation_policy(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path / "squad.jsonl", SQUAD, SQUAD | {"context": "so long " * 80})
-    with pytest.raises(RecipeError, match=r"squad\.jsonl:2"):
-        squad(tokenizer, path, seq_length=120)
-    assert len(squad(tokenizer, path, seq_length=120, truncation="right")) == 1
-    answer = {"text": ["so long " * 80], "answer_start": [0]}
-    path = write(tmp_path / "answers.jsonl", SQUAD, SQUAD | {"answers": answer})
-    assert len(squad(tokenizer, path, seq_length=120, truncation="right")) == 2
-    assert len(squad(tokenizer, path, seq_length=120, truncation="skip")) == 1
-    assert "answers.jsonl: 1 of 2 samples skipped: too long" in caplog.text

@@ -12,9 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.data.classification import LabelCollator, texts
-from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.labels import Labels
-from automodel_ckpt.data.samples.samples import identity
 from automodel_ckpt.errors import RecipeError
 
 LABELS = Labels(("bad", "good"), "single_label")
@@ -84,15 +82,6 @@ def test_pairs_have_types_and_keep_special_tokens_when_truncated(
     assert again.identity == found.identity
 
 
-def test_the_identity_has_the_form_that_checkpoints_of_earlier_versions_have(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    path = file_of(tmp_path, ROWS)
-    of_file = (2, Source(path).fingerprint(), "text", None, "label", None)
-    key = (*of_file, "error", 9, "single_label bad, good")
-    assert texts(tokenizer, LABELS, path, seq_length=9).identity == identity(key, tokenizer)
-
-
 def test_messages_are_rendered_without_further_special_tokens(
     tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -158,5 +147,5 @@ def test_rows_are_padded_on_the_right_with_the_models_token() -> None:
 
 
 def test_a_sample_without_a_label_is_rejected() -> None:
-    with pytest.raises(RecipeError, match="not a text with a label"):
+    with pytest.raises(RecipeError, match="a sample lacks input_ids or targets"):
         LabelCollator(0, LABELS)([{"input_ids": [1], "labels": [1]}])

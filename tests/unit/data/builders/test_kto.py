@@ -135,8 +135,5 @@ def test_a_micro_batch_has_each_prompt_with_another_completion(
 
 
 def test_samples_without_a_judgment_are_an_error() -> None:
-    with pytest.raises(RecipeError, match="desirable or undesirable") as caught:
+    with pytest.raises(RecipeError, match=r"a sample lacks[\s\S]*value:  input_ids, labels"):
         KTOCollator(PadCollator(0))([{"input_ids": [1], "labels": [1]}] * 2)
-    [problem] = caught.value.problems
-    assert (problem.where, problem.value) == ("dataset", "input_ids, labels")
-    assert "judged_completions" in problem.hint

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.hellaswag import hellaswag
 from automodel_ckpt.data.squad import squad
 from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
@@ -78,10 +77,3 @@ def test_questions_of_squad_have_a_prompt_of_choice(tokenizer: Any, tmp_path: Pa
     assert texts(tokenizer, given) == (f"{prompt}cat</s>", "cat</s>")
     chat = squad(tokenizer, path, prompt=AUTOMODEL, as_chat="auto", chat_template=TEMPLATE)[0]
     assert texts(tokenizer, chat) == (f"<s>user\n{prompt}</s><s>assistant\ncat</s>", "cat</s>")
-
-
-def test_a_local_file_has_no_revision(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no subsets and no revision"):
-        squad(tokenizer, write(tmp_path, SQUAD), revision="main")
-    with pytest.raises(RecipeError, match="local data has no revision"):
-        hellaswag(tokenizer, str(tmp_path), revision="main")

@@ -205,5 +205,5 @@ def test_micro_batches_have_pairs_in_adjacent_rows(tokenizer: Any, tmp_path: Pat
     assert batch["margin"].isnan().tolist() == [True, False]
     assert batch["margin"][1] == 1
     assert second.sample_ids == [4, 5]
-    with pytest.raises(RecipeError, match="not a pair"):
+    with pytest.raises(RecipeError, match="a sample lacks chosen or rejected"):
         PreferenceCollator(PadCollator(0))([{"input_ids": [1], "labels": [1]}])

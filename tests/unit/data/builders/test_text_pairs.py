@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.text_pairs import PairCollator, text_pairs
 from automodel_ckpt.errors import RecipeError
 from tests.fixtures.embedding.tiny_pairs import tokenizer_of
@@ -63,14 +62,6 @@ def test_texts_of_one_token_each_are_a_sample(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"query": "ba", "positive": "ku"}])
     (sample,) = text_pairs(tokenizer, data)
     assert [TOKENIZER.decode(token) for token in sample["input_ids"]] == ["ba", "ku"]
-
-
-@pytest.mark.parametrize("seq_length", [256, 4])
-def test_a_stream_has_the_same_samples(data: str, seq_length: int) -> None:
-    stream = text_pairs(TOKENIZER, data, seq_length=seq_length, streaming=True)
-    assert isinstance(stream, RowStream)
-    dataset: Any = text_pairs(TOKENIZER, data, seq_length=seq_length)
-    assert [stream.prepare(row) for row in stream] == [dataset[0], dataset[1]]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -187,7 +187,6 @@ def test_generation_markers_say_what_is_learnt(family: str, processors: Any, dat
         {"messages": one_turn([*text("?")]), "images": "a.png"},
         {"messages": json.dumps(one_turn("?")), "images": ["a.png"]},
     ],
-    ids=["inline", "a column fills the entries", "a column alone", "text content as JSON"],
 )
 def test_images_come_from_messages_or_from_a_column(
     row: dict[str, Any], processors: Any, tmp_path: Path
@@ -249,15 +248,6 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
             "no assistant text to train on",
         ),
     ],
-    ids=[
-        "no image",
-        "too many",
-        "a place in the text",
-        "no file",
-        "no picture",
-        "a link",
-        "no answer",
-    ],
 )
 def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
     row: dict[str, Any], message: str, processors: Any, tmp_path: Path
@@ -285,18 +275,6 @@ def inline(**entry: Any) -> dict[str, Any]:
         {"messages": one_turn([{**IMAGE, "path": "a.png"}, {**text("?")[0], "image": None}])},
         {"messages": one_turn([{**IMAGE, "path": "a.png"}, {"type": "input_text", "text": "?"}])},
         {"messages": one_turn([{**IMAGE, "path": "a.png"}, "?"])},
-    ],
-    ids=[
-        "chat completions",
-        "data",
-        "responses",
-        "base64",
-        "file",
-        "nulls of a typed table",
-        "no type",
-        "a text with the keys of images",
-        "text of responses",
-        "a text alone",
     ],
 )
 def test_the_entries_of_other_programs_are_the_same_sample(

@@ -53,7 +53,7 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], 
     monkeypatch.setattr(preparation, "FEWEST_ROWS_FOR_WORKERS", 1)
 
     def use(count: int) -> None:
-        monkeypatch.setattr(preparation, "usable_cores", lambda num_sharing=1: count)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(count))
         monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / f"cache{count}"))
 
     return use

@@ -147,7 +147,7 @@ def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
     batch = SourceTargetCollator(0)([{"input_ids": [5, 6], "labels": [7]}, cut[1]])
     assert batch["labels"][0].tolist() == [7, -100, -100, -100]
     assert batch["attention_mask"].sum().item() == 2 + len(cut[1]["input_ids"])
-    with pytest.raises(RecipeError, match="no pair of a source and a target"):
+    with pytest.raises(RecipeError, match="a source without tokens"):
         SourceTargetCollator(0)([{"input_ids": [], "labels": [1]}])
 
 
