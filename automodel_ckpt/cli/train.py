@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import automodel_ckpt
-from automodel_ckpt.base.python_child import short_temporary_directory
+from automodel_ckpt.base.python_child import check_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.rank_counts import (
     check_ranks,
@@ -124,8 +124,7 @@ def run(line: CommandLine) -> int:
 
         print(copy_example(*line.modes["copy"]))
     else:
-        with short_temporary_directory():
-            return _run_recipe(line)
+        return _run_recipe(line)
     return EXIT_DONE
 
 
@@ -160,6 +159,7 @@ def _run_recipe(line: CommandLine) -> int:
     if launcher is not None:
         return _write_launcher(loaded, line, launcher)
     raise_file_limit()
+    check_temporary_directory()
     if "show_samples" in line.modes:
         return _show_samples(loaded, line)
     if "selftest_resume" in line.modes:

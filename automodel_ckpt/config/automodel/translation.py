@@ -301,32 +301,41 @@ __all__ = ["Notice", "Translation", "class_name", "translate"]
 _COMMENT_COLUMN = 60
 
 
-def converted_text(path: str, translated: Node, bound: Node, notices: Sequence[Notice]) -> str:
+def converted_text(
+    path: str, source: Node, translated: Node, bound: Node, notices: Sequence[Notice]
+) -> str:
     """Return the converted recipe as YAML: the keys of *translated*, with the values of the validated tree *bound*.
 
-    A comment beside each renamed key has AutoModel's name; comments at the top list the keys that were dropped or
-    degraded. The text loads to the same configuration as the recipe at *path*.
+    A comment beside each renamed key has AutoModel's name, which is at the same line of the *source*. Comments at the
+    top list the keys that were dropped or degraded. The text loads to the same configuration as the recipe at *path*.
     """
     rows = [f"# Converted from the NeMo AutoModel recipe {path} by ckpt-train --convert-recipe"]
     rows += [f"# {line}" for line in report_lines(notices)]
-    kinds = {"renamed": "was {}", "default": AUTOMODEL_DEFAULT}
-    comments = {
-        each.to: kinds[each.kind].format(each.key) for each in notices if each.kind in kinds
-    }
-    for text, comment in lines(_commented(translated, bound, comments, "")):
+    names: dict[str, list[str]] = {}
+    for key, node in source.walk():
+        if not isinstance(node.value, dict):
+            names.setdefault(node.origin, []).append(key)
+    for text, comment in lines(_commented(translated, bound, names, "")):
         rows.append(f"{text:{_COMMENT_COLUMN}}  # {comment}" if comment else text)
     return "".join(f"{row}\n" for row in rows)
 
 
-def _commented(node: Node, bound: Node, comments: Mapping[str, str], key: str) -> Node:
-    """Return *node* with the values that *bound* has at its keys, and with comments as origins."""
+def _commented(node: Node, bound: Node, names: Mapping[str, Sequence[str]], key: str) -> Node:
+    """Return *node* with the values that *bound* has at its keys, and with comments as origins.
+
+    *names* has the keys of AutoModel's recipe by their origins.
+    """
     if isinstance(node.value, dict) and node.value:
         children = {
-            name: _commented(child, bound, comments, join(key, name))
+            name: _commented(child, bound, names, join(key, name))
             for name, child in node.value.items()
         }
         return Node(children, "")
     value = bound.at(key) or node
     # An empty section is a section with all defaults in the validated tree.
     value = node if isinstance(value.value, dict) else value
-    return replace(value, origin=comments.get(key, ""))
+    comment = node.origin if node.origin == AUTOMODEL_DEFAULT else ""
+    given = names.get(node.origin, ())
+    if given and key not in given:
+        comment = f"was {', '.join(given)}"
+    return replace(value, origin=comment)

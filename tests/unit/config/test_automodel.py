@@ -107,6 +107,13 @@ def load(tmp_path: Path, text: str, *words: str) -> LoadedRecipe:
     return loaded
 
 
+IMPLIED = (
+    "_target_", "align_to_bos", "context", "enabled", "filter_overlong", "load_in_4bit", "match_all_linear",
+    "neftune", "question", "torch_dtype", "truncate", "truncate_history", "truncation",
+)  # fmt: skip
+"""Keys that our other keys imply."""
+
+
 def dropped_values(loaded: LoadedRecipe) -> list[str]:
     """The keys of an accepted file that are neither in the recipe nor named in a notice."""
     if loaded.translated is None:
@@ -117,7 +124,8 @@ def dropped_values(loaded: LoadedRecipe) -> list[str]:
     for key, node in leaves(loaded.parsed):
         parts = key.split(".")
         above = {".".join(parts[:number]) for number in range(1, len(parts) + 1)}
-        if node.origin not in kept and not above & named and parts[0] != "recipe":
+        is_implied = parts[0] == "recipe" or parts[-1] in IMPLIED
+        if node.origin not in kept and not above & named and not is_implied:
             dropped.append(key)
     return dropped
 
