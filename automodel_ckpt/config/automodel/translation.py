@@ -59,34 +59,6 @@ _PREFIXES = (
     "Diffusion",
 )
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
-_NOT_TRAINED = (
-    (
-        "BenchmarkingRecipeForNextTokenPrediction",
-        "the recipe that measures the speed is not translated",
-        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and remove benchmark: training.jsonl has the speed",
-    ),
-    (
-        r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",
-        "drafters for speculative decoding cannot be trained here",
-        "train the model here, and its drafter in NeMo AutoModel: it reads the directory consolidated/ of a checkpoint",
-    ),
-    (
-        r"Diffusion(LM|Gemma)SFTRecipe|TrainDiffusionRecipe",
-        "diffusion models cannot be trained here",
-        "use NeMo AutoModel, or a library for diffusion models",
-    ),
-    (
-        r"(Finetune|Pretrain)RecipeForMultimodal",
-        "models that generate images and text (BAGEL) cannot be trained here",
-        "use vlm_finetune for models that read images",
-    ),
-    (
-        r"Train(Bi|Cross)EncoderRecipe|EmbeddingDistillRecipe",
-        "recipes for embeddings and rerankers are not translated",
-        "write a recipe with recipe: embedding or reranker, as docs/guides/embedding.md describes",
-    ),
-)
-"""Pattern of names of AutoModel's recipe classes, the error, and what to do instead."""
 _WITH_TARGETS = ("model", "dataset", "distributed")
 """Sections with a ``_target_`` that shows that a file without the key recipe is one of AutoModel."""
 
@@ -164,12 +136,7 @@ class Translation:
 
 
 def class_name(root: Node) -> str | None:
-    """Return the name of AutoModel's recipe class in a file. Returns None when the file is a recipe of this program.
-
-    Recipes for diffusion models have no key recipe.
-    """
-    if root.at("recipe") is None and root.at("flow_matching") is not None:
-        return "TrainDiffusionRecipe"
+    """Return the name of AutoModel's recipe class in a file. Returns None when the file is a recipe of this program."""
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -184,13 +151,10 @@ def class_name(root: Node) -> str | None:
 def _rejected_file(root: Node, name: str | None) -> Problem | None:
     """Return the error about a file of AutoModel without a recipe class that has a counterpart; None for others."""
     if name is not None and name not in RECIPES:
-        node = root.at("recipe") or root.at("flow_matching")
+        node = root.at("recipe")
         assert node is not None
-        for pattern, what, hint in _NOT_TRAINED:
-            if re.fullmatch(pattern, name):
-                return Problem(what, node.origin, name, f"{hint}; {GUIDE}")
         hint = f"the recipes of NeMo AutoModel that run are {', '.join(RECIPES)}; {GUIDE}"
-        return Problem("unknown recipe", node.origin, name, hint)
+        return Problem("this recipe of NeMo AutoModel is not translated", node.origin, name, hint)
     for section in _WITH_TARGETS if root.at("recipe") is None else ():
         target = root.at(f"{section}._target_")
         if target is not None and is_of_automodel(str(target.value)):
