@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.base.python_child import short_temporary_directory
+from automodel_ckpt.base.python_child import check_temporary_directory
 from automodel_ckpt.config import load
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import Override
@@ -143,7 +143,8 @@ def train(
     run.origins = loaded.origins
     run.overridden = frozenset(loaded.overridden)
     is_stopped = False
-    with short_temporary_directory(), _stopping_after_a_step(), ending_processes():
+    check_temporary_directory()
+    with _stopping_after_a_step(), ending_processes():
         try:
             run.setup()
             try:

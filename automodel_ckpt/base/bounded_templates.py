@@ -1,9 +1,10 @@
 """A Jinja sandbox with limits of time and memory, for every template that this program renders.
 
 A chat template comes with a model or a recipe, so it may come from anywhere. Jinja's sandbox keeps it from running
-code, but not from looping for years or filling the memory. Here each iteration, call and filter checks the time, what
-an operation reads and returns is counted, and operations that return much more than they read are checked before they
-run. It needs no signal, thread or process, so it works in any thread and worker.
+code, but not from looping for years or filling the memory. Here each iteration, call and filter checks the time, and
+each value that an expression makes is counted with all values in it, so that none is larger than what a rendering may
+handle. Operations that make much of little are checked before they run. It needs no signal, thread or process, so it
+works in any thread and worker.
 """
 
 from __future__ import annotations
@@ -32,30 +33,27 @@ from automodel_ckpt.errors import RecipeError
 MAX_SECONDS = 5.0
 """Processor time of one rendering."""
 MAX_SIZE = 2**26
-"""Characters and items that the operations of one rendering may read and return together."""
+"""Characters and items that the operations of one rendering may make together."""
 MAX_SOURCE = 2**18
 """Characters of a template."""
 _MAX_BITS = 2**14
 """Bits of a number."""
-_MAX_WIDTH = 1000
-"""Width of an indentation or a format, and digits of a rounding."""
 _BATCH = 4096
-"""Characters and items that are counted at a time."""
+"""Values that are counted at a time."""
+_MAX_WIDTH = 1000
+"""Width of a format."""
+_MAX_INDENT = 16
+"""Width of an indentation, characters of a separator, and digits of a rounding."""
 
 _REMOVED = {"batch", "center", "pprint", "slice", "striptags", "sum", "urlize", "wordcount"}
 _REMOVED |= {"wordwrap", "xmlattr"}
 """Filters that make much of little, or take more than linear time. Chat templates do not use them."""
 _HIDDEN = {"center", "encode", "expandtabs", "ljust", "maketrans", "rjust", "translate", "zfill"}
 """Methods of texts that do the same."""
-_SHALLOW = {"abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last"}
-_SHALLOW |= {"length", "list", "map", "random", "reject", "rejectattr", "reverse", "select"}
-_SHALLOW |= {"selectattr"}
-"""Filters that read only the outermost container."""
-_PERCENT = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*")
-_BRACES = re.compile(r"\{[^{}]*:[^{}]*\{|\{[^{}]*")
-_WIDE = re.compile(r"\d{4}")
-_SCALARS = {type(None), bool, int, float, jinja2.Undefined}
-_PLAIN = {str, list, dict, tuple, *_SCALARS}
+_WIDE = re.compile(
+    r"%(\([^)]*\))?[-+ #0-9.]*(\*|[1-9]\d{3})|\{[^{}]*:[^{}]*(\{|[1-9]\d{3})", re.DOTALL
+)
+"""A format with a width or precision that is large, or is a value."""
 _WITH_METHODS = (str, list, tuple, dict, Namespace, Macro, LoopContext, date)
 
 
@@ -86,26 +84,47 @@ class _Meter(threading.local):
             raise TemplateTooCostly(f"the template takes more than {MAX_SECONDS:g} seconds")
 
     def weigh(self, value: Any) -> int:
-        """Count a value and all values in it, as often as they occur in it. Returns the number."""
+        """Return the number of values and characters in a value, as often as they occur in it.
+
+        Raises :class:`TemplateTooCostly` if they are more than a rendering may handle.
+        """
+        if type(value) is str:  # much faster than the loop
+            return 1 + len(value)
         total = counted = 0
         waiting = [value]
         while waiting:
             item = waiting.pop()
-            total += 1 + _size(item)
-            if total - counted > _BATCH:
-                self.spend(total - counted)
-                counted = total
-            if type(item) is str or type(item) in _SCALARS:
-                continue
+            total += 1
             if isinstance(item, Namespace):
                 # A namespace answers other names from its own entries.
                 item = object.__getattribute__(item, "_Namespace__attrs")
-            if isinstance(item, Mapping):
+            if isinstance(item, str | bytes | range):
+                total += len(item)
+            elif isinstance(item, Mapping):
                 waiting += [*item.keys(), *item.values()]
-            elif isinstance(item, Collection) and not isinstance(item, str | bytes | range):
+            elif isinstance(item, Collection):
                 waiting += item
-        self.spend(total - counted)
+            elif isinstance(item, int) and item.bit_length() > _MAX_BITS:
+                raise TemplateTooCostly(f"the template computes with more than {_MAX_BITS} bits")
+            counted += 1
+            if total + len(waiting) > MAX_SIZE:
+                self.spend(total + len(waiting))
+            if counted == _BATCH:
+                self.spend(counted)
+                counted = 0
+        self.spend(counted)
         return total
+
+    def made(self, value: Any) -> Any:
+        """Count a value that an expression has made, and return it. A container has the characters of others."""
+        self.weigh(value)
+        self.spend(len(value) if isinstance(value, str) else 0)
+        return value
+
+    def written(self, value: Any) -> Any:
+        """Count a value that is written or read with all characters in it, and return it."""
+        self.spend(self.weigh(value))
+        return value
 
 
 _meter = _Meter()
@@ -148,19 +167,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     template_class = _BoundedTemplate
     # Jinja calls call_binop for these only. The other operators make nothing large.
-    intercepted_binops = frozenset({"+", "*", "**", "%", "/", "//"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, *args: Any, finalize: Callable[[Any], Any] | None = None, **kwargs: Any):
         # Jinja passes each value that a template writes to finalize.
-        counted = _read if finalize is None else lambda value: finalize(_read(value))
+        counted = _meter.written
+        if finalize is not None:
+            counted = lambda value: finalize(_meter.written(value))  # noqa: E731
         super().__init__(*args, finalize=counted, **kwargs)
         self.filters = _Filters(_METERS)
         for name in jinja2.filters.FILTERS.keys() - _REMOVED:
             self.filters[name] = jinja2.filters.FILTERS[name]
         tests: dict[str, Any] = self.tests
         for name, test in tests.items():
-            if name == "in" or test.__module__ == "_operator":
-                tests[name] = _bounded(name, test)
+            tests[name] = _timed(test)
         self.globals.pop("lipsum", None)  # generates any amount of text
 
     def _parse(self, source: str, *args: Any, **kwargs: Any) -> nodes.Template:
@@ -185,13 +205,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if right.bit_length() + left.bit_length() * times > _MAX_BITS:
                 raise TemplateTooCostly(f"the template computes with more than {_MAX_BITS} bits")
         elif operator == "%":
-            _check_format(_PERCENT, left, right)
+            _check_format(left, right)
         elif operator == "*":
-            _meter.spend(_size(left) * right if isinstance(right, int) else 0)
-            _meter.spend(_size(right) * left if isinstance(left, int) else 0)
-        result = super().call_binop(context, operator, left, right)
-        _meter.spend(1 + _size(result))
-        return result
+            sizes = [
+                each if isinstance(each, int) else _meter.weigh(each) for each in (left, right)
+            ]
+            _meter.spend(sizes[0] * sizes[1])
+        return _meter.made(super().call_binop(context, operator, left, right))
 
     # The names are Jinja's: a template may pass keywords named self or context.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -202,113 +222,72 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             owner = getattr(method, "__self__", None)
             args = _listed(args)
             owners = (owner,) if isinstance(owner, str | list | tuple) else ()
-            _check(f"str.{getattr(method, '__name__', '')}", (*owners, *args), kwargs)
-        result = super().call(__context, __obj, *args, **kwargs)
-        _meter.spend(_size(result))
-        return result
+            _check(getattr(method, "__name__", ""), (*owners, *args), kwargs)
+        return _meter.made(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Filters(dict[str, Callable[..., Any]]):
     """Filters by name. A filter that is added is counted."""
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__setitem__(name, _bounded(name, function))
+        has_context = hasattr(function, "jinja_pass_arg")
+
+        # wraps() also copies the attribute that makes Jinja pass the context or environment.
+        @functools.wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            args = _listed(args)
+            _check(name, args[1:] if has_context else args, kwargs)
+            return _meter.made(function(*args, **kwargs))
+
+        super().__setitem__(name, bounded)
 
 
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter or test, so that it is counted before and after it runs."""
-    has_context = hasattr(function, "jinja_pass_arg")
+def _timed(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a test, so that it checks the time: a filter may call it for each of many values."""
 
     # wraps() also copies the attribute that makes Jinja pass the context or environment.
-    @functools.wraps(function)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        args = _listed(args)
-        if name in _SHALLOW:
-            _meter.spend(1)
-        else:
-            _check(name, args[1:] if has_context else args, kwargs)
-        result = function(*args, **kwargs)
-        _meter.spend(_size(result))
-        return result
+    @functools.wraps(test)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        _meter.spend(1)
+        return test(*args, **kwargs)
 
-    return bounded
+    return timed
 
 
 def _listed(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace iterators by lists: weighing an iterator would consume it."""
-    if all(type(value) in _PLAIN for value in values):  # much faster than a look at each
-        return values
+    """Replace iterators by lists: counting an iterator would consume it."""
     return tuple(list(value) if isinstance(value, Iterator) else value for value in values)
 
 
-def _size(value: Any) -> int:
-    """Return the number of characters of a text or of items in a container; 0 for other values."""
-    if type(value) in _SCALARS:  # much faster than the test below
-        return 0
-    return len(value) if type(value) in _PLAIN or isinstance(value, Collection) else 0
-
-
 def _check(name: str, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Count what a filter, test or method reads, and what some filters and methods add to it."""
+    """Check the time, and count what some filters and methods of texts add to what they read."""
     values = [*given, *options.values()]
-    weights = [_meter.weigh(value) for value in values]
-    name = name.removeprefix("str.") if name not in ("str.format", "str.format_map") else "braces"
+    _meter.spend(1)
     if name in ("indent", "round", "tojson"):
-        rest = zip(values[1:], weights[1:], strict=True)
-        widths = [abs(value) if isinstance(value, int) else weight for value, weight in rest]
-        if max(widths, default=0) > _MAX_WIDTH:
-            raise TemplateTooCostly(f"the template uses {name} with more than {_MAX_WIDTH}")
-        _meter.spend(max(widths, default=0) * _num_indents(values[0]) if name != "round" else 0)
+        widths = [value if isinstance(value, int) else _meter.weigh(value) for value in values[1:]]
+        width = max(map(abs, widths), default=0)
+        if width > _MAX_INDENT and not (name == "tojson" and isinstance(values[1], dict)):
+            raise TemplateTooCostly(f"the template uses {name} with more than {_MAX_INDENT}")
+        _meter.spend(_meter.weigh(values[0]) * width)
     elif name == "replace":
-        text, *others = [value if isinstance(value, str) else str(value) for value in values]
+        text, *others = [str(_meter.written(value)) for value in values]
         counts = [text.count(old) * len(new) for old, new in permutations(others, 2)]
         _meter.spend(max(counts, default=0))
     elif name == "join":
         items, *others = sorted(values, key=lambda value: isinstance(value, str))
-        _meter.spend(_size(items) * sum(map(_meter.weigh, others)))
-    elif name in ("format", "braces"):
-        _check_format(_PERCENT if name == "format" else _BRACES, values[0], tuple(values[1:]))
+        number = len(items) if isinstance(items, Collection) else 0
+        _meter.spend(number * sum(map(_meter.weigh, others)))
+    elif name in ("format", "format_map"):
+        _check_format(values[0], tuple(values[1:]))
 
 
-def _num_indents(value: Any, depth: int = 1) -> int:
-    """Return how often a filter writes the indentation: for each line of a text, and each level of JSON's lines."""
-    if isinstance(value, str):
-        return value.count("\n") + 1
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        return depth
-    return 2 * depth + sum(_num_indents(item, depth + 1) for item in value)
-
-
-def _check_format(pattern: re.Pattern[str], text: Any, values: Any) -> None:
+def _check_format(text: Any, values: Any) -> None:
     """Reject large widths of a format, and widths that are values; count what it may write."""
-    if not isinstance(text, str):
-        return
-    specs = pattern.findall(text.replace("{{", ""))
-    if any("*" in spec or spec.endswith("{") or _WIDE.search(spec) for spec in specs):
-        raise TemplateTooCostly(f"the template formats with a width of {_MAX_WIDTH} or more")
-    _meter.spend((_meter.weigh(values) + _MAX_WIDTH) * len(specs))
-
-
-def _read(value: Any) -> Any:
-    """Count a value and return it."""
-    if type(value) is str:
-        _meter.spend(len(value))
-    else:
-        _meter.weigh(value)
-    return value
-
-
-def _searched(value: Any) -> Any:
-    """Count a value in which another one is searched, and return it. A mapping is not read for it."""
-    return value if isinstance(value, dict) else _read(value)
-
-
-def _sliced(value: Any) -> Any:
-    """Count a value of which a slice is copied, and return it."""
-    _meter.spend(_size(value))
-    return value
+    if isinstance(text, str):
+        if _WIDE.search(text.replace("{{", "")):
+            raise TemplateTooCostly(f"the template formats with a width of {_MAX_WIDTH} or more")
+        num_formats = text.count("%") + text.count("{")
+        _meter.spend((_meter.weigh(values) + _MAX_WIDTH) * num_formats)
 
 
 @pass_context  # otherwise Jinja computes it when it compiles the template
@@ -320,9 +299,9 @@ def _step(_: Context, size: int) -> bool:
 
 # Names that a template cannot write as a filter.
 _METERS: dict[str, Callable[..., Any]] = {
-    "read ": _read,
-    "searched ": _searched,
-    "sliced ": _sliced,
+    "made ": _meter.made,
+    "written ": _meter.written,
+    "compared ": _timed(lambda value: value),
     "step ": _step,
 }
 
@@ -338,32 +317,18 @@ class _Metering(NodeTransformer):
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
             if node.test is not None:  # items that it rejects do not reach the body
                 node.test = nodes.And(step, node.test, lineno=node.lineno)
-        elif isinstance(node, nodes.Concat):
-            node.nodes = [_metered(part) for part in node.nodes]
-        elif isinstance(node, nodes.Tuple) and node.ctx == "load":
-            node.items = [_metered(item) for item in node.items]
-        elif isinstance(node, nodes.Pair):
-            node.key, node.value = _metered(node.key), _metered(node.value)
-        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            node.node = _metered(node.node, "sliced ")
         elif isinstance(node, nodes.Compare):
-            _meter_comparison(node)
+            node.expr = _metered(node.expr, "compared ")
+        elif isinstance(node, nodes.Concat):
+            node.nodes = [_metered(part, "written ") for part in node.nodes]
+        elif (
+            isinstance(node, nodes.List | nodes.Dict)
+            or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+            or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice))
+        ):
+            return _metered(node)
         return node
 
 
-def _meter_comparison(node: nodes.Compare) -> None:
-    operands = [node.expr, *(operand.expr for operand in node.ops)]
-    is_search = any(operand.op in ("in", "notin") for operand in node.ops)
-    # A comparison with a constant is as cheap as the constant is short. A search in a text is not.
-    if any(isinstance(operand, nodes.Const) for operand in operands) and not is_search:
-        return
-    what = "searched " if is_search else "read "
-    node.expr = _metered(node.expr, what)
-    for operand in node.ops:
-        operand.expr = _metered(operand.expr, what)
-
-
-def _metered(node: nodes.Expr, what: str = "read ") -> nodes.Expr:
-    if isinstance(node, nodes.Const) and what != "step ":
-        return node
+def _metered(node: nodes.Expr, what: str = "made ") -> nodes.Expr:
     return nodes.Filter(node, what, [], [], None, None, lineno=node.lineno)

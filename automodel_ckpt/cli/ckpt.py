@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from automodel_ckpt.cli.common.terminal import (
     problem_json,
     require_utf8,
 )
-from automodel_ckpt.cli.removed import REMOVED
 from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
@@ -139,16 +137,11 @@ _OTHER_WORDS = {
 """What other programs call commands, and the commands here."""
 
 
-_INVALID_CHOICE = re.compile(r"argument (\S+): invalid choice: '(\S+)'")
-
-
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         hint = f"`{self.prog} --help` lists the arguments"
-        if match := _INVALID_CHOICE.match(message):
-            hint = REMOVED.get(f"{self.prog.removeprefix('ckpt ')} {match[1]} {match[2]}", hint)
         raise RecipeError(message, where=self.prog, value="", hint=hint)
 
 
@@ -228,7 +221,6 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         return arguments
     option = unknown[0].partition("=")[0]
     hint = _suggestion(option, known[arguments.command])
-    hint = REMOVED.get(f"{arguments.command} {option}", hint)
     raise RecipeError(
         "unknown arguments",
         where=f"ckpt {arguments.command}",

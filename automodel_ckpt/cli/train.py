@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import automodel_ckpt
-from automodel_ckpt.base.python_child import short_temporary_directory
+from automodel_ckpt.base.python_child import check_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.rank_counts import (
     check_ranks,
@@ -39,6 +39,7 @@ from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeErro
 if TYPE_CHECKING:
     from automodel_ckpt.cli.cluster.options import LauncherOptions
     from automodel_ckpt.config.callables.prepare import PreparedRecipe
+    from automodel_ckpt.training.recipe import Recipe
 
 SUFFIXES = (".yaml", ".yml")
 PRINTING_MODES = {
@@ -124,8 +125,7 @@ def run(line: CommandLine) -> int:
 
         print(copy_example(*line.modes["copy"]))
     else:
-        with short_temporary_directory():
-            return _run_recipe(line)
+        return _run_recipe(line)
     return EXIT_DONE
 
 
@@ -160,6 +160,7 @@ def _run_recipe(line: CommandLine) -> int:
     if launcher is not None:
         return _write_launcher(loaded, line, launcher)
     raise_file_limit()
+    check_temporary_directory()
     if "show_samples" in line.modes:
         return _show_samples(loaded, line)
     if "selftest_resume" in line.modes:
@@ -204,7 +205,7 @@ def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
 
     device_bytes = device_memory(line)
     with hiding_values(), without_token():
-        loaded, recipe_class = _prepared(loaded, line)
+        loaded, recipe_class = _derived(loaded, line, "--dry-run")
         sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
             text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
@@ -235,7 +236,7 @@ def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
             value=text,
             hint="for example --show-samples 3",
         )
-    loaded, recipe_class = _prepared(loaded, line)
+    loaded, recipe_class = _derived(loaded, line, "--show-samples")
     with reporting_user_failures(RecipeError):
         for each in report(loaded, recipe_class, int(text)):
             print(each)
@@ -303,21 +304,30 @@ def _located(problem: Problem, key: str, section: Node) -> Problem:
     return Problem(f"{join(key, name)}: {problem.what}", node.origin, value, hint)
 
 
+def _derived(
+    loaded: LoadedRecipe, line: CommandLine, flag: str
+) -> tuple[LoadedRecipe, type[Recipe]]:
+    """Prepare a recipe for the mode *flag*. Raises :class:`RecipeError`, also if it is not derived from Recipe."""
+    from automodel_ckpt.training.recipe import Recipe
+
+    loaded, recipe_class = _prepared(loaded, line)
+    if not issubclass(recipe_class, Recipe):
+        raise RecipeError(
+            f"{flag} requires a recipe derived from Recipe",
+            where=flag,
+            value=f"{recipe_class.__module__}.{recipe_class.__qualname__}",
+            hint="derive the recipe from automodel_ckpt.training.recipe.Recipe",
+        )
+    return loaded, recipe_class
+
+
 def _observed(
     line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None
 ) -> tuple[LoadedRecipe, type]:
     """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
-    from automodel_ckpt.training.recipe import Recipe
     from automodel_ckpt.training.selftest_probe import observed
 
-    loaded, recipe = _prepared(loaded, line)
-    if not issubclass(recipe, Recipe):
-        raise RecipeError(
-            "the selftest requires a recipe derived from Recipe",
-            where="--selftest-resume",
-            value=f"{recipe.__module__}.{recipe.__qualname__}",
-            hint="derive the recipe from automodel_ckpt.training.recipe.Recipe",
-        )
+    loaded, recipe = _derived(loaded, line, "--selftest-resume")
     return loaded, observed(recipe, notes, stop_after=stop_after)
 
 

@@ -122,7 +122,7 @@ class LoadedRecipe:
                 value=f"recipe: {self.tree.at('recipe')}",
                 hint=f"--convert-recipe converts files with recipe: {' or '.join(RECIPES)}",
             )
-        return converted_text(str(self.path), self.translated, self.tree, self.notices)
+        return converted_text(str(self.path), self.parsed, self.translated, self.tree, self.notices)
 
 
 def load_recipe(

@@ -143,15 +143,13 @@ class _Parser:
             # Optional: what follows can also be the recipe, or another option.
             is_topic = words and not words[0].startswith("-") and not words[0].endswith(_SUFFIXES)
             names = ["TOPIC"] if value is not None or is_topic else []
-        given = words[: len(names)]
-        if value is not None:
-            given = [value] if len(names) == 1 else []
-        if value is None:
-            del words[: len(given)]
-        if len(given) < len(names) or (value is not None and not names):
+        given = [value] if value is not None else words[: len(names)]
+        if len(given) != len(names):
             expected = " ".join(names) or "no value"
             self._note(flag, f"{flag} takes {expected}", "ckpt-train --help lists all options")
             return
+        if value is None:
+            del words[: len(given)]
         self.line.modes[name] = given
 
     def _launch(self, flag: str, name: str, value: str | None, words: list[str]) -> None:

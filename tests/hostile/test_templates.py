@@ -31,6 +31,7 @@ COSTLY = {
     "a comparison of lists that double": "{% set b = ['x'] %}{% set c = ['x'] %}"
     + "{% set b = [b, b] %}{% set c = [c, c] %}" * 60
     + "{{ b == c }}",
+    "searches in a filter": "{% set b = range(99999)|list %}{{ b|select('in', b)|list }}",
 }
 """Ended by the limit of time."""
 LARGE = {
@@ -134,7 +135,11 @@ def test_a_template_that_fails_is_an_error_with_a_hint(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("nested loops", marks=pytest.mark.further), "a comparison of lists that double"],
+    [
+        pytest.param("nested loops", marks=pytest.mark.further),
+        "a comparison of lists that double",
+        "searches in a filter",
+    ],
 )
 def test_a_template_that_would_not_end_is_stopped(
     capsys: Capture, directory: Path, name: str

@@ -50,7 +50,7 @@ _MAX_LINES = 12
 
 def report(
     loaded: LoadedRecipe,
-    recipe_class: type,
+    recipe_class: type[Recipe],
     flags: LaunchFlags,
     sizes: Sizes | None,
     device_bytes: int | None = None,
@@ -62,7 +62,6 @@ def report(
     checkpoint.checkpoint_dir that cannot be written.
     """
     from automodel_ckpt.training.forecast.plan import ForecastDevice, plan
-    from automodel_ckpt.training.recipe import Recipe
 
     loaded = replace(loaded, config=with_local_directory(loaded.config))
     _check_data(loaded)
@@ -71,24 +70,18 @@ def report(
         # The name of a directory for a URL has parts of the URL.
         hide(Path(loaded.config.checkpoint.checkpoint_dir).name, "(hidden)")
     rows = list(_run_rows(loaded, recipe_class, flags, sizes))
-    recipe: Recipe | None = None
-    planned: Plan | None = None
-    config_json: bytes | None = None
-    if issubclass(recipe_class, Recipe):
-        if loaded.config.checkpoint.enabled:
-            check_writable(Path(loaded.config.checkpoint.checkpoint_dir))
-        recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
-        device = None
-        if device_bytes is not None:
-            device = ForecastDevice("cuda", device_bytes, "GPU")
-        planned = plan(recipe, sizes or Sizes(), device)
-        config_json = planned.config_json
+    if loaded.config.checkpoint.enabled:
+        check_writable(Path(loaded.config.checkpoint.checkpoint_dir))
+    recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+    device = None
+    if device_bytes is not None:
+        device = ForecastDevice("cuda", device_bytes, "GPU")
+    planned = plan(recipe, sizes or Sizes(), device)
     resume_rows: list[tuple[str, str]] = []
     if loaded.config.checkpoint.enabled:
-        resume_rows += _resume_rows(loaded, recipe, sizes, config_json)
+        resume_rows += _resume_rows(loaded, recipe, sizes, planned.config_json)
     resumes = any(title == "resume" and text.startswith("from ") for title, text in resume_rows)
-    if planned is not None:
-        rows += _resource_rows(loaded, planned, flags, resumes=resumes)
+    rows += _resource_rows(loaded, planned, flags, resumes=resumes)
     rows += resume_rows
     if not resumes:
         rows += _init_from_rows(loaded, recipe)
@@ -235,12 +228,11 @@ def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> st
 
 
 def _resume_rows(
-    loaded: LoadedRecipe, recipe: Recipe | None, sizes: Sizes | None, config_json: bytes | None
+    loaded: LoadedRecipe, recipe: Recipe, sizes: Sizes | None, config_json: bytes | None
 ) -> Rows:
     """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since.
 
-    *recipe* is None for a recipe that is not in this package. Raises :class:`CheckpointUnusable` if the start would,
-    because the checkpoint has only weights.
+    Raises :class:`CheckpointUnusable` if the start would, because the checkpoint has only weights.
     """
     from automodel_ckpt.checkpoint.memory.directory import memory_of
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -288,23 +280,22 @@ def _resume_rows(
 
 
 def _check_training_state(
-    path: Path, manifest: Manifest, recipe: Recipe | None, allowed: Iterable[str]
+    path: Path, manifest: Manifest, recipe: Recipe, allowed: Iterable[str]
 ) -> None:
     from automodel_ckpt.checkpoint import discover
     from automodel_ckpt.checkpoint.state.mismatch import has_weights_only, weights_only
 
-    if recipe is None or not has_weights_only(manifest):
+    if not has_weights_only(manifest):
         return
     missing = set(discover(recipe)).difference(manifest.state, allowed)
     if missing:
         raise weights_only(path, sorted(missing))
 
 
-def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
+def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe) -> Rows:
     """Describe how the weights of ``init_from`` match the model. Only their headers are read.
 
-    *recipe* is None for a recipe that is not in this package. Raises :class:`RecipeError` and
-    :class:`CheckpointUnusable` if the start would.
+    Raises :class:`RecipeError` and :class:`CheckpointUnusable` if the start would.
     """
     from automodel_ckpt.checkpoint import discover
     from automodel_ckpt.training.parts.init_from import inspect_start, sections_of
@@ -313,9 +304,6 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     if not section:
         return
     paths = ", ".join(one.path for one, _ in sections_of(section))
-    if recipe is None:
-        yield "init_from", f"{paths}, which the recipe itself reads"
-        return
     modules = recipe.modules_to_fill(discover(recipe))
     start = inspect_start(section, modules, resizable=recipe.trainable.resized)
     if start is None:

@@ -35,17 +35,11 @@ def documents(comments: str, *parts: dict[str, Any]) -> str:
 
 
 def _yaml(part: dict[str, Any]) -> str:
-    """Return a document in which all characters that are not printable are escaped.
+    """Return a document in which all characters that are not ASCII are escaped.
 
     Readers of YAML differ in which of them end a line.
     """
-    text = ""
-    for allow_unicode in (True, False):
-        text = yaml.dump(
-            part, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=allow_unicode
-        )
-        if text.replace("\n", "").isprintable():
-            break
+    text: str = yaml.dump(part, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=False)
     return text
 
 

@@ -1,95 +1,26 @@
-"""What a launcher contains of a recipe: ranks, arguments, storage, environment variables and the time of a save."""
+"""What a launcher contains of a recipe: ranks, arguments, storage and environment variables."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import extra_of, is_url
 from automodel_ckpt.cli.cluster.options import FLAG
+from automodel_ckpt.config.keys.checkpoint import RemoteConfig
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.tree.references import variables_in
-from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.config.tree.yaml_tree import is_stream
-from automodel_ckpt.errors import AutomodelError, RecipeError
-from automodel_ckpt.logs.log_records import read_records
+from automodel_ckpt.errors import RecipeError
 
-UNKNOWN_SECONDS = 300
-_UNKNOWN_STEP_SECONDS = 30.0
+SAVE_SECONDS = 300
+"""Seconds from a signal to the end of a run: the current step, and a save."""
 _SLACK_SECONDS = 30
-_MIN_SECONDS = 120
 _ROUNDED_TO = 30
-_NUM_SAVES = 20
-_NUM_STEPS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class StopTime:
-    """*seconds* that a run needs at most from a signal to its end, and the *reason*, as a sentence."""
-
-    seconds: int
-    reason: str
-
-
-def stop_time(loaded: LoadedRecipe) -> StopTime:
-    """Return the time from a signal to the end of a run.
-
-    A signal is answered after the current step. A save may have to wait for an earlier one in the background. The time
-    is therefore twice the time of a step and a save, plus 30 s, and at least 120 s. If checkpoints are uploaded, it is
-    also at least ``checkpoint.remote.wait_after_signal_seconds`` plus 30 s. Without a log in the run directory, it is
-    300 s.
-    """
-    section = with_local_directory(loaded.config).checkpoint
-    if not section.enabled:
-        return StopTime(_MIN_SECONDS, "the run saves no checkpoints")
-    least = _MIN_SECONDS
-    if section.remote is not None:
-        least = max(least, math.ceil(section.remote.wait_after_signal_seconds) + _SLACK_SECONDS)
-    log = Path(section.checkpoint_dir) / "training.jsonl"
-    measured = _measured(log)
-    if measured is None:
-        reason = "a guess, because no save was measured: write this launcher again after a save"
-        return StopTime(_rounded(UNKNOWN_SECONDS, least), reason)
-    step, save = measured
-    found = f"measured: a step takes {step:.3g} s, and the longest save took {save:.3g} s ({log})"
-    return StopTime(_rounded(2 * (step + save) + _SLACK_SECONDS, least), found)
-
-
-def _rounded(seconds: float, least: int) -> int:
-    return math.ceil(max(seconds, least) / _ROUNDED_TO) * _ROUNDED_TO
-
-
-def _measured(log: Path) -> tuple[float, float] | None:
-    """Return the median time of a step and the longest of the newest saves, in seconds.
-
-    Returns None when the log has no save.
-    """
-    saves: list[float] = []
-    times: list[tuple[int, float]] = []
-    try:
-        for record in read_records(log):
-            seconds, timestamp = record.get("total_seconds"), record.get("timestamp")
-            if record.get("event") == "save" and isinstance(seconds, int | float):
-                saves.append(float(seconds))
-            elif "event" not in record and isinstance(timestamp, int | float):
-                times.append((record["step"], float(timestamp)))
-    except AutomodelError:
-        return None
-    if not saves:
-        return None
-    steps = [
-        later - earlier
-        for (before, earlier), (step, later) in itertools.pairwise(times[-_NUM_STEPS:])
-        if step == before + 1 and later >= earlier
-    ]
-    step_seconds = statistics.median(steps) if steps else _UNKNOWN_STEP_SECONDS
-    return step_seconds, max(saves[-_NUM_SAVES:])
 
 
 _CREDENTIALS = {
@@ -130,7 +61,8 @@ class Job:
     has_url_directory: bool
     remote_url: str | None
     stop_signal: str
-    stop: StopTime
+    stop_seconds: int
+    """The time from a signal to the end of the run."""
     variables: Mapping[str, bool]
     credentials: tuple[str, ...]
     extras: tuple[str, ...]
@@ -211,12 +143,20 @@ def describe_job(loaded: LoadedRecipe, line: CommandLine) -> Job:
         has_url_directory=has_url_directory,
         remote_url=url,
         stop_signal=next((name for name in ("USR1", *signals) if name in signals), "INT"),
-        stop=stop_time(loaded),
+        stop_seconds=_stop_seconds(config.checkpoint.remote),
         variables=variables,
         credentials=tuple(name for name in credentials if name not in variables),
         extras=tuple(sorted(extras | (trackers & _TRACKER_EXTRAS))),
         packages=tuple(sorted(trackers - _TRACKER_EXTRAS)),
     )
+
+
+def _stop_seconds(remote: RemoteConfig | None) -> int:
+    """Return the time from a signal to the end of a run, which may wait for its uploads."""
+    seconds = float(SAVE_SECONDS)
+    if remote is not None:
+        seconds = max(seconds, remote.wait_after_signal_seconds + _SLACK_SECONDS)
+    return math.ceil(seconds / _ROUNDED_TO) * _ROUNDED_TO
 
 
 def _text(loaded: LoadedRecipe, key: str) -> str | None:

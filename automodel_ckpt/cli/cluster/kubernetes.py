@@ -78,7 +78,8 @@ image: {image} must contain ckpt-train, as the image of this program's Dockerfil
 volume: the PersistentVolumeClaim {claim} ({access}) is mounted at {work}, the working directory. \
 The recipe's relative paths are below it: data, local models, and {files}.
 secrets: the Secret {job.name}-env may have the keys {secrets}.
-terminationGracePeriodSeconds: {job.stop.seconds} s from SIGTERM to SIGKILL; {job.stop.reason}.
+terminationGracePeriodSeconds: {job.stop_seconds} s from SIGTERM to SIGKILL; increase it \
+if twice a step and a save take longer.
 exit codes: pods that saved after a signal ({stopped}) or were evicted are replaced without limit; \
 {usage}, {unusable} and {failed} fail the job; others count towards backoffLimit. If one pod is evicted, the ranks of \
 all pods save and exit.
@@ -108,7 +109,7 @@ def train_job(job: Job, options: LauncherOptions) -> str:
         failures=failures * job.num_nodes,
         final=[EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED],
         stopped=EXIT_STOPPED,
-        seconds=job.stop.seconds,
+        seconds=job.stop_seconds,
         image=image,
         work=_WORK,
         mounts=mounts,

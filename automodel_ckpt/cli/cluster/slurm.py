@@ -18,9 +18,10 @@ _COMMENTS = """\
   sbatch {file}
   sbatch --array=0-3 {file} --seed '${{{{oc.env:SLURM_ARRAY_TASK_ID}}}}'
 
-signal: {job.stop.seconds} s before the time limit, Slurm sends SIG{job.stop_signal}. The run completes its step, \
-saves, and exits with {stopped}; then the job is requeued, and resumes. The time is {job.stop.reason}. SIGTERM, which \
-a preempted job receives, has the same effect, if the partition's GraceTime suffices.
+signal: {job.stop_seconds} s before the time limit, Slurm sends SIG{job.stop_signal}. The run completes its step, \
+saves, and exits with {stopped}; then the job is requeued, and resumes. Increase the time if twice a step \
+and a save take longer. SIGTERM, which a preempted job receives, has the same effect, if the partition's GraceTime \
+suffices.
 storage: the run directory {job.run_directory}, the recipe and the data must be on storage that all nodes share.
 array: each task has a run directory task_N in that directory.
 """
@@ -33,7 +34,7 @@ _SCRIPT = """\
 #SBATCH --ntasks-per-node={tasks}
 {gpus}#SBATCH --cpus-per-task={cpus}
 #SBATCH --time={time_limit}
-#SBATCH --signal={job.stop_signal}@{job.stop.seconds}
+#SBATCH --signal={job.stop_signal}@{job.stop_seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -74,11 +75,11 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 
 def script(job: Job, options: LauncherOptions) -> str:
     """Return the batch script of *job*. Raises :class:`RecipeError` if the time limit is too short for a save."""
-    if options.time_limit_seconds < 2 * job.stop.seconds:
+    if options.time_limit_seconds < 2 * job.stop_seconds:
         raise RecipeError(
             "the time limit is too short: the run would stop again before it trains",
             where="--time-limit",
-            value=f"{options.time_limit} ({job.stop.seconds} s are needed to save and stop)",
+            value=f"{options.time_limit} ({job.stop_seconds} s are needed to save and stop)",
             hint="set a longer --time-limit",
         )
     cpus = max(_CPUS_PER_GPU_RANK if job.uses_gpus else _CPUS_PER_RANK, job.num_workers + 1)

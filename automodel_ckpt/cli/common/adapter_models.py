@@ -27,8 +27,6 @@ _OPTIONS = (
     "use_rslora",
     "bias",
 )
-# peft's tasks of models that transformers builds with another head than the base's config.json describes.
-_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 # The layer of the base inside the module that replaces it.
 _WRAPPED = ".base_layer"
 _NOT_FOUND = "the base of the adapter was not found"
@@ -167,21 +165,14 @@ def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dic
 def _raise_missing(
     missing: list[str], task_type: str | None, model: str, directory: Path
 ) -> NoReturn:
-    names = ", ".join(missing[:_MAX_NAMED])
-    if task_type not in _OTHER_HEADS:
-        raise CheckpointUnusable(
-            "the base has no such layers",
-            where=str(directory),
-            value=names,
-            hint="name the base that it was trained on with --base; layers of single experts, and those with the "
-            "names of another version of transformers: merge it with the versions that saved it (merge_and_unload)",
-        )
     raise CheckpointUnusable(
-        "this adapter was trained on the base with another head, or without its head",
+        "the base has no such layers",
         where=str(directory),
-        value=f"task_type: {task_type}; a {model} has no {names}",
-        hint="start a run with its weights (recipe: sequence_classification or embedding, a section peft like its "
-        "config, init_from.path: the adapter), or merge it with peft (merge_and_unload), and import the result",
+        value=f"{', '.join(missing[:_MAX_NAMED])}; the base is a {model}, task_type of the adapter: {task_type}",
+        hint="name the base that it was trained on with --base; layers of single experts, and those with the "
+        "names of another version of transformers: merge it with the versions that saved it (merge_and_unload); "
+        "an adapter on a base with another head: start a run with its weights (recipe: sequence_classification or "
+        "embedding, a section peft like its config, init_from.path: the adapter)",
     )
 
 

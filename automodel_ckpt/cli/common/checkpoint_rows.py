@@ -169,12 +169,6 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
     metadata = {path.name: parse_name(path.name) for path in paths}
     ranking = rank(metadata)
     order = list(ranking.names) if ranking is not None else []
-    for path in paths:
-        if metadata[path.name].step is None:
-            # The name states nothing, such as last.ckpt: then the file is read, which takes longer.
-            stated = external_checkpoints.counters_in(path)
-            found = metadata[path.name]
-            metadata[path.name] = replace(found, step=stated.step, epoch=stated.epoch)
     last = last_of(metadata)
     rows: list[Row] = []
     for path in paths:

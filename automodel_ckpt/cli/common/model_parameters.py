@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.formats.format import ModelParameter, Parameters
     from automodel_ckpt.convert.merging.model_names import NameDifferences
-
-_SCIPY = "scipy"
 
 
 def parameters_in(directory: Path) -> Parameters:
@@ -24,11 +20,9 @@ def parameters_in(directory: Path) -> Parameters:
 
     def parameters() -> list[ModelParameter]:
         from automodel_ckpt.convert.formats.format import ModelParameter
+        from automodel_ckpt.models.inspect.signature import list_parameters
 
-        with _without_scipy():
-            from automodel_ckpt.models.inspect.signature import list_parameters
-
-            return [ModelParameter(*listed) for listed in list_parameters(directory)]
+        return [ModelParameter(*listed) for listed in list_parameters(directory)]
 
     return parameters
 
@@ -48,26 +42,7 @@ def compare_names(config: bytes, names: Collection[str]) -> NameDifferences | No
         return None
     if not isinstance(content, dict):
         return None
-    with _without_scipy():
-        from automodel_ckpt.models.inspect.model_names import list_differences
+    from automodel_ckpt.models.inspect.model_names import list_differences
 
-        found = list_differences(content, names)
+    found = list_differences(content, names)
     return None if found is None else NameDifferences(*found)
-
-
-@contextlib.contextmanager
-def _without_scipy() -> Iterator[None]:
-    """During the block, make scipy appear not to be installed, unless it or transformers is imported already.
-
-    transformers imports it for the losses of object detection: 22 of the 300 MB that an import may take.
-    """
-    # transformers remembers that scipy is there, and then fails if it is not.
-    is_hidden = not {_SCIPY, "transformers"} & sys.modules.keys()
-    if is_hidden:
-        # What Python does for a module that must not be imported (importlib.util.find_spec).
-        sys.modules[_SCIPY] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if is_hidden:
-            del sys.modules[_SCIPY]

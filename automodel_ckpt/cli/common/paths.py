@@ -6,13 +6,9 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
-
-if TYPE_CHECKING:
-    from automodel_ckpt.convert.formats.format import Format
 
 _MAX_ENTRIES = 10_000
 """Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
@@ -199,24 +195,12 @@ def _external_file(path: Path) -> Path:
     """
     from automodel_ckpt.convert.formats.registry import detect
 
-    try:
-        known = detect(path)
-    except OSError as error:
-        raise _not_found("the file cannot be read", path, str(error.strerror), "") from error
-    if known is None or not known.is_readable:
-        raise _not_found(
-            "this file is not a checkpoint", path, _format_of(known, path), _SPECIFY_ONE
-        )
-    return Path(os.path.realpath(path))
-
-
-def _format_of(known: Format | None, path: Path) -> str:
-    from automodel_ckpt.convert.formats.format import UnsupportedFormat
-
+    known = detect(path)
     if known is None:
-        return "an unknown format"
-    name = known.describe(path) if isinstance(known, UnsupportedFormat) else known.name
-    return f"its format: {name}"
+        raise _not_found("this file is not a checkpoint", path, "an unknown format", _SPECIFY_ONE)
+    if not known.is_readable:
+        known.open(path)  # raises an error that names the format
+    return Path(os.path.realpath(path))
 
 
 def _resolved(path: Path) -> Path:

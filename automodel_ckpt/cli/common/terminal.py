@@ -196,17 +196,18 @@ def fitted(
 ) -> list[str]:
     """Format rows like :func:`table`, so that they fit the terminal. The first row contains the titles.
 
-    If the terminal is too narrow, columns are dropped: first the empty ones with a title in *dropped_first*, then the
-    others in that order, until the rest fits. Output that does not go to a terminal is not changed.
+    If the terminal is too narrow, columns are dropped in the order of *dropped_first*, until the rest fits. Output that
+    does not go to a terminal is not changed.
     """
     lines = table(rows, right)
     width = shutil.get_terminal_size().columns
-    titles, *others = rows
-    order = sorted(dropped_first, key=lambda title: any(row[titles.index(title)] for row in others))
+    titles = rows[0]
     dropped = 0
-    while sys.stdout.isatty() and max(map(_width, lines)) > width and dropped < len(order):
+    while sys.stdout.isatty() and max(map(_width, lines)) > width and dropped < len(dropped_first):
         dropped += 1
-        kept = [number for number, title in enumerate(titles) if title not in order[:dropped]]
+        kept = [
+            number for number, title in enumerate(titles) if title not in dropped_first[:dropped]
+        ]
         still_right = [place for place, number in enumerate(kept) if number in right]
         lines = table([[row[number] for number in kept] for row in rows], still_right)
     return lines

@@ -6,7 +6,6 @@ broken connection, or an error that the ranks agreed on). The earliest primary r
 
 from __future__ import annotations
 
-import dis
 import json
 import os
 import re
@@ -54,7 +53,6 @@ CONNECTION_ERROR_CLASSES = frozenset(
 )
 BACKEND_TEXT = re.compile(r"\[[^\]]*gloo/[\w/]+\.(cc|h):\d+\]|NCCL error|ncclRemoteError")
 """The location in the sources of gloo and NCCL that their messages contain."""
-RAISE_STATEMENTS = frozenset({"RAISE_VARARGS", "RERAISE"})
 
 
 @dataclass(frozen=True)
@@ -263,24 +261,14 @@ def is_connection_error(error: BaseException | None) -> bool:
 
 
 def _is_raised_by_backend(error: BaseException) -> bool:
-    """Whether gloo, NCCL or torch.distributed raised a RuntimeError, judged by the end of its traceback.
-
-    Backends raise in C++, so the innermost Python frame ends in a call and not in a ``raise`` statement. If that frame
-    is neither torch's nor this package's, the text must also have the form of a backend's message.
-    """
+    """Whether torch.distributed raised a RuntimeError, or its text has the form of a message of gloo or NCCL."""
     trace = error.__traceback__
     if trace is None:
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next
     module = str(trace.tb_frame.f_globals.get("__name__"))
-    # co_code has the original instructions, also where Python 3.11 has specialized them.
-    instruction = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
-    if instruction in RAISE_STATEMENTS:
-        return f"{module}.".startswith("torch.distributed.")
-    if module.partition(".")[0] in ("torch", "automodel_ckpt"):
-        return True
-    return bool(BACKEND_TEXT.search(str(error)))
+    return module.startswith("torch.distributed.") or bool(BACKEND_TEXT.search(str(error)))
 
 
 class FailureDirectory:

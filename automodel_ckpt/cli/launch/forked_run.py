@@ -43,7 +43,6 @@ from automodel_ckpt.cli.launch.recipe_import import (
     configure_torch,
     import_before_forks,
     validate_cuda_not_initialized,
-    validate_no_autograd_threads,
 )
 from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
@@ -128,7 +127,6 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
             num_gpus = torch.cuda.device_count()
         num_ranks = count_ranks(flags.nproc_per_node, num_gpus, on_gpu=on_gpu)
         validate_cuda_not_initialized(torch)
-        validate_no_autograd_threads()
         # A signal after the imports: no rank exists yet that it could be sent to.
         if signals.received:
             raise StoppedWaiting

@@ -41,7 +41,7 @@ def without_initializing_cuda() -> Iterator[None]:
         return os.getpid() != owner or cuda.is_initialized() or _is_initializing(cuda)
 
     counted, asked, current = cuda.device_count, cuda.get_device_properties, cuda.current_device
-    known: dict[int, SimpleNamespace] = {}
+    known: dict[str, SimpleNamespace] = {}
     counts: list[int] = []
 
     def count() -> Any:
@@ -54,10 +54,11 @@ def without_initializing_cuda() -> Iterator[None]:
     def properties(device: Any = None) -> Any:
         if answers_itself():
             return asked(device)
-        number = _index(device)
-        if number not in known:
-            known[number] = SimpleNamespace(**_in_forked_process(lambda: _fields(asked(number))))
-        return known[number]
+        # The forked process has the same current device: the first one.
+        name = str(device)
+        if name not in known:
+            known[name] = SimpleNamespace(**_in_forked_process(lambda: _fields(asked(device))))
+        return known[name]
 
     cuda.device_count, cuda.get_device_properties = count, properties
     cuda.current_device = lambda: current() if answers_itself() else 0
@@ -72,19 +73,6 @@ def _is_initializing(cuda: Any) -> bool:
     """Whether this thread is in torch's initialization of CUDA, before ``torch.cuda.is_initialized()`` is True."""
     state = getattr(cuda, "_tls", None)
     return bool(getattr(state, "is_initializing", False))
-
-
-def _index(device: Any) -> int:
-    """The number of a device in any form that torch accepts. Without a number, it is the first device."""
-    import torch
-
-    if device is None:
-        return 0
-    if isinstance(device, int):
-        return device
-    if isinstance(device, torch.cuda.device):
-        return int(device.idx)
-    return torch.device(device).index or 0
 
 
 def _fields(properties: Any) -> dict[str, Any]:

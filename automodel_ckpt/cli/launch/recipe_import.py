@@ -6,15 +6,12 @@ the imported code has left nothing behind that does not survive a fork.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 from collections.abc import Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.python_child import freeze_in_forked_processes
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
@@ -78,24 +75,4 @@ def validate_cuda_not_initialized(torch: Any) -> None:
             where="recipe, _target_",
             value="torch.cuda is initialized",
             hint="move that code into a function, or start the ranks with torchrun",
-        )
-
-
-def validate_no_autograd_threads() -> None:
-    """Raise :class:`RecipeError` if a backward pass in this process has made every forked rank unable to run one.
-
-    On a machine with a GPU, the first backward pass of a process starts a thread for each GPU, even if all tensors are
-    on the CPU. torch then raises an error for each backward pass in a process that is forked later.
-    """
-    names = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # the thread has ended since it was listed
-            names.append(path.read_text())
-    num_threads = sum(name.startswith("pt_autograd_") for name in names)
-    if num_threads:
-        raise RecipeError(
-            "this process has already run a backward pass; ranks that are forked afterwards cannot run any",
-            where="recipe, _target_",
-            value=f"torch's autograd has {counted(num_threads, 'thread')}",
-            hint="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
         )

@@ -268,22 +268,20 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
 
 
 def _check_head(config: Any, where: str) -> None:
+    """Raise :class:`RecipeError` for a model that gives embeddings, labels or numbers to texts."""
     directory = Path(where)
+    hint = f'use transformers.pipeline("text-classification", model={where!r})'
+    kinds = [
+        name
+        for name in getattr(config, "architectures", None) or ()
+        if name.endswith("ForSequenceClassification")
+    ]
     if computes_embeddings(directory):
-        raise RecipeError(
-            "this model computes embeddings of texts, and generates none",
-            where=where,
-            value="modules.json, the file of sentence-transformers",
-            hint=f"use {try_command(directory)}",
-        )
-    for name in getattr(config, "architectures", None) or ():
-        if name.endswith("ForSequenceClassification"):
-            raise RecipeError(
-                "this model gives labels or numbers to texts, and generates none",
-                where=where,
-                value=name,
-                hint=f'use transformers.pipeline("text-classification", model={where!r})',
-            )
+        kinds = ["modules.json, the file of sentence-transformers"]
+        hint = f"use {try_command(directory)}"
+    if kinds:
+        what = "this model computes embeddings, labels or numbers of texts, and generates none"
+        raise RecipeError(what, where=where, value=kinds[0], hint=hint)
 
 
 def _takes_images(config: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from automodel_ckpt.cli.common.remote import locate, locate_one
 from automodel_ckpt.cli.common.terminal import print_document, printable, size_text
 from automodel_ckpt.cli.models import hub
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-
-log = logging.getLogger("automodel_ckpt")
 
 _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, file)"
 _THREADS = """
@@ -77,25 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     url = f"{remote.store}/{checkpoint.name}"
     options: dict[str, Any] = {"throttle": throttle, "num_threads": arguments.num_threads}
-    try:
-        nbytes = push_checkpoint(remote, checkpoint, memory, **options)
-    except FileNotFoundError:
-        if checkpoint.is_dir():
-            raise
-        raise CheckpointUnusable(
-            "the checkpoint was removed while it was uploaded",
-            where=str(checkpoint),
-            value="not complete in the store",
-            hint="`ckpt pin` keeps a checkpoint of a run that removes earlier ones",
-        ) from None
+    nbytes = push_checkpoint(remote, checkpoint, memory, **options)
     remote.point(arguments.metric or "val_loss", "max" if arguments.max else "min")
-    try:
-        nbytes += push_exports(remote, checkpoint, **options)
-    except FileNotFoundError:
-        if checkpoint.is_dir():
-            raise
-        # A run that trains has removed it, or `ckpt prune`. The checkpoint itself is in the store.
-        log.warning("%s was removed meanwhile: %s has no exports", checkpoint, url)
+    nbytes += push_exports(remote, checkpoint, **options)
     seconds = time.monotonic() - started
     text = f"uploaded {url}: {size_text(nbytes)} in {seconds:.1f} s"
     if nbytes == 0:

@@ -85,7 +85,7 @@ def freeze(section: Section) -> None:
         before = section.ours(key)
         known = before.value if before is not None and isinstance(before.value, list) else []
         patterns = list({str(node.value): node for node in [*known, *patterns]}.values())
-    replace(section, to="").put(key, Node(patterns, section.origin), was=", ".join(given))
+    replace(section, to="").put(key, Node(patterns, section.origin))
 
 
 def _has_audio(section: Section) -> bool:
@@ -121,15 +121,13 @@ def _adapted_layers(section: Section) -> None:
         section.put("target_modules", Node("all-linear", origin, quoted=True))
         name = "match_all_linear" if match_all else "target_modules" if names else "exclude_modules"
         _output_layer(section, name, selecting or excluded, excluded)
-        if match_all is not None:
-            section.translated("match_all_linear", match_all, "peft.target_modules")
     elif names is not None:
-        section.put("target_modules", _as_list(names), was="target_modules")
+        section.put("target_modules", _as_list(names))
     else:
         section.put("target_modules", Node([Node("*_proj", AUTOMODEL_DEFAULT, True)], ""))
     if excluded is not None:
         # AutoModel accepts patterns that match nothing; one list serves several models.
-        section.put("exclude_if_present", _as_list(excluded), was="exclude_modules")
+        section.put("exclude_if_present", _as_list(excluded))
 
 
 def _output_layer(
@@ -149,7 +147,7 @@ def _experts(section: Section, names: Node) -> None:
         text = "fused experts get no adapters, because of dropout or use_dora"
         section.degraded("target_modules", replace(names, value="'*'"), text)
         return
-    section.put("target_parameters", Node("all-experts", names.origin), was="target_modules")
+    section.put("target_parameters", Node("all-experts", names.origin))
 
 
 def _items(node: Node) -> list[Node]:
@@ -179,7 +177,7 @@ def quantization(section: Section) -> None:
         kind = kinds[name]
         origin = node.origin if name == "load_in_8bit" else kind.origin
         kind = replace(kind, origin=origin)
-        section.work.section("quantization", "peft").put("quantize_base", kind, was=name)
+        section.work.section("quantization", "peft").put("quantize_base", kind)
     else:
         hint = "add a section peft (QLoRA), or remove the section"
         section.reject(name, node, "training of quantized weights is not supported", hint)

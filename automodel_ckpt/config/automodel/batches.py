@@ -92,7 +92,7 @@ def collator(section: Section, data: str) -> None:
         _answer_prefix(ours, target.origin)
     divisor = node.at("pad_seq_len_divisible")
     if divisor is not None and data == "dataset":
-        section.put("pad_to_multiple_of", divisor, was="collate_fn.pad_seq_len_divisible")
+        section.put("pad_to_multiple_of", divisor)
     limit = node.at("max_length")
     if limit is not None and section.ours(data) is not None:
         ours.put("seq_length", limit)
@@ -155,7 +155,7 @@ def tokenizer(section: Section) -> None:
     settings = [key for key, child in section.node.children() if not child.is_null]
     if not settings:
         if name is not None:
-            section.put("from_pretrained", name, was=_NAME)
+            section.put("from_pretrained", name)
         return
     name = name or name_of_model(section)
     if name is not None:
@@ -172,7 +172,7 @@ def processor(section: Section) -> None:
         return
     name = _own_name(section)
     if name is not None:
-        section.put("from_pretrained", name, was=_NAME)
+        section.put("from_pretrained", name)
     for key in section.names():
         if key not in ("from_pretrained", "kwargs"):
             section.rename(key, f"kwargs.{key}")
@@ -188,7 +188,7 @@ def _is_pretrained(section: Section, auto_class: str) -> bool:
     is_auto = re.fullmatch(rf"[\w.]*\.{auto_class}\.from_pretrained", target) is not None
     if target and not is_auto and not is_of_automodel(target):
         return False
-    section.implied("_target_", section.to)
+    section.take("_target_")
     section.drop("trust_remote_code")
     return True
 

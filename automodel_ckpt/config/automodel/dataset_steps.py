@@ -37,8 +37,6 @@ def _columns(section: Section) -> None:
         template = "".join(f"{{{{ {column.value} }}}} " for column in given.values())
         origin = next(iter(given.values())).origin
         section.put("prompt_field", Node(template, origin, quoted=True))
-        for name, column in given.items():
-            mapping.translated(name, column, join(section.to, "prompt_field"))
     mapping.rename("answer", "completion_field")
 
 
@@ -48,10 +46,10 @@ def _labels(section: Section) -> None:
     if answers_only is not None and is_true(answers_only):
         section.no_effect("answer_only_loss_mask", answers_only)
     elif answers_only is not None:
-        section.put("learn", replace(answers_only, value="all"), was="answer_only_loss_mask")
+        section.put("learn", replace(answers_only, value="all"))
     last_only = section.flag("mask_history")
     if last_only is not None:
-        section.put("learn", replace(last_only, value="last"), was="mask_history")
+        section.put("learn", replace(last_only, value="last"))
 
 
 def _split(section: Section) -> None:
@@ -72,7 +70,7 @@ def _split(section: Section) -> None:
         section.rename("split")
     elif bracket:
         section.take("split")
-        section.put("split", replace(node, value=f"train[{limits}"), was="split")
+        section.put("split", replace(node, value=f"train[{limits}"))
         section.note("split", node, f"a file has only the split train: train[{limits}")
     else:
         section.drop("split")
@@ -114,17 +112,17 @@ def _length(section: Section, *, is_ours: bool = False) -> None:
         where = "the model's context" if packed is None else "the size of a pack"
         text = f"without truncation: true, AutoModel ignores it; samples are limited by {where}"
         section.note("seq_length", limit, text)
-    _put_length(section, limit if has_limit else packed, was="seq_length" if has_limit else "")
+    _put_length(section, limit if has_limit else packed)
     _policy(section, given, "skip" if packed is not None and not has_limit else "right")
     section.drop("padding", "pad_to_max_length", "truncate")
 
 
-def _put_length(section: Section, limit: Node | None, *, was: str) -> None:
+def _put_length(section: Section, limit: Node | None) -> None:
     """Set the maximum length; without one, our limit is the model's context."""
     if limit is None:
         section.put_default("seq_length", "null")
     else:
-        section.put("seq_length", limit, was=was)
+        section.put("seq_length", limit)
 
 
 def _policy(section: Section, given: Node | None, policy: str) -> None:
@@ -133,15 +131,11 @@ def _policy(section: Section, given: Node | None, policy: str) -> None:
         # The user's override has our name.
         section.put("truncation", given)
         return
-    key = join(section.to, "truncation")
     origin = AUTOMODEL_DEFAULT if given is None else given.origin
-    if given is not None:
-        section.translated("truncation", given, key)
     for name, word in (("filter_overlong", "skip"), ("truncate_history", "history")):
         node = section.flag(name)
         if node is not None:
             policy, origin = word, node.origin
-            section.translated(name, node, key)
     section.put("truncation", Node(policy, origin))
 
 
@@ -151,9 +145,8 @@ def _image_length(section: Section) -> None:
     The limits of packs and of collate functions replace this one.
     """
     limit = section.take("max_length") or section.take("seq_length")
-    truncates = section.implied("truncate", join(section.to, "truncation"))
-    was = "" if limit is None else "max_length"
-    _put_length(section, limit or _pack_size(section), was=was)
+    truncates = section.take("truncate")
+    _put_length(section, limit or _pack_size(section))
     policy = Node("right", AUTOMODEL_DEFAULT)
     if limit is not None and truncates is not None and not is_true(truncates):
         policy = Node("skip", truncates.origin)
@@ -193,7 +186,7 @@ def _mock_length(section: Section) -> None:
     """Translate the length of the answers of synthetic images: AutoModel makes as many words and truncates them."""
     node = section.take("max_length")
     if node is not None:
-        section.put("num_words", node, was="max_length")
+        section.put("num_words", node)
         section.put("seq_length", node)
         section.put("truncation", Node("right", node.origin))
 
@@ -214,7 +207,7 @@ def _source(section: Section) -> None:
         f"{{% if {name} is mapping %}}{{{{ {name}.text[0] | trim }}}}"
         f"{{% else %}}{{{{ {name} | trim }}}}{{% endif %}}"
     )
-    section.put("target_field", Node(text, given.origin, quoted=True), was="target_key")
+    section.put("target_field", Node(text, given.origin, quoted=True))
 
 
 def _source_length(section: Section) -> None:
@@ -223,12 +216,12 @@ def _source_length(section: Section) -> None:
     Its decoder starts with the padding token unless the data set has ``decoder_start_token_id``; ours starts with the
     token of the model's configuration, which is the same for T5.
     """
-    truncates = section.implied("truncation", join(section.to, "truncation"))
+    truncates = section.take("truncation")
     limit = section.take("seq_length")
     is_ignored = truncates is not None and not is_true(truncates) and truncates.value != "right"
     if limit is not None and is_ignored:
         section.note("seq_length", limit, "without truncation: true, AutoModel ignores it")
-    _put_length(section, None if is_ignored else limit, was="")
+    _put_length(section, None if is_ignored else limit)
     section.put("truncation", Node("right", AUTOMODEL_DEFAULT))
 
 
@@ -260,12 +253,10 @@ def _megatron(section: Section) -> None:
 
 def _nanogpt(section: Section) -> None:
     """Translate the token that samples begin with, which AutoModel uses with align_to_bos only."""
-    align = section.flag("align_to_bos")
-    if align is None:
+    if section.flag("align_to_bos") is None:
         section.drop("bos_token")
-        return
-    section.translated("align_to_bos", align, "dataset.bos_token")
-    section.rename("bos_token")
+    else:
+        section.rename("bos_token")
 
 
 STEPS: dict[str, Callable[[Section], None]] = {

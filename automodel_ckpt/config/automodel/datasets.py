@@ -273,10 +273,10 @@ def dataset(section: Section) -> None:
     if builder.ours == _CHAT and section.work.has_images:
         builder = Builder("data.vlm.conversations", _CONVERSATION_WITHOUT_IMAGES)
     ours = replace(node, value=f"automodel_ckpt.{builder.ours}")
-    section.put("_target_", ours, was="_target_")
+    section.put("_target_", ours)
     for key, value in builder.fixed.items():
         is_text = not value.isdecimal() and value not in ("true", "false")
-        section.put(key, Node(value, node.origin, quoted=is_text), was="_target_")
+        section.put(key, Node(value, node.origin, quoted=is_text))
     section.apply(builder.table, steps.STEPS)
 
 

@@ -49,7 +49,7 @@ def model(section: Section) -> None:
             section.take("_target_")
             section.reject("_target_", target, "this model class is not supported", _ONE_MODEL)
         return
-    section.implied("_target_", "recipe")
+    section.take("_target_")
     from_config = found is not None and found["method"] == "from_config"
     if section.is_on("quantization_config.dequantize"):
         # A base in FP8 is dequantized whenever its weights are trained.
@@ -102,10 +102,10 @@ def _name(section: Section, *, from_config: bool) -> None:
         section.rename("config", to)
     elif config is not None:
         target = section.text("config._target_")
-        section.implied("config._target_", f"model.{to}")
+        section.take("config._target_")
         given = section.take(f"config.{name}")
         if given is not None and (not target or _CONFIG_CLASS.fullmatch(target)):
-            section.put(to, given, was=f"config.{name}")
+            section.put(to, given)
         elif target:
             _config_class(section, target)
 
@@ -119,7 +119,7 @@ def _config_class(section: Section, target: str) -> None:
         section.reject("config", config, f"the class {target} is not supported", _ONE_CONFIG)
         return
     values = {"model_type": Node(found["type"], config.origin), **config.value}
-    section.put("from_config", replace(config, value=values), was="config")
+    section.put("from_config", replace(config, value=values))
 
 
 def _router_loss(section: Section) -> None:
@@ -141,7 +141,7 @@ def _remote_code(section: Section) -> None:
         if is_written_out or section.ours("model.trust_remote_code") is not None:
             section.drop(name)
         elif (node := section.flag(name)) is not None:
-            section.put("trust_remote_code", node, was=name)
+            section.put("trust_remote_code", node)
 
 
 _MTP = {
@@ -181,7 +181,7 @@ def _further_tokens(section: Section) -> None:
             text = f"the model is trained without multi-token prediction, because of {blocking[0]}"
             section.degraded(name, node, text)
         else:
-            section.put(f"mtp.{to}", node, was=name)
+            section.put(f"mtp.{to}", node)
 
 
 _NOT_DISTILLED = (
@@ -198,7 +198,7 @@ def teacher(section: Section) -> None:
     section = section.work.section(section.path, "distill.teacher")
     found = AUTO_CLASS.fullmatch(section.text("_target_"))
     if found is not None and found["method"] == "from_pretrained":
-        section.implied("_target_", "recipe")
+        section.take("_target_")
     section.apply("""
         _target_
         pretrained_model_name_or_path -> from_pretrained

@@ -112,7 +112,6 @@ def neftune(section: Section) -> None:
         return
     model = section.work.section("neftune", "model")
     given = root.take("neftune") if isinstance(node.value, str) else model.take("noise_alpha")
-    root.translated("neftune", node, "model.neftune_alpha")
     if given is None:
         model.put_default("neftune_alpha", "5.0")
     else:
@@ -165,7 +164,6 @@ def fp8(section: Section) -> None:
     enabled = _enabled(section, ("recipe", "exclude"))
     if enabled is None:
         return
-    section.translated("enabled", enabled, "fp8")
     section.apply("""
         recipe_name -> recipe
         emulate

@@ -64,7 +64,7 @@ def distributed(section: Section) -> None:
     _compilation(section)
     offloaded = section.take("offload_policy")
     if offloaded is not None:
-        section.put("cpu_offload", Node("true", offloaded.origin), was="offload_policy")
+        section.put("cpu_offload", Node("true", offloaded.origin))
     _pipeline(section)
     section.apply(_DISTRIBUTED, {"experts": _experts})
 
@@ -95,7 +95,7 @@ def _strategy(section: Section, node: Node) -> None:
         return
     if name not in ("fsdp2", "ddp"):
         section.degraded("strategy", node, "fsdp2 of torch is used; the same mathematics")
-    section.put("strategy", Node(_STRATEGIES[name], node.origin), was="strategy")
+    section.put("strategy", Node(_STRATEGIES[name], node.origin))
 
 
 def _precision(section: Section, *, is_ddp: bool) -> None:
@@ -111,7 +111,7 @@ def _precision(section: Section, *, is_ddp: bool) -> None:
     elif node is not None:
         value = DTYPES.get(str(node.value), str(node.value))
         value = "null" if value == "float32" else value
-        section.put("mixed_precision", Node(value, node.origin), was="mp_policy.param_dtype")
+        section.put("mixed_precision", Node(value, node.origin))
     elif policy.node is None:
         section.put_default("mixed_precision", "none" if is_ddp else "bfloat16")
     policy.apply("""
@@ -148,7 +148,6 @@ def _compilation(section: Section) -> None:
         section.no_effect("enable_compile", node)
         return
     section.put_root("compile.enabled", Node("true", node.origin))
-    section.translated("enable_compile", node, "compile.enabled")
 
 
 def _pipeline(section: Section) -> None:
@@ -162,7 +161,7 @@ def _pipeline(section: Section) -> None:
     if is_used and (micro_batch := pipeline.take("pp_microbatch_size")) is not None:
         # AutoModel splits a local batch into these; here a local batch is what passes a stage.
         steps = section.work.section("distributed.pipeline", "step_scheduler")
-        steps.put("local_batch_size", micro_batch, was="pp_microbatch_size")
+        steps.put("local_batch_size", micro_batch)
     if size is not None and is_used and section.work.has_images:
         section.take("pp_size")
         section.degraded("pp_size", size, _UNDIVIDED)
@@ -175,6 +174,6 @@ def _pipeline(section: Section) -> None:
         if name not in _SCHEDULES:
             pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
             name = "1f1b"
-        section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
+        section.put("pp_schedule", Node(name, schedule.origin))
     pipeline.drop("layers_per_stage", "pp_schedule")
     pipeline.apply(_PIPELINE)

@@ -163,11 +163,9 @@ class Section:
         node = self.peek(name)
         return "" if node is None else str(node.value)
 
-    def put(self, name: str, node: Node, *, was: str = "") -> None:
-        """Set a key of our section. *was* is AutoModel's name for it, for the notices."""
+    def put(self, name: str, node: Node) -> None:
+        """Set a key of our section."""
         put(self.work.result, join(self.to, name), node)
-        if was and join(self.path, was) != join(self.to, name):
-            self.translated(was, node, join(self.to, name))
 
     def put_root(self, key: str, node: Node) -> None:
         """Set a key of ours by its whole dotted name."""
@@ -177,18 +175,6 @@ class Section:
         """Write a default of AutoModel that differs from ours."""
         key = join(self.to, name)
         put(self.work.result, key, Node(value, AUTOMODEL_DEFAULT), section_origin=self.origin)
-        self.work.notices.append(Notice("default", "", "", key))
-
-    def translated(self, name: str, node: Node, to: str) -> None:
-        """Record that a key became our key *to*, or is implied by it."""
-        self.work.notices.append(Notice("renamed", join(self.path, name), node.origin, to))
-
-    def implied(self, name: str, to: str) -> Node | None:
-        """Remove and return a key that our key *to* implies."""
-        node = self.take(name)
-        if node is not None:
-            self.translated(name, node, to)
-        return node
 
     def rename(
         self, name: str, to: str = "", *, words: str = "", default: str | None = None
@@ -208,12 +194,12 @@ class Section:
             return
         word = WORDS[words].get(str(node.value)) if words else None
         if word is None:
-            target.put(to, node, was=name)
+            target.put(to, node)
         elif word.startswith("~"):
             self.degraded(name, node, word[1:])
         elif word or node.is_flag:
             # A flag of the command line states the value for this program, too.
-            target.put(to, replace(node, value=word or node.value, quoted=False), was=name)
+            target.put(to, replace(node, value=word or node.value, quoted=False))
         else:
             self.no_effect(name, node)
 
@@ -341,21 +327,20 @@ def is_of_automodel(target: str) -> bool:
     return target.partition(".")[0] == "nemo_automodel"
 
 
-Kind = Literal["renamed", "default", "no effect", "degraded", "note"]
+Kind = Literal["no effect", "degraded", "note"]
 
 
 @dataclass(frozen=True)
 class Notice:
     """One decision of the translation.
 
-    *key* and *origin* are from the recipe file. *to* is the key of this program, empty if there is none. *text* states
-    what happens instead, for the kinds ``degraded`` and ``note``.
+    *key* and *origin* are from the recipe file. *text* states what happens instead, for the kinds ``degraded`` and
+    ``note``.
     """
 
     kind: Kind
     key: str
     origin: str
-    to: str = ""
     text: str = ""
 
 

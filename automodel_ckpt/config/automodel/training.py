@@ -57,7 +57,7 @@ def optimizer(section: Section) -> None:
     if node is not None and _ADAMW.get(target):
         section.take("_target_")
         section.degraded("_target_", node, _ADAMW[target])
-    section.implied("_target_", "optimizer")
+    section.take("_target_")
     if target in ("torch.optim.Adam", *TE_ADAM) and decay is None:
         section.put_default("weight_decay", "0.0")
     section.apply(_OPTIMIZER)
@@ -85,7 +85,6 @@ def _master_weights(section: Section, target: str) -> None:
     if node is None:
         name, node = "_target_", section.peek("_target_")
     assert node is not None
-    section.translated(name, node, "model.dtype")
     # Null is float32 for what is trained. With float32, frozen weights would not keep the 16 bits of their files.
     section.put_root("model.dtype", Node("null", node.origin))
     computed = section.ours("distributed.mixed_precision")
@@ -119,7 +118,7 @@ def _muon(section: Section, node: Node) -> None:
             section.degraded(name, option, "all parameters outside of matrices have one rate")
         elif option is not None:
             section.no_effect(name, option)
-    section.put("groups", Node([Node(group, node.origin)], node.origin), was="_target_")
+    section.put("groups", Node([Node(group, node.origin)], node.origin))
     section.apply("""
         weight_decay
         - _target_ flatten use_triton scalar_opt
@@ -160,7 +159,7 @@ def schedule(section: Section) -> None:
     elif style.value == "constant":
         is_plain = warmup is not None and not value_of(warmup)
         name = "constant" if is_plain else "constant_with_warmup"
-        section.put("name", replace(style, value=name), was="lr_decay_style")
+        section.put("name", replace(style, value=name))
         section.drop("min_lr", "lr_decay_steps")
     else:
         _decay(section, style)
@@ -184,7 +183,6 @@ def schedule(section: Section) -> None:
 def _decay(section: Section, style: Node) -> None:
     """Write a decay to AutoModel's lowest learning rate: a hundredth of the peak if none is given."""
     lowest = section.take("min_lr")
-    was = "min_lr" if lowest is not None else ""
     if lowest is None:
         peak = value_of(section.ours("optimizer.lr"))
         number = peak / 100 if isinstance(peak, int | float) else 0.0
@@ -193,8 +191,8 @@ def _decay(section: Section, style: Node) -> None:
     if style.value != "cosine":
         name, key = "polynomial", "kwargs.lr_end"
         section.put("kwargs.power", Node("1.0", style.origin))
-    section.put("name", replace(style, value=name), was="lr_decay_style")
-    section.put(key, lowest, was=was)
+    section.put("name", replace(style, value=name))
+    section.put(key, lowest)
 
 
 def steps(section: Section) -> None:
@@ -228,7 +226,7 @@ def steps(section: Section) -> None:
         has_steps = section.ours("step_scheduler.ckpt_every_steps") is not None
         value = "1" if is_true(every_epoch) or not has_steps else "null"
         node = Node(value, every_epoch.origin)
-        section.put("ckpt_every_epochs", node, was="save_checkpoint_every_epoch")
+        section.put("ckpt_every_epochs", node)
     # Without validation data, ours would be an error.
     sets = ("validation_dataset", "validation_datasets")
     found = [find(name) for find in (section.ours, section.theirs) for name in sets]

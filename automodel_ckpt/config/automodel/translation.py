@@ -59,34 +59,6 @@ _PREFIXES = (
     "Diffusion",
 )
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
-_NOT_TRAINED = (
-    (
-        "BenchmarkingRecipeForNextTokenPrediction",
-        "the recipe that measures the speed is not translated",
-        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and remove benchmark: training.jsonl has the speed",
-    ),
-    (
-        r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",
-        "drafters for speculative decoding cannot be trained here",
-        "train the model here, and its drafter in NeMo AutoModel: it reads the directory consolidated/ of a checkpoint",
-    ),
-    (
-        r"Diffusion(LM|Gemma)SFTRecipe|TrainDiffusionRecipe",
-        "diffusion models cannot be trained here",
-        "use NeMo AutoModel, or a library for diffusion models",
-    ),
-    (
-        r"(Finetune|Pretrain)RecipeForMultimodal",
-        "models that generate images and text (BAGEL) cannot be trained here",
-        "use vlm_finetune for models that read images",
-    ),
-    (
-        r"Train(Bi|Cross)EncoderRecipe|EmbeddingDistillRecipe",
-        "recipes for embeddings and rerankers are not translated",
-        "write a recipe with recipe: embedding or reranker, as docs/guides/embedding.md describes",
-    ),
-)
-"""Pattern of names of AutoModel's recipe classes, the error, and what to do instead."""
 _WITH_TARGETS = ("model", "dataset", "distributed")
 """Sections with a ``_target_`` that shows that a file without the key recipe is one of AutoModel."""
 
@@ -164,12 +136,7 @@ class Translation:
 
 
 def class_name(root: Node) -> str | None:
-    """Return the name of AutoModel's recipe class in a file. Returns None when the file is a recipe of this program.
-
-    Recipes for diffusion models have no key recipe.
-    """
-    if root.at("recipe") is None and root.at("flow_matching") is not None:
-        return "TrainDiffusionRecipe"
+    """Return the name of AutoModel's recipe class in a file. Returns None when the file is a recipe of this program."""
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -184,13 +151,10 @@ def class_name(root: Node) -> str | None:
 def _rejected_file(root: Node, name: str | None) -> Problem | None:
     """Return the error about a file of AutoModel without a recipe class that has a counterpart; None for others."""
     if name is not None and name not in RECIPES:
-        node = root.at("recipe") or root.at("flow_matching")
+        node = root.at("recipe")
         assert node is not None
-        for pattern, what, hint in _NOT_TRAINED:
-            if re.fullmatch(pattern, name):
-                return Problem(what, node.origin, name, f"{hint}; {GUIDE}")
         hint = f"the recipes of NeMo AutoModel that run are {', '.join(RECIPES)}; {GUIDE}"
-        return Problem("unknown recipe", node.origin, name, hint)
+        return Problem("this recipe of NeMo AutoModel is not translated", node.origin, name, hint)
     for section in _WITH_TARGETS if root.at("recipe") is None else ():
         target = root.at(f"{section}._target_")
         if target is not None and is_of_automodel(str(target.value)):
@@ -301,32 +265,41 @@ __all__ = ["Notice", "Translation", "class_name", "translate"]
 _COMMENT_COLUMN = 60
 
 
-def converted_text(path: str, translated: Node, bound: Node, notices: Sequence[Notice]) -> str:
+def converted_text(
+    path: str, source: Node, translated: Node, bound: Node, notices: Sequence[Notice]
+) -> str:
     """Return the converted recipe as YAML: the keys of *translated*, with the values of the validated tree *bound*.
 
-    A comment beside each renamed key has AutoModel's name; comments at the top list the keys that were dropped or
-    degraded. The text loads to the same configuration as the recipe at *path*.
+    A comment beside each renamed key has AutoModel's name, which is at the same line of the *source*. Comments at the
+    top list the keys that were dropped or degraded. The text loads to the same configuration as the recipe at *path*.
     """
     rows = [f"# Converted from the NeMo AutoModel recipe {path} by ckpt-train --convert-recipe"]
     rows += [f"# {line}" for line in report_lines(notices)]
-    kinds = {"renamed": "was {}", "default": AUTOMODEL_DEFAULT}
-    comments = {
-        each.to: kinds[each.kind].format(each.key) for each in notices if each.kind in kinds
-    }
-    for text, comment in lines(_commented(translated, bound, comments, "")):
+    names: dict[str, list[str]] = {}
+    for key, node in source.walk():
+        if not isinstance(node.value, dict):
+            names.setdefault(node.origin, []).append(key)
+    for text, comment in lines(_commented(translated, bound, names, "")):
         rows.append(f"{text:{_COMMENT_COLUMN}}  # {comment}" if comment else text)
     return "".join(f"{row}\n" for row in rows)
 
 
-def _commented(node: Node, bound: Node, comments: Mapping[str, str], key: str) -> Node:
-    """Return *node* with the values that *bound* has at its keys, and with comments as origins."""
+def _commented(node: Node, bound: Node, names: Mapping[str, Sequence[str]], key: str) -> Node:
+    """Return *node* with the values that *bound* has at its keys, and with comments as origins.
+
+    *names* has the keys of AutoModel's recipe by their origins.
+    """
     if isinstance(node.value, dict) and node.value:
         children = {
-            name: _commented(child, bound, comments, join(key, name))
+            name: _commented(child, bound, names, join(key, name))
             for name, child in node.value.items()
         }
         return Node(children, "")
     value = bound.at(key) or node
     # An empty section is a section with all defaults in the validated tree.
     value = node if isinstance(value.value, dict) else value
-    return replace(value, origin=comments.get(key, ""))
+    comment = node.origin if node.origin == AUTOMODEL_DEFAULT else ""
+    given = names.get(node.origin, ())
+    if given and key not in given:
+        comment = f"was {', '.join(given)}"
+    return replace(value, origin=comment)

@@ -160,6 +160,11 @@ def _keywords(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _exact(prefix: str, names: str) -> tuple[Exact, ...]:
+    """The entries of the callables with these *names* after the *prefix*."""
+    return tuple(Exact(f"{prefix}{name}") for name in names.split())
+
+
 # Excluded on purpose: cache_dir and force_download (write and delete at any path of the recipe), storage_options,
 # download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
 # adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
@@ -180,48 +185,25 @@ _DATA_READING = _keywords(
 
 _OWN_DATASETS = Group(
     "builders of this package: they read local data files or data sets of the Hub as data",
-    tuple(
-        Exact(f"automodel_ckpt.data.{name}")
-        for name in (
-            "text.text",
-            "text.prompt_completion",
-            "text_pairs.text_pairs",
-            "retrieval.retrieval",
-            "seq2seq.source_target",
-            "chat.messages",
-            "function_calls.xlam",
-            "preference.pairs",
-            "kto.judged_completions",
-            "kto.split_pairs",
-            "mixture.mixture",
-            "token_files.megatron",
-            "token_files.nanogpt",
-            "vlm.conversations",
-            "vlm.image_answers",
-            "vlm.transcripts",
-            "squad.squad",
-            "hellaswag.hellaswag",
-            "classification.texts",
-        )
+    _exact(
+        "automodel_ckpt.data.",
+        """
+        text.text text.prompt_completion text_pairs.text_pairs retrieval.retrieval seq2seq.source_target
+        chat.messages function_calls.xlam preference.pairs kto.judged_completions kto.split_pairs mixture.mixture
+        token_files.megatron token_files.nanogpt vlm.conversations vlm.image_answers vlm.transcripts squad.squad
+        hellaswag.hellaswag classification.texts
+        """,
     ),
 )
 _EXAMPLE_DATASETS = Group(
     "data of our examples: text of the Python installation, scans of scikit-learn, random images",
-    tuple(
-        Exact(f"automodel_ckpt.examples.data.{name}")
-        for name in (
-            "mock.random_tokens",
-            "mock_images.mock_images",
-            "library_topics.library_topics",
-            "python_docs.language_modeling",
-            "python_docs.docstring_pairs",
-            "python_docs.preferences",
-            "python_docs.judged_docstrings",
-            "python_docs.documents",
-            "python_docs.description_pairs",
-            "python_docs.summaries",
-            "digits.scans",
-        )
+    _exact(
+        "automodel_ckpt.examples.data.",
+        """
+        mock.random_tokens mock_images.mock_images library_topics.library_topics python_docs.language_modeling
+        python_docs.docstring_pairs python_docs.preferences python_docs.judged_docstrings python_docs.documents
+        python_docs.description_pairs python_docs.summaries digits.scans
+        """,
     ),
 )
 _HUB_DATASETS = Group(
@@ -263,16 +245,15 @@ _LAYERS = Group(
 _COLLATORS = Group(
     "collators: they pad lists of numbers",
     (
-        Exact("automodel_ckpt.data.collate.PadCollator"),
-        Exact("automodel_ckpt.data.image_collate.ImageTextCollator"),
-        Exact("automodel_ckpt.data.text_pairs.PairCollator"),
-        Exact("automodel_ckpt.data.seq2seq.SourceTargetCollator"),
-        Exact("transformers.DataCollatorForLanguageModeling"),
-        Exact("transformers.DataCollatorForSeq2Seq"),
-        Exact("transformers.DataCollatorForTokenClassification"),
-        Exact("transformers.DataCollatorWithFlattening"),
-        Exact("transformers.DataCollatorWithPadding"),
-        Exact("transformers.DefaultDataCollator"),
+        *_exact(
+            "automodel_ckpt.data.",
+            "collate.PadCollator image_collate.ImageTextCollator text_pairs.PairCollator seq2seq.SourceTargetCollator",
+        ),
+        *_exact(
+            "transformers.",
+            "DataCollatorForLanguageModeling DataCollatorForSeq2Seq DataCollatorForTokenClassification "
+            "DataCollatorWithFlattening DataCollatorWithPadding DefaultDataCollator",
+        ),
     ),
 )
 _TOKENIZERS = Group(

@@ -352,15 +352,13 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
         found = resolve(dotted, trust, "recipe")
     methods = ("setup", "run", "close")
     has_methods = all(callable(getattr(found, method, None)) for method in methods)
-    if not isinstance(found, type) or not has_methods:
+    config = getattr(found, "Config", RecipeConfig)
+    if not isinstance(found, type) or not has_methods or not issubclass(config, RecipeConfig):
         hint = (
             "derive a class from a recipe, such as automodel_ckpt.recipes.llm_finetune.LLMFinetune; it needs the "
-            "methods setup, run and close"
+            "methods setup, run and close, and its Config is a RecipeConfig"
         )
         raise Rejected(f"{name} is not a recipe", hint)
-    if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
-        hint = "subclass automodel_ckpt.config.schema.RecipeConfig"
-        raise Rejected(f"{name}.Config is not a RecipeConfig", hint)
     return found
 
 

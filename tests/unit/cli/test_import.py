@@ -349,8 +349,6 @@ def test_only_the_weights_of_deepspeed_and_accelerate_are_imported(
         assert "not imported: only the weights of" in capsys.readouterr().out
         assert main([*command, "--training-state"]) == 3
         assert "only the weights of" in capsys.readouterr().err
-    assert main([*command, "--group", "*"]) == 2
-    assert "all parameters are in one group" in capsys.readouterr().err
 
 
 def _made(tmp_path: Path) -> Path:

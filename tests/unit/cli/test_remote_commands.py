@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pkgutil
 import shutil
 import time
 from collections.abc import Iterator
@@ -289,38 +288,6 @@ def test_push_and_pull_copy_the_exports_of_the_checkpoint(
     # Without its manifest, an export is incomplete.
     (stored / layout.EXPORT_MANIFEST).unlink()
     assert output(capsys, "pull", url, str(tmp_path / "damaged"))["exports"] == []
-
-
-@pytest.mark.parametrize("is_published", [True, False])
-def test_a_checkpoint_that_is_removed_while_it_is_pushed(
-    local: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    is_published: bool,
-) -> None:
-    checkpoint = tmp_path / "run" / FIRST
-    shutil.copytree(local / FIRST, checkpoint)
-    target = "run.RemoteRun.point" if is_published else "push.send_files"
-    module, name = f"automodel_ckpt.checkpoint.remote.{target}".rsplit(".", 1)
-    original = pkgutil.resolve_name(module).__dict__[name]
-
-    def after_removal(*arguments: Any) -> None:
-        shutil.rmtree(checkpoint)
-        original(*arguments)
-
-    monkeypatch.setattr(f"{module}.{name}", after_removal)
-    store = tmp_path / "store"
-    code = ckpt(["push", str(checkpoint), f"file://{store}"])
-    printed = capsys.readouterr()
-    if is_published:
-        assert code == 0 and "uploaded" in printed.out
-        assert ckpt(["verify", f"file://{store}", "--deep"]) == 0
-    else:
-        assert code == 3 and "removed while it was uploaded" in printed.err
-        # The store has no complete checkpoint.
-        assert ckpt(["verify", f"file://{store}"]) == 3
-        assert "no complete checkpoint found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("call", ["remote.remote_problems", "deep_verification.digest_problems"])

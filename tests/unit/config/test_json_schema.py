@@ -90,9 +90,6 @@ def test_what_the_program_accepts_is_valid(validator: Any, text: str) -> None:
         "checkpoint: {keep_last: [1]}\n",
         "peft: {r: 8, dropout: high}\n",
         "dataset: {path: x}\n",
-        "dataset: {_target_: automodel_ckpt.data.chat.messages}\n",
-        "dataset: {_target_: automodel_ckpt.data.chat.messages, path: x, seq_lenght: 3}\n",
-        "dataset: {_target_: automodel_ckpt.data.chat.messages, path: x, learn: some}\n",
     ],
 )
 def test_ordinary_mistakes_are_found(validator: Any, text: str) -> None:

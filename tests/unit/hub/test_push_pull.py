@@ -221,7 +221,6 @@ def test_options_without_effect_on_a_repository_are_errors(
         ([*push, "--license", "mit"], f"no effect beside {own}, which is the card"),
         ([*push, "--card", str(own), "--license", "mit"], "no effect with --card"),
         (["card", str(export), "--license", "mit"], "ckpt card --license"),
-        (["card", str(export), "-o", "x"], "redirect its output"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

@@ -22,8 +22,12 @@ def initialized(monkeypatch: Patch) -> list[int]:
     """Two GPUs; the processes that have initialized CUDA to read their properties, as this process knows them."""
     processes: list[int] = []
 
-    def read(device: int) -> SimpleNamespace:
+    def read(device: Any) -> SimpleNamespace:
         processes.append(os.getpid())
+        if isinstance(device, torch.cuda.device):
+            device = device.idx
+        elif not isinstance(device, int):
+            device = torch.device(device or "cuda").index or 0
         if device >= 2:
             raise AssertionError("Invalid device id")
         return SimpleNamespace(

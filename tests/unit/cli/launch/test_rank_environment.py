@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -324,55 +322,6 @@ def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_optio
         chosen = {name: "max_split_size_mb:128"}
         set_allocator(chosen)
         assert chosen == {name: "max_split_size_mb:128"}
-
-
-class Nvml:
-    """Functions of NVML by name: each returns its status; one that is not in *results* is missing."""
-
-    def __init__(self, **results: int) -> None:
-        self.results = {"nvmlInit_v2": 0, "nvmlDeviceGetHandleByIndex_v2": 0, **results}
-        self.called: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "nvmlShutdown" and name not in self.results:
-            raise AttributeError(name)
-
-        def function(*_: Any) -> int:
-            self.called.append(name)
-            return self.results.get(name, 0)
-
-        return function
-
-
-FABRIC = "nvmlDeviceGetGpuFabricInfoV"
-
-
-@pytest.mark.parametrize(
-    ("nvml", "grows"),
-    [
-        (Nvml(**{FABRIC: 0}), True),
-        (Nvml(), True),
-        (Nvml(**{FABRIC: 3}), False),
-        (Nvml(**{FABRIC: 0}, nvmlDeviceGetHandleByIndex_v2=6), False),
-        (Nvml(**{FABRIC: 0}, nvmlInit_v2=18), False),
-        (None, False),
-    ],
-)
-def test_segments_grow_only_where_nvml_answers_what_torch_asks_then(
-    monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None, grows: bool
-) -> None:
-    def load(name: str) -> Nvml:
-        assert name == "libnvidia-ml.so.1"
-        if nvml is None:
-            raise OSError("cannot open shared object file")
-        return nvml
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    environment: dict[str, str] = {}
-    set_allocator(environment)
-    assert bool(environment) is grows
-    if nvml is not None and nvml.results["nvmlInit_v2"] == 0:
-        assert nvml.called[-1] == "nvmlShutdown"
 
 
 def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> None:
