@@ -64,7 +64,7 @@ from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
-from automodel_ckpt.training.forecast.activations import num_in_progress
+from automodel_ckpt.training.forecast.memory import num_in_progress
 from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks
 from automodel_ckpt.training.kinds.teacher import teacher_model
 from automodel_ckpt.training.loop import TrainingLoop
