@@ -21,7 +21,7 @@ from transformers import (
 from automodel_ckpt.parallel.gradient_norm import clip_gradients
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import share_out
-from automodel_ckpt.parallel.parallelize import Parallelism, gradient_sync, parallelize
+from automodel_ckpt.parallel.parallelize import gradient_sync
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -118,18 +118,3 @@ def _passes(model: nn.Module, micro_batches: Sequence[torch.Tensor], weight: flo
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-
-
-def values_after_steps(optimizer_class: Any) -> list[torch.Tensor]:
-    """This rank's parts of the parameters and averages after three clipped steps with fsdp2."""
-    model = parallelize(model_of(), layout_here(), Parallelism(strategy="fsdp2"))
-    optimizer = optimizer_class(model.parameters(), lr=0.01, fused=True)
-    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
-    parameters = list(model.parameters())
-    for _ in range(3):
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        clip_gradients(parameters, 0.01, in_step=getattr(optimizer, "divide_in_step", None))
-        optimizer.step()
-        optimizer.zero_grad()
-    states = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-    return [getattr(value, "to_local", lambda v=value: v)() for value in [*parameters, *states]]

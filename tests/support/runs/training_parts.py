@@ -83,19 +83,6 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-def explodes_at(call: int) -> Any:
-    """A loss that is infinite in its *call*-th call (from 1), else cross-entropy."""
-    calls = 0
-
-    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-        return loss * torch.inf if calls == call else loss
-
-    return loss_fn
-
-
 def runs_out_of_memory(call: int, rank: int, when: str = "call") -> Any:
     """A loss for which the device of *rank* has no memory: in its *call*-th call (from 1), or when it is built."""
 
