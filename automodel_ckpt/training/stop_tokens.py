@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, read_files
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.encoder import encode_one
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.training.model.sections import text_tokenizer
 
 if TYPE_CHECKING:
     from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 
 log = logging.getLogger("automodel_ckpt")
+
+_NUM_EXAMINED = 64
+"""How many samples of a data set show where an answer ends."""
 
 
 def set_generation(recipe: Any) -> list[int]:
@@ -127,19 +135,40 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
-    """The tokens that the chat template of *dataset* writes after an answer. Empty for data without one."""
+    """The tokens that end samples of *dataset* and have labels, without what is blank after them."""
     template = getattr(dataset, "template", None)
     renderer = getattr(template, "renderer", None)
-    if renderer is None and template and tokenizer.chat_template:
+    if renderer is not None:
+        return _ends_of_template(renderer, tokenizer)
+    if isinstance(dataset, RowStream) and template:
         from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 
         renderer = ChatRenderer(tokenizer, str(tokenizer.get_chat_template()), {})
-    return set() if renderer is None else _ends_of_template(renderer, tokenizer)
+        return _ends_of_template(renderer, tokenizer)
+    if not isinstance(dataset, TokenizedDataset) or not len(dataset.ends):
+        return set()
+    found: Counter[int] = Counter()
+    added = _special(tokenizer)
+    for number in np.linspace(0, len(dataset.ends) - 1, _NUM_EXAMINED, dtype=np.int64):
+        span = dataset.span(number)
+        tokens, labelled = dataset.tokens[span].tolist(), dataset.labelled[span]
+        last = len(tokens) - 1
+        while (
+            last > 0 and tokens[last] not in added and not tokenizer.decode([tokens[last]]).strip()
+        ):
+            last -= 1
+        if last >= 0 and labelled[last] and tokens[last] in added:
+            found[tokens[last]] += 1
+    # A sample that was truncated can end with any token.
+    return {end for end, count in found.items() if count >= _NUM_EXAMINED / 10}
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:
     """The special token that *renderer* writes after an answer. Empty if it writes text first."""
     end = renderer.end_of_turn.strip()
     first = encode_one(tokenizer, end)[:1] if end else []
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return special.intersection(first)
+    return set(first) & _special(tokenizer)
+
+
+def _special(tokenizer: Any) -> set[int]:
+    return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}

@@ -39,14 +39,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("automodel_ckpt")
 
+_BAR_CELLS = 10
+
 
 def saving_text(saving: Saving | None, num_ranks: int) -> str:
     """How far a save is, for the progress line; with several ranks, how far rank 0 is. Empty without one."""
     if saving is None:
         return ""
-    written = size_text(min(saving.written_bytes, saving.total_bytes))
+    written = min(saving.written_bytes, saving.total_bytes)
+    bar = "#" * round(_BAR_CELLS * written / max(saving.total_bytes, 1))
+    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}"
     on_rank0 = " on rank 0" if num_ranks > 1 else ""
-    return f"saving {saving.step}: {written} of {size_text(saving.total_bytes)}{on_rank0}"
+    return f"saving {saving.step} [{bar:.<{_BAR_CELLS}}] {amount}{on_rank0}"
 
 
 def saved_line(report: SaveReport, figures: str = "") -> str:
