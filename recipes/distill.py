@@ -186,7 +186,13 @@ class DistillationRecipe(Recipe):
         dataset = super().build_dataset(section)
         if self.section.top_k is None:
             return dataset
-        return for_each_source(dataset, self._with_targets)
+
+        def with_targets(source: Any) -> TargetedDataset:
+            check_countable(source)
+            self._targeted.append(TargetedDataset(source))
+            return self._targeted[-1]
+
+        return for_each_source(dataset, with_targets)
 
     def compare_with_teacher(self, teacher: PretrainedTeacher) -> None:
         """Raise :class:`RecipeError` unless *teacher* can predict the tokens of the student."""
@@ -243,11 +249,6 @@ class DistillationRecipe(Recipe):
             )
         log.info("teacher: %s; precision: %s", trainable.summary, trainable.precision)
         return Teacher(trainable, self.layout, self._num_columns, offload=moves)
-
-    def _with_targets(self, dataset: Any) -> TargetedDataset:
-        check_countable(dataset)
-        self._targeted.append(TargetedDataset(dataset))
-        return self._targeted[-1]
 
     def _read_or_compute(self, identity: str) -> None:
         """Give each data set the cache of what the teacher predicts. The teacher is built if one has to be computed."""

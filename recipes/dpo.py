@@ -110,12 +110,12 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
         dataset = super().build_dataset(section)
         if not self.section.precompute or self.is_dry_run:
             return dataset
-        return for_each_source(dataset, self._with_scores)
 
-    def _with_scores(self, dataset: Any) -> ScoredPairs:
-        scored = ScoredPairs(dataset)
-        self._scored.append(scored)
-        return scored
+        def with_scores(source: Any) -> ScoredPairs:
+            self._scored.append(ScoredPairs(source))
+            return self._scored[-1]
+
+        return for_each_source(dataset, with_scores)
 
     def build_reference(self) -> Reference:
         """Build the reference model. To compute its scores before training, the untrained model itself is enough."""

@@ -63,8 +63,7 @@ class _TrainerState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(state["loops"])
-        # Checkpoints written before 2026-11-23 have none.
-        self._metrics = state.get("metrics", {})
+        self._metrics = state["metrics"]
         for key, callback_state in state["callbacks"].items():
             if key in self._callbacks and callback_state:
                 self._callbacks[key].load_state_dict(callback_state)

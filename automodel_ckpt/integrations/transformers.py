@@ -144,11 +144,11 @@ class CheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> Any:
         """Take over a save that the Trainer is about to make."""
-        return self._take_over(control)
+        self._is_due = self._is_due or control.should_save
+        control.should_save = False
+        return control
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> Any:
-        """Take over a save that the Trainer is about to make."""
-        return self._take_over(control)
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Keep the metrics for a save of this step."""
@@ -171,11 +171,6 @@ class CheckpointCallback(TrainerCallback):
                 hint="trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))",
             )
         return self._checkpointer
-
-    def _take_over(self, control: Any) -> Any:
-        self._is_due = self._is_due or control.should_save
-        control.should_save = False
-        return control
 
     def _restore_random_state(self) -> None:
         if self._random_state is not None:

@@ -24,12 +24,7 @@ _SMOOTHED_POINTS = 200
 _MARGIN = 0.04
 """The margin at each end of an axis, as a fraction of its range."""
 _MAX_PANELS = 96
-_SYMBOLS = {
-    "dots": "┄ validation",
-    "saved": "▲ checkpoint",
-    "best": "◯ LOWEST_VAL",
-    "resumed": "┆ resumed",
-}
+LEGEND = ("┄ validation", "▲ checkpoint", "◯ LOWEST_VAL", "┆ resumed")
 """The legend. Faint lines need no entry: the pointer shows their labels."""
 _BARS = "▁▂▃▄▅▆▇█"
 _UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
@@ -122,13 +117,6 @@ def charts_of(runs: Sequence[History]) -> list[Chart]:
         y = Scale.of(values, BOTTOM, TOP, from_zero=panel.from_zero)
         charts.append(Chart(panel.title, lines, marks, x, y))
     return charts
-
-
-def legend_of(charts: Sequence[Chart]) -> list[str]:
-    """Describe the lines and marks that the *charts* contain."""
-    found = {line.style for chart in charts for line in chart.lines}
-    found |= {mark.kind for chart in charts for mark in chart.marks}
-    return [text for kind, text in _SYMBOLS.items() if kind in found]
 
 
 def _panels_of(runs: Sequence[History]) -> list[Panel]:

@@ -135,7 +135,7 @@ class Follower:
         are in another place, such as another project."""
         memory = self._memory.setdefault(name, {"sent": {}})
         place = {option: options[option] for option in _PLACES if option in options}
-        # Earlier versions did not record the place.
+        # A new entry has none.
         if memory.get("place", place) != place:
             memory = self._memory[name] = {"sent": {}}
         was_killed = memory.pop("open", False)
@@ -244,12 +244,11 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
     """Read what previous processes have sent to each tracker; empty if the file is missing or damaged."""
     memory = read_note(run, MEMORY)
-    return memory if all(map(_is_valid_entry, memory.values())) else {}
-
-
-def _is_valid_entry(entry: Any) -> bool:
-    sent = entry.get("sent") if isinstance(entry, dict) else None
-    return isinstance(sent, dict) and all(isinstance(step, int) for step in sent.values())
+    for entry in memory.values():
+        sent = entry.get("sent") if isinstance(entry, dict) else None
+        if not isinstance(sent, dict) or not all(isinstance(step, int) for step in sent.values()):
+            return {}
+    return memory
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.run.timeline import (
@@ -96,8 +95,12 @@ class Goodput:
 
 def read_goodput(directory: Path) -> Goodput:
     """Return how the run in *directory* spent its time. Raises :class:`CheckpointUnusable` if that was not recorded."""
-    steps = list(filter(_is_step, read_records(directory / layout.TRAINING_LOG)))
-    starts = _starts(directory, steps)
+    steps = []
+    for record in read_records(directory / layout.TRAINING_LOG):
+        duration = number_of(record.get("seconds"))
+        if "event" not in record and duration is not None and duration >= 0:
+            steps.append(record)
+    starts = _starts(directory)
     if not starts:
         raise CheckpointUnusable(
             "this run has no record of its time",
@@ -125,23 +128,18 @@ def read_goodput(directory: Path) -> Goodput:
     return Goodput(seconds, tuple(starts), len(steps), num_lost)
 
 
-def _is_step(record: dict[str, Any]) -> bool:
-    seconds = number_of(record.get("seconds"))
-    return "event" not in record and seconds is not None and seconds >= 0
-
-
-def _starts(directory: Path, steps: list[dict[str, Any]]) -> list[Start]:
+def _starts(directory: Path) -> list[Start]:
     """Read the starts of a run, in their order. The last one may still run."""
     lines = list(read_timeline(directory))
     ends = {record["start"]: record for record in lines if record["event"] == END}
     state = read_state(directory)
     if state is not None:
         ends.setdefault(state["start"], state | {"outcome": RUNNING})
-    begins = [record for record in lines if record["event"] == START]
+    # The time of a start that left no end, as on a disk that was lost, counts as the time until the next one.
+    lost = {"step": 0, "seconds": dict.fromkeys(PHASES, 0.0), "logged": 0.0, "outcome": KILLED}
     starts = []
-    for number, begin in enumerate(begins):
-        until = begins[number + 1]["time"] if number + 1 < len(begins) else float("inf")
-        end = ends.get(begin["start"]) or _end_in_log(begin, until, steps)
+    for begin in (record for record in lines if record["event"] == START):
+        end = ends.get(begin["start"], lost)
         first_step, outcome = begin["step"], end.get("outcome")
         last_step = max(end["step"], first_step)
         start = Start(
@@ -149,23 +147,9 @@ def _starts(directory: Path, steps: list[dict[str, Any]]) -> list[Start]:
             {phase: float(end["seconds"][phase]) for phase in PHASES},
             first_step,
             last_step,
-            # Earlier versions did not count them.
             end.get("num_steps", last_step - first_step),
             float(end["logged"]),
             outcome if outcome in (*OUTCOMES, RUNNING) else FAILED,
         )
         starts.append(start)
     return starts
-
-
-def _end_in_log(begin: dict[str, Any], until: float, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the end of a start that left none, as on a disk that was lost, from the lines of its steps."""
-    times = {record["step"]: number_of(record.get("timestamp")) or 0.0 for record in steps}
-    own = [record for record in steps if begin["time"] <= times[record["step"]] < until]
-    seconds = dict.fromkeys(PHASES, 0.0)
-    last = begin["step"]
-    if own:
-        last = own[-1]["step"]
-        seconds[STEPS] = float(sum(record["seconds"] for record in own))
-        seconds[OTHER] = max(0.0, times[last] - begin["time"] - seconds[STEPS])
-    return {"step": last, "seconds": seconds, "logged": seconds[STEPS], "outcome": KILLED}

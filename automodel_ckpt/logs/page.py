@@ -44,7 +44,7 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
         figures=figures,
         titles=list(dict.fromkeys(title for found in figures for title in found)),
         differences=differences,
-        legend=charts.legend_of(drawn),
+        legend=charts.LEGEND,
         charts=[(chart, _data(chart)) for chart in drawn],
         checkpoint_titles=_CHECKPOINT_TITLES,
         times=lambda goodput: list(_times(goodput)),

@@ -9,55 +9,24 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from automodel_ckpt.base.units import duration, folded, size_text
 from automodel_ckpt.errors import printable
 from automodel_ckpt.logs.text_log import TextLog
 
+Record = Mapping[str, Any]
 PACKAGE_LOGGER = "automodel_ckpt"
 _CLEAR = "\r\x1b[K"
 _LIVE_PAUSE_SECONDS = 0.1
 _SMOOTHING = 0.9
-_BAR_CELLS = 10
 _TICK_SECONDS = 0.2
 _COLUMNS = 80
 _BREAK = re.compile(r"[\n\r](?! )")
 _DROPPED_FIRST = ("epoch", "aux", "mem", "lr", "MFU", "tok/s", "left")
 """The figures that a narrow terminal omits, in this order."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """The figures of one step in the progress line."""
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    num_tokens: int
-    seconds: float
-    aux_loss: float | None = None
-    mfu: float | None = None
-    """The share of the device's matrix product rate that the step used, 0 to 1. None when it is unknown."""
-    memory_bytes: int = 0
-    """The peak memory of rank 0's device, or of its process on a CPU; 0: not shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavingView:
-    """The progress of the save of *step*: the *share* that is written, 0 to 1, and *amount*, the same as text."""
-
-    step: int
-    share: float
-    amount: str
-
-    def __str__(self) -> str:
-        bar = "#" * round(_BAR_CELLS * min(max(self.share, 0.0), 1.0))
-        return f"saving {self.step} [{bar:.<{_BAR_CELLS}}] {self.amount}"
 
 
 class _WriteLock:
@@ -83,10 +52,10 @@ class Progress:
 
     On a terminal, it is rewritten in place, at most ten times a second. Elsewhere, a new line is printed every
     *every_seconds*, or with *every_steps* after each step that it divides and after the last one. A narrow terminal
-    gets fewer figures. During a save, the line contains a bar, also between steps (:meth:`follow`); elsewhere, a long
-    save gets a separate line every *every_seconds*. Prints nothing unless *enabled* (on rank 0). Log records must be
-    printed with :meth:`write_above`, so that they do not mix with the live line. With *has_timestamps*, each line but
-    the live one begins with the time, elsewhere than on a terminal also with the date.
+    gets fewer figures. During a save, the line contains its progress, also between steps (:meth:`follow`).
+    Elsewhere, a long save gets a separate line every *every_seconds*. Prints nothing unless *enabled* (on rank 0). Log
+    records must be printed with :meth:`write_above`, so that they do not mix with the live line. With *has_timestamps*,
+    each line but the live one begins with the time, elsewhere than on a terminal also with the date.
     """
 
     def __init__(
@@ -119,15 +88,15 @@ class Progress:
         self._first_at = 0.0
         # Sums over the latest steps, which decay from step to step. Their ratios are averages by time, not by step.
         self._tokens = self._mfu_seconds = self._seconds = 0.0
-        self._latest: StepView | None = None
-        self._saving: SavingView | None = None
+        self._latest: Record | None = None
+        self._saving = ""
         self._saving_since = 0.0
         self._lock = _WriteLock()
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
 
-    def update(self, view: StepView) -> None:
-        """Record a finished step, and show it if the last line is old enough."""
+    def update(self, step: Record, seconds: float) -> None:
+        """Note a finished *step*, its line of training.jsonl, and show it if the last line is old enough."""
         if not self.enabled:
             return
         with self._lock:
@@ -137,20 +106,21 @@ class Progress:
                 self._first_at = now
             # The first step of a process is slow, so the average starts with the second.
             decay = _SMOOTHING if self._num_seen > 2 else 0.0
-            self._tokens = decay * self._tokens + view.num_tokens
-            self._mfu_seconds = decay * self._mfu_seconds + (view.mfu or 0.0) * view.seconds
-            self._seconds = decay * self._seconds + view.seconds
-            self._latest = view
+            self._tokens = decay * self._tokens + step["tokens"]
+            self._mfu_seconds = decay * self._mfu_seconds + step.get("mfu", 0.0) * seconds
+            self._seconds = decay * self._seconds + seconds
+            self._latest = step
             pause = _LIVE_PAUSE_SECONDS if self._live else self.every_seconds
             is_due = now - self._shown_at >= pause
             if self.every_steps is not None and not self._live:
-                is_due = view.step % self.every_steps == 0 or view.step == self.total_steps
+                number = step["step"]
+                is_due = number % self.every_steps == 0 or number == self.total_steps
             if is_due:
                 self._shown_at = now
-                self._show(self._parts(view))
+                self._show(self._parts(step))
 
-    def follow(self, source: Callable[[], SavingView | None]) -> None:
-        """Start a thread that shows the progress of saves. *source* returns it, or None when there is no save."""
+    def follow(self, source: Callable[[], str]) -> None:
+        """Start a thread that shows the progress of saves. *source* returns it, empty when there is no save."""
         if not self.enabled or self._ticker is not None:
             return
 
@@ -161,21 +131,20 @@ class Progress:
         self._ticker = threading.Thread(target=tick, name="progress", daemon=True)
         self._ticker.start()
 
-    def show_saving(self, saving: SavingView | None) -> None:
+    def show_saving(self, saving: str) -> None:
         """Record the progress of a save, and show it if it has changed or, without a terminal, at intervals."""
         if self._closed.is_set():
             return
         with self._lock:
             before, self._saving = self._saving, saving
             now = self._clock()
-            if saving is None or before is None or before.step != saving.step:
+            if not saving or not before:
                 self._saving_since = now
             if self._live and saving != before:
-                view = self._latest
-                self._show([str(saving or "")] if view is None else self._parts(view))
+                self._show([saving] if self._latest is None else self._parts(self._latest))
             elif not self._live and saving and now - self._saving_since >= self.every_seconds:
                 self._saving_since = now
-                self._show([str(saving)])
+                self._show([saving])
 
     def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
         """Record that the newest checkpoint is from *step*, saved *seconds_ago*."""
@@ -199,8 +168,7 @@ class Progress:
 
     def figures(self) -> list[str]:
         """The averages of the steps so far: tokens per second, MFU, memory. Empty before the first step."""
-        view = self._latest
-        return list(self._speed_parts(view)) if view is not None else []
+        return [] if self._latest is None else list(self._speed_parts(self._latest))
 
     def break_off(self) -> None:
         """Keep the current line and print nothing after it, because an error report follows. Does not wait."""
@@ -217,7 +185,7 @@ class Progress:
         if self._ticker is not None:
             # Not while holding the lock, which the thread takes to show a line.
             self._ticker.join()
-            self._ticker, self._saving = None, None
+            self._ticker, self._saving = None, ""
         if self._latest is not None and self._live:
             self._show(self._parts(self._latest))
         self.break_off()
@@ -230,41 +198,41 @@ class Progress:
             self._stream.write(self._timestamp() + "  ".join(parts) + "\n")
         self._stream.flush()
 
-    def _parts(self, view: StepView) -> list[str]:
-        step = f"step {view.step}"
+    def _parts(self, step: Record) -> list[str]:
+        number, of_all = step["step"], ""
+        width = 0
         if self.total_steps is not None:
-            width = len(str(self.total_steps))
-            step = f"step {view.step:>{width}}/{self.total_steps}"
-        parts = [step, f"epoch {view.epoch}", f"loss {view.loss:.4f}"]
-        if view.aux_loss is not None:
-            parts.append(f"aux {view.aux_loss:.4f}")
-        if not math.isnan(view.lr):
-            parts.append(f"lr {view.lr:.2e}")
-        parts += self._speed_parts(view)
-        if self._saving is not None:
-            parts.append(str(self._saving))
-            return parts
-        if self.total_steps is not None and view.step < self.total_steps and self._num_seen > 1:
+            width, of_all = len(str(self.total_steps)), f"/{self.total_steps}"
+        parts = [f"step {number:>{width}}{of_all}", f"epoch {step['epoch']}"]
+        parts.append(f"loss {step['loss']:.4f}")
+        if "aux_loss" in step:
+            parts.append(f"aux {step['aux_loss']:.4f}")
+        if not math.isnan(step["lr"]):
+            parts.append(f"lr {step['lr']:.2e}")
+        parts += self._speed_parts(step)
+        if self._saving:
+            return [*parts, self._saving]
+        if self.total_steps is not None and number < self.total_steps and self._num_seen > 1:
             # Wall-clock time includes validations and saves. It starts after the first step, which is slow.
             seconds_per_step = (self._clock() - self._first_at) / (self._num_seen - 1)
-            seconds_left = (self.total_steps - view.step) * seconds_per_step
+            seconds_left = (self.total_steps - number) * seconds_per_step
             parts.append(f"{duration(seconds_left)} left")
         if self._saved is not None:
             saved_step, saved_at = self._saved
             parts.append(f"saved {saved_step}, {duration(self._clock() - saved_at)} ago")
         return parts
 
-    def _speed_parts(self, view: StepView) -> Iterator[str]:
+    def _speed_parts(self, step: Record) -> Iterator[str]:
         """Yield tokens per second, MFU, and memory."""
         tokens_per_second = self._tokens / self._seconds if self._seconds > 0 else 0.0
         of_all = f"{tokens_per_second:,.0f} tok/s"
         if self._num_ranks > 1:
             of_all += f" ({tokens_per_second / self._num_ranks:,.0f}/{self._device_word})"
         yield of_all
-        if view.mfu is not None and self._seconds > 0:
+        if "mfu" in step and self._seconds > 0:
             yield f"MFU {self._mfu_seconds / self._seconds:.1%}"
-        if view.memory_bytes:
-            yield f"mem {size_text(view.memory_bytes)}"
+        if step.get("mem"):
+            yield f"mem {size_text(step['mem'])}"
 
 
 class ProgressHandler(logging.Handler):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -17,46 +17,30 @@ log = logging.getLogger("automodel_ckpt")
 _TABLE_ROWS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileSettings:
-    """Which steps of this process are traced, and what the trace contains. Steps count from 1."""
-
-    start_step: int
-    num_steps: int
-    warmup_steps: int
-    record_shapes: bool = False
-    with_stack: bool = False
-    memory: bool = False
-
-
 class StepProfiler(AbstractContextManager["StepProfiler"]):
     """Traces the steps that *settings* select, in the context in which all steps are made.
 
+    *settings* is the section ``profile``. Its steps count from 1, and are steps of this process.
+
     Files: ``step_N_rank_R.json.gz`` in *directory*, where N is the first traced step of the run, and a table of the
     slowest operations with the suffix ``.txt``. A run that ends earlier writes the steps that were traced. A failed
-    write is logged, and training continues. Without settings nothing is traced.
+    write is logged, and training continues.
     """
 
-    def __init__(
-        self, settings: ProfileSettings | None, directory: Path, rank: int, device: torch.device
-    ) -> None:
+    def __init__(self, settings: Any, directory: Path, rank: int, device: torch.device) -> None:
         self._settings = settings
         self._directory, self._rank, self._device = directory, rank, device
         self._num_steps = 0
         self._traced: list[int] = []
         self._profiler: profile | None = None
 
-    def step(self, number: int) -> AbstractContextManager[None]:
-        """The context of one training step, which is step *number* of the run."""
-        if self._settings is None:
-            return nullcontext()
-        return self._profiled(number, self._settings)
-
     @contextmanager
-    def _profiled(self, number: int, settings: ProfileSettings) -> Iterator[None]:
+    def step(self, number: int) -> Iterator[None]:
+        """The context of one training step, which is step *number* of the run."""
+        settings = self._settings
         self._num_steps += 1
         if self._num_steps == settings.start_step - settings.warmup_steps:
-            self._start(settings)
+            self._start()
         if self._profiler is None:
             yield
             return
@@ -71,8 +55,6 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
 
     def __exit__(self, error_type: object, *_: object) -> None:
         """End a trace that is in progress, and write the steps that it has."""
-        if self._settings is None:
-            return
         if self._profiler is not None:
             try:
                 self._stop()
@@ -87,7 +69,8 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
                 self._settings.start_step,
             )
 
-    def _start(self, settings: ProfileSettings) -> None:
+    def _start(self) -> None:
+        settings = self._settings
         # Otherwise torch's profiler prints a line of its library for each start and stop.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -20,13 +20,12 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.errors import DeviceMemoryError
+from automodel_ckpt.errors import Stopped
 from automodel_ckpt.optim.build import skip_step_if, skips_by_flag
 from automodel_ckpt.optim.lr import current_rate
 from automodel_ckpt.parallel.gradient_norm import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
-from automodel_ckpt.training import run_end
 from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler, planned_end
 from automodel_ckpt.training.gradients import GradientAccumulation
 from automodel_ckpt.training.measure.measurements import (
@@ -39,7 +38,7 @@ from automodel_ckpt.training.measure.measurements import (
     steps_per_epoch,
 )
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.saves.saves import Saves, again, signal_name
 from automodel_ckpt.training.start.start_rank import check_part
 from automodel_ckpt.training.values.records import Control, Number, StepResult, Validation
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
@@ -138,11 +137,11 @@ class TrainingLoop:
         # Also for a finished run: a stop may have prevented the validation of its last step.
         self.measurements.make_up()
         if scheduler.is_finished():
-            run_end.already_complete(self)
+            self._end_again()
             return
         if self.layout.rank == 0:
-            self.stop_request.on_request = run_end.acknowledging(self)
-        log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
+            self.stop_request.on_request = self._acknowledge
+        log.info("%s", planned_end(scheduler.settings, steps_per_epoch(self.dataloader)))
         self.run_log.timeline.enter(timeline.STEPS)
         with ExitStack() as stack:
             if self.profiler is not None:
@@ -159,7 +158,7 @@ class TrainingLoop:
         self.stop_request.on_request = None
         if self.last_step is None and self.saves.resumed is not None:
             # The checkpoint was in the last epoch, of which no full batch is left.
-            run_end.already_complete(self)
+            self._end_again()
         else:
             self.end()
 
@@ -167,14 +166,13 @@ class TrainingLoop:
         """Train on the rest of the current epoch, or until the run is over."""
         scheduler = self.step_scheduler
         for batch in self.run_log.timeline.waiting_for(self.batches(self.dataloader)):
-            last_epoch = scheduler.cadence.num_epochs
+            last_epoch = scheduler.settings.effective_num_epochs
             if batch is not None and last_epoch is not None and batch.epoch >= last_epoch:
                 # A stream of samples had fewer steps in its last epoch than planned.
                 self.finish_pending()
                 scheduler.end_early()
                 if scheduler.unsaved:
-                    has_validation = scheduler.cadence.has_validation
-                    self.validate_and_save(validate=has_validation, save=True, last=True)
+                    self.validate_and_save(validate=scheduler.has_validation, save=True, last=True)
                 return
             control = self._agree_before_step(batch)
             if control is None:
@@ -249,7 +247,7 @@ class TrainingLoop:
             self.stop()
         if went_back:
             return True
-        if due.validate or due.benchmarks or due.save:
+        if due.validate or due.benchmark or due.save:
             save = due.save and not self.divergence.postpones_save(due)
             self.validate_and_save(validate=due.validate, save=save, last=due.last)
         return due.last or self.step_scheduler.has_stopped_improving
@@ -269,19 +267,12 @@ class TrainingLoop:
         """Make a step, and wait for it if something is due after it. An error names what in the batch explains it."""
         step, profiler = self.step_scheduler.step + 1, self.profiler
         doing = f"in the forward pass, backward pass or update of step {step}"
-        try:
-            with self.errors.explained(doing, batch):
-                with nullcontext() if profiler is None else profiler.step(step):
-                    due = self.step(batch, control)
-                check_part(self, "step", due, Due)
-                if due.anything:
-                    self.finish_pending()
-        except DeviceMemoryError:
-            if self.layout.world_size == 1:
-                # The record of the step before. With several ranks, it would need a reduction.
-                with suppress(RuntimeError):
-                    self.finish_pending()
-            raise
+        with self.errors.explained(doing, batch):
+            with nullcontext() if profiler is None else profiler.step(step):
+                due = self.step(batch, control)
+            check_part(self, "step", due, Due)
+            if due.anything:
+                self.finish_pending()
         return due
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
@@ -458,10 +449,49 @@ class TrainingLoop:
             **metrics,
         }
 
+    def _acknowledge(self, number: int) -> None:
+        """Log a received signal and what follows. A thread calls it while the step continues."""
+        saves = "saving" if self.checkpointer else "nothing is saved, checkpoint.enabled is false"
+        code = self.stop_request.exit_code
+        then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
+        step = self.step_scheduler.stops_after
+        self.run_log.progress.write_above(
+            f"{signal_name(number)}: stopping after step {step} at the latest: {then}; {again(number)} to stop now "
+            "without saving"
+        )
+
     def stop(self) -> NoReturn:
-        """Save the last completed step unless it is saved. Raises :class:`Stopped`."""
-        run_end.stop(self)
+        """Save the last completed step unless it is saved. Raises :class:`Stopped`. A collective."""
+        step, request = self.step_scheduler.step, self.stop_request
+        self.saves.stop(self.losses(None))
+        self.saves.upload_before_stop(request)
+        outcome, hint = "; nothing was saved", "the same command starts over"
+        if self.checkpointer is not None and step > 0:
+            outcome, hint = ", which is saved", "the same command continues from there"
+        last_save = self.saves.last_save
+        raise Stopped(
+            f"stopped by {signal_name(request.requested)} after step {step}{outcome}",
+            where=str(self.checkpointer.directory) if self.checkpointer else "",
+            value=last_save.path.name if last_save else "",
+            hint=hint,
+        )
 
     def end(self) -> None:
         """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
-        run_end.complete(self)
+        # A failed save in the background must end the run before it is logged as done.
+        self.saves.wait()
+        last_step = self.last_step
+        loss = f"training loss {last_step.loss:.4f}" if last_step else "no step was made"
+        log.info("done: step %d, %s", self.step_scheduler.step, loss)
+        log.info("%s", self.step_scheduler.reason_of_end())
+        self.saves.end(self.stop_request)
+
+    def _end_again(self) -> None:
+        """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
+        scheduler = self.step_scheduler
+        log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
+        if scheduler.unsaved:
+            # Its checkpoint was in memory only, and the recipe now ends before the next one on disk.
+            self.saves.save(self.losses(None), validated=False, started=time.monotonic(), last=True)
+            self.saves.wait()
+        self.saves.export_finished(self.stop_request)

@@ -175,15 +175,16 @@ class Recipe(RecipeParts):
         if not self.config.checkpoint.enabled:
             return None
         checkpointer = open_checkpointer(self.config, self.layout, self._resources)
+
+        def close_log_files() -> None:
+            lease_is_lost = checkpointer.run.is_lost
+            checkpointer.wait()
+            self.run_log.close_files(lease_is_lost=lease_is_lost)
+
         # Registered after it, and so called before it: the last log lines must be written while this run has the lease.
-        self._resources.callback(self._close_log_files, checkpointer)
+        self._resources.callback(close_log_files)
         self.memory = open_memory(self.config, self.layout, checkpointer, self._resources)
         return checkpointer
-
-    def _close_log_files(self, checkpointer: Checkpointer) -> None:
-        lease_is_lost = checkpointer.run.is_lost
-        checkpointer.wait()
-        self.run_log.close_files(lease_is_lost=lease_is_lost)
 
     # ---------------------------------------------------------------- resume
 

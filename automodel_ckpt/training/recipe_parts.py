@@ -34,9 +34,9 @@ from automodel_ckpt.optim.build import trainable as trained_parameters
 from automodel_ckpt.optim.lr import build_schedule, check_scalable, check_schedule
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.measurements import cadence_of, steps_per_epoch
+from automodel_ckpt.training.measure.measurements import build_step_scheduler, steps_per_epoch
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
     data_sections,
@@ -151,18 +151,14 @@ class RecipeParts:
         """List what the recipe does not support in its configuration. Extend it to check more than single keys."""
         return unsupported_keys(self.config, self.unsupported)
 
-    def check_config(self) -> None:
-        """Raise one :class:`RecipeError` with all :meth:`config_problems`, if there are any."""
-        problems = self.config_problems()
-        if problems:
-            raise RecipeError.all_of(problems)
-
     def check_sections(self) -> None:
-        """Raise :class:`RecipeError` for problems of the configuration.
+        """Raise one :class:`RecipeError` with all :meth:`config_problems`, if there are any.
 
         Called before the names in its sections are looked up on the Hub.
         """
-        self.check_config()
+        problems = self.config_problems()
+        if problems:
+            raise RecipeError.all_of(problems)
 
     def build(self) -> None:
         """Create the attributes that training needs, the same on all ranks. Each recipe defines it."""
@@ -190,9 +186,8 @@ class RecipeParts:
         self.validation_sets = {
             name.partition(".")[2]: partial(iter, loader) for name, loader in loaders.items()
         }
-        cadence = cadence_of(config)
-        planned_steps = total_steps(cadence, steps_per_epoch(self.dataloader))
-        self.step_scheduler = StepScheduler(cadence, planned_steps=planned_steps)
+        self.step_scheduler = build_step_scheduler(config, steps_per_epoch(self.dataloader))
+        planned_steps = self.step_scheduler.planned_steps
         self.trainable = self.build_trainable()
         self.model = self.trainable.model
         steps = "unknown steps" if planned_steps is None else counted(planned_steps, "step")

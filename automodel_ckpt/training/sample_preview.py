@@ -76,12 +76,10 @@ def summary(recipe: Recipe) -> Iterator[tuple[str, str]]:
     samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
     is_known = isinstance(samples, TokenizedDataset)
     lengths = samples.summary if is_known else None
-    num_audio_tokens, is_partial = 0, False
+    is_partial = False
     if lengths is None:
         measured = list(first_samples(recipe, MAX_MEASURED))
         is_partial = len(measured) == MAX_MEASURED
-        audio_token: Any = getattr(recipe.preprocessor, "audio_token_id", None)
-        num_audio_tokens = sum(each.tokens.count(audio_token) for each in measured)
         has_token_labels = not any(each.label for each in measured)
         lengths = LengthSummary.of(
             np.asarray([len(each.tokens) for each in measured], dtype=np.int64),
@@ -94,9 +92,6 @@ def summary(recipe: Recipe) -> Iterator[tuple[str, str]]:
     elif lengths.num_labels is not None:
         share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
         yield "tokens", f"{share:.0f}% of them trained on"
-    if num_audio_tokens:
-        share = 100 * num_audio_tokens / lengths.num_tokens
-        yield "audio", f"{num_audio_tokens:,} tokens of these samples, {share:.0f}%"
     if is_known:
         truncated, skipped, *_ = samples.counts.tolist()
         yield "truncated", f"{truncated:,}, and {skipped:,} skipped"

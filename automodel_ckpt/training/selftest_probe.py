@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
-from automodel_ckpt.checkpoint.parts.discovery import Item, classify, discover
+from automodel_ckpt.checkpoint.parts.discovery import classify, discover
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.data.batches.loader import GlobalBatch
@@ -98,16 +98,10 @@ def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 for key, value in state.items():
                     yield f"{item.name}/{names.get(id(parameter), '?')}.{key}", _digest(value)
         else:
-            yield item.name, check_safe(item.name, _comparable(item))
-
-
-def _comparable(item: Item) -> Any:
-    state = item.value.state_dict()
-    return (
-        {k: v for k, v in state.items() if k not in _OF_THE_CLOCK}
-        if isinstance(state, dict)
-        else state
-    )
+            state = item.value.state_dict()
+            if isinstance(state, dict):
+                state = {key: value for key, value in state.items() if key not in _OF_THE_CLOCK}
+            yield item.name, check_safe(item.name, state)
 
 
 def _digest(value: Any) -> str:

@@ -63,12 +63,12 @@ from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
-from automodel_ckpt.training.forecast.activations import num_in_progress
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.forecast.memory import num_in_progress
 from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks
 from automodel_ckpt.training.kinds.teacher import teacher_model
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.measurements import cadence_of
+from automodel_ckpt.training.measure.measurements import build_step_scheduler
 from automodel_ckpt.training.model.adapters import lora_of, quantization
 from automodel_ckpt.training.model.deferred_model import DeferredModel
 from automodel_ckpt.training.model.sections import read_model_config, row_multiple
@@ -150,7 +150,7 @@ def opened(directory: Path, words: Iterable[str]) -> Subject:
     recipe = LLMFinetune(loaded.config, config_yaml=loaded.to_yaml())
     recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.tokenizer = recipe.preprocessor = None
-    recipe.step_scheduler = StepScheduler(cadence_of(loaded.config), planned_steps=12)
+    recipe.step_scheduler = StepScheduler(loaded.config.step_scheduler, planned_steps=12)
     return Subject(loaded, recipe, directory)
 
 
@@ -350,11 +350,7 @@ def timeline(it: Subject) -> list[Any]:
     every third validation is the best. The loss falls, the accuracy is always the same, and no step is finite from the
     seventh on."""
     now = [0.0]
-    scheduler = StepScheduler(
-        cadence_of(it.config),
-        planned_steps=total_steps(cadence_of(it.config), 5),
-        clock=lambda: now[0],
-    )
+    scheduler = build_step_scheduler(it.config, 5, clock=lambda: now[0])
     seen: list[Any] = []
     while not scheduler.is_finished() and scheduler.step < 40:
         scheduler.start_step()
@@ -574,7 +570,7 @@ SPIKES = "--step_scheduler.on_spike={window: 5}"
 
 def spikes(it: Subject) -> Any:
     """When the run goes back, and how far."""
-    return cadence_of(it.recipe.config).on_spike
+    return it.recipe.config.step_scheduler.on_spike
 
 
 def uploads(it: Subject) -> Any:

@@ -193,12 +193,10 @@ class GenerationConfig:
     )
 
 
-def benchmarks_of(recipe: Any) -> list[HarnessConfig]:
-    """List the sections of the benchmarks that a recipe, or a namespace with its fields, runs during training."""
+def harness_of(recipe: Any) -> HarnessConfig | None:
+    """The benchmark that a recipe, or a namespace with its fields, runs during training. None when there is none."""
     section = getattr(recipe, "evaluation", None)
-    if section is None or section.harness is None:
-        return []
-    return [section.harness]
+    return None if section is None else section.harness
 
 
 def has_benchmarks(recipe: Any) -> bool:
@@ -208,4 +206,4 @@ def has_benchmarks(recipe: Any) -> bool:
     """
     section = getattr(recipe, "evaluation", None)
     is_invalid = section is not None and not isinstance(section, EvaluationConfig)
-    return is_invalid or bool(benchmarks_of(recipe))
+    return is_invalid or harness_of(recipe) is not None

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high
 from typing import Any, Literal
 
 from automodel_ckpt.base.units import counted
@@ -69,19 +69,14 @@ class EarlyStopping:
         value = metrics.get(self.rule.metric)
         if value is None:
             return
-        if self._improves(value):
+        gain = math.inf
+        if self.best is not None:
+            gain = self.best - value if self.rule.mode == "min" else value - self.best
+        if math.isfinite(value) and gain > self.rule.min_delta:
             self.best, self.best_step = float(value), step
             self.num_without_improvement = 0
         else:
             self.num_without_improvement += 1
-
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.rule.mode == "min" else value - self.best
-        return gain > self.rule.min_delta
 
     def reason(self) -> str:
         """Why the run ended, for the log."""
@@ -217,11 +212,8 @@ class SpikeDetector:
         """Restore what a checkpoint stored. Raises :class:`CheckpointUnusable` for impossible values."""
         _check_plausible(state)
         self.num_rollbacks = state["num_rollbacks"]
-        self.num_skipped = state.get("num_skipped", 0)
-        self._left_out = sorted(state.get("left_out", ()))
-        # Checkpoints written before 2026-11-25 contain the step after which batches are to be left out.
-        if state.get("skip_after") is not None:
-            self.leave_out(state["skip_after"])
+        self.num_skipped = state["num_skipped"]
+        self._left_out = sorted(state["left_out"])
         self._losses = deque(state["losses"], self.rule.window)
         self._grad_norms = deque(state["grad_norms"], self.rule.window)
 
@@ -243,12 +235,11 @@ def _check_plausible(state: Any) -> None:
     """Validate a saved state, which may come from an untrusted file."""
     is_valid = isinstance(state, Mapping)
     for name, is_one in (("losses", is_number), ("grad_norms", is_number), ("left_out", is_count)):
-        values = state.get(name, []) if is_valid else None
+        values = state.get(name) if is_valid else None
         is_valid = isinstance(values, list) and all(map(is_one, values))
     for name in ("num_rollbacks", "num_skipped"):
-        is_valid = is_valid and is_count(state.get(name, 0))
-    is_valid = is_valid and (state.get("skip_after") is None or is_count(state["skip_after"]))
-    check_saved(is_valid and {"losses", "grad_norms", "num_rollbacks"} <= state.keys(), state)
+        is_valid = is_valid and is_count(state.get(name))
+    check_saved(is_valid, state)
 
 
 FIRST_STEPS = 10
@@ -295,8 +286,7 @@ class AutoInterval:
         if not self._step_seconds:
             return None
         # Not the mean: the first step of a process is slow.
-        median = sorted(self._step_seconds)[len(self._step_seconds) // 2]
-        step_seconds = max(median, 1e-6)
+        step_seconds = max(median_high(self._step_seconds), 1e-6)
         best = best_interval_seconds(stall_seconds, self._mtbf_seconds)
         seconds = max(best, total_seconds)
         self.steps = max(1, round(seconds / step_seconds))

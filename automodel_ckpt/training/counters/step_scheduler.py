@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.config.keys.monitoring import HarnessConfig
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.training.counters.rules import (
     AutoInterval,
     EarlyStopping,
     SpikeDetector,
+    StoppingRule,
     check_saved,
     is_count,
     is_number,
@@ -22,69 +25,43 @@ from automodel_ckpt.training.values.records import ClockReading, Control
 
 
 @dataclass(frozen=True, slots=True)
-class Cadence:
-    """The triggers of a run. None disables one.
-
-    ``max_time_seconds`` counts from the start of this session. With ``mtbf_seconds``, a mean time between failures, the
-    run chooses how often it saves. ``bench_every_steps`` has the interval of each benchmark.
-    """
-
-    max_steps: int | None = None
-    num_epochs: int | None = None
-    ckpt_every_steps: int | None = None
-    ckpt_every_epochs: int | None = None
-    ckpt_every_minutes: float | None = None
-    ckpt_on_best: bool = False
-    val_every_steps: int | None = None
-    max_time_seconds: float | None = None
-    mtbf_seconds: float | None = None
-    has_validation: bool = False
-    has_benchmarks: bool = False
-    bench_every_steps: tuple[int | None, ...] = ()
-    early_stopping: Any = None
-    stop_after_nonfinite_steps: int | None = None
-    on_spike: Any = None
-
-
-@dataclass(frozen=True, slots=True)
 class Due:
-    """The actions after a step, in this order: validate, run benchmarks, save, end. With *stop* (a signal), none of
+    """The actions after a step, in this order: validate, run the benchmark, save, end. With *stop* (a signal), none of
     them is due."""
 
     validate: bool
     save: bool
     last: bool
     stop: bool
-    benchmarks: bool = False
+    benchmark: bool = False
 
     @property
     def anything(self) -> bool:
         """Whether there is anything to do before the next step."""
-        return self.stop or self.validate or self.benchmarks or self.save or self.last
+        return self.stop or self.validate or self.benchmark or self.save or self.last
 
 
-def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
+def total_steps(settings: StepSchedulerConfig, steps_per_epoch: int | None) -> int | None:
     """The number of steps of the run. Returns None when it depends on a stream (*steps_per_epoch* is None)."""
-    limits = []
-    if cadence.max_steps is not None:
-        limits.append(cadence.max_steps)
-    if cadence.num_epochs is not None and steps_per_epoch is not None:
-        limits.append(cadence.num_epochs * steps_per_epoch)
+    limits = [] if settings.max_steps is None else [settings.max_steps]
+    num_epochs = settings.effective_num_epochs
+    if num_epochs is not None and steps_per_epoch is not None:
+        limits.append(num_epochs * steps_per_epoch)
     return min(limits, default=None)
 
 
-def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
+def planned_end(settings: StepSchedulerConfig, steps_per_epoch: int | None) -> str:
     """A sentence about what will end the run. *steps_per_epoch* is None for a stream."""
-    limits = []
-    if cadence.max_steps is not None:
-        limits.append(f"max_steps {cadence.max_steps}")
-    if cadence.num_epochs is not None:
-        last = "" if steps_per_epoch is None else f" (step {cadence.num_epochs * steps_per_epoch})"
-        limits.append(f"num_epochs {cadence.num_epochs}{last}")
-    if cadence.max_time_seconds:
-        limits.append(f"max_time ({cadence.max_time_seconds:g} s)")
+    limits, num_epochs = [], settings.effective_num_epochs
+    if settings.max_steps is not None:
+        limits.append(f"max_steps {settings.max_steps}")
+    if num_epochs is not None:
+        last = "" if steps_per_epoch is None else f" (step {num_epochs * steps_per_epoch})"
+        limits.append(f"num_epochs {num_epochs}{last}")
+    if settings.max_time_seconds:
+        limits.append(f"max_time ({settings.max_time_seconds:g} s)")
     first = ", whichever comes first" if len(limits) > 1 else ""
-    return f"{' or '.join(limits) or 'nothing'} will end the run{first}"
+    return f"{' or '.join(limits)} will end the run{first}"
 
 
 def divides(every: int | None, count: int) -> bool:
@@ -97,13 +74,10 @@ _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_token
 
 def _check_plausible(state: Mapping[str, Any]) -> None:
     """Validate the values of a saved state, which may come from an untrusted file."""
-    found = {"nonfinite_steps": 0, **state}
-    invalid = [name for name in (*_COUNTERS, "nonfinite_steps") if not is_count(found[name])]
-    if not is_number(state["elapsed_seconds"]):
-        invalid.append("elapsed_seconds")
-    if state["best"] is not None and not is_number(state["best"]):
-        invalid.append("best")
-    check_saved(not invalid, {name: found[name] for name in invalid})
+    # Only a run that counts them has the second.
+    counts = [*(state[name] for name in _COUNTERS), state.get("nonfinite_steps", 0)]
+    is_valid = all(map(is_count, counts)) and is_number(state["elapsed_seconds"])
+    check_saved(is_valid and (state["best"] is None or is_number(state["best"])), state)
 
 
 class StepScheduler:
@@ -116,19 +90,23 @@ class StepScheduler:
 
     def __init__(
         self,
-        cadence: Cadence,
+        settings: StepSchedulerConfig,
         *,
         planned_steps: int | None = None,
+        has_validation: bool = False,
+        benchmark: HarnessConfig | None = None,
+        stopping_rule: StoppingRule | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cadence = cadence
+        """*settings* is the section ``step_scheduler``. *stopping_rule* is its ``early_stopping`` with the metric."""
+        self.settings = settings
+        self._max_time_seconds = settings.max_time_seconds
+        self.has_validation = has_validation
+        self._benchmark = benchmark
         self.planned_steps = planned_steps
         self.planned_before = planned_steps
-        self.step = 0
-        self.epoch = 0
-        self.epochs_done = 0
-        self.consumed_samples = 0
-        self.consumed_tokens = 0
+        self.step = self.epoch = self.epochs_done = 0
+        self.consumed_samples = self.consumed_tokens = 0
         self.elapsed_seconds = 0.0
         self.best: float | None = None
         """The best metric so far."""
@@ -136,14 +114,15 @@ class StepScheduler:
         self.ran_out_of_time = False
         self.validation_is_due = False
         """Whether the current step is to be validated after a resume, because a signal had prevented it."""
-        self.benchmarks_are_due = False
+        self.benchmark_is_due = False
         self.save_was_due = False
         self.nonfinite_steps = 0
         """Consecutive steps, up to the newest one, with a loss or gradient norm that was not finite, if counted."""
-        stopping, spike, mtbf = cadence.early_stopping, cadence.on_spike, cadence.mtbf_seconds
-        self.early_stopping = None if stopping is None else EarlyStopping(stopping)
-        self.spikes = None if spike is None else SpikeDetector(spike)
-        self._auto = None if mtbf is None else AutoInterval(mtbf)
+        self.early_stopping = None if stopping_rule is None else EarlyStopping(stopping_rule)
+        self.spikes = None if settings.on_spike is None else SpikeDetector(settings.on_spike)
+        self._auto: AutoInterval | None = None
+        if settings.ckpt_every_steps == "auto":
+            self._auto = AutoInterval(3600 * settings.mtbf_hours)
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -165,7 +144,7 @@ class StepScheduler:
 
     @property
     def _has_reached_limit(self) -> bool:
-        max_steps, num_epochs = self.cadence.max_steps, self.cadence.num_epochs
+        max_steps, num_epochs = self.settings.max_steps, self.settings.effective_num_epochs
         if max_steps is not None and self.step >= max_steps:
             return True
         return num_epochs is not None and self.epochs_done >= num_epochs
@@ -185,7 +164,7 @@ class StepScheduler:
 
         Nothing is counted without ``stop_after_nonfinite_steps``.
         """
-        limit = self.cadence.stop_after_nonfinite_steps
+        limit = self.settings.stop_after_nonfinite_steps
         if limit is None:
             return False
         self.nonfinite_steps = 0 if is_finite else self.nonfinite_steps + 1
@@ -197,7 +176,7 @@ class StepScheduler:
         return self.step != self._saved_step
 
     def start_step(self) -> None:
-        """Start to measure the duration of a step. Optional. It makes :meth:`time_is_up` more precise."""
+        """Start to measure the duration of a step. Optional. It makes the end by ``max_time`` more precise."""
         self._step_start = self._clock()
 
     @property
@@ -229,12 +208,17 @@ class StepScheduler:
 
     def read_clock(self) -> ClockReading:
         """This rank's clock after the newest step."""
-        now = self._clock()
-        return ClockReading(
-            self._elapsed_before + now - self._session_start,
-            self._save_is_wanted(now),
-            self._time_is_up(now),
-        )
+        settings, now = self.settings, self._clock()
+        minutes, limit = settings.ckpt_every_minutes, self._max_time_seconds
+        # Failed saves count like successful ones.
+        save_is_wanted = minutes is not None and now - self._attempt_time >= 60 * minutes
+        if self._auto is not None:
+            save_is_wanted |= self.step - self._attempted_step >= self._auto.steps
+        # One more step and two saves: the step that ends now may have to be saved, and the next one, too.
+        ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
+        seconds = now - self._session_start
+        time_is_up = limit is not None and seconds + ahead >= limit
+        return ClockReading(self._elapsed_before + seconds, save_is_wanted, time_is_up)
 
     def apply_new_clock(self, control: Control) -> Due | None:
         """Return what is due after the newest step by what all ranks agreed on.
@@ -260,33 +244,38 @@ class StepScheduler:
         return due
 
     def _due(self, clock: ClockReading, *, stop: bool) -> Due:
-        cadence, step = self.cadence, self.step
+        settings, step = self.settings, self.step
         last = clock.time_is_up or self._has_reached_limit
-        by_epochs = self._epoch_ended and divides(cadence.ckpt_every_epochs, self.epochs_done)
-        by_steps = divides(cadence.ckpt_every_steps, step)
+        by_epochs = self._epoch_ended and divides(settings.ckpt_every_epochs, self.epochs_done)
+        every_steps = settings.ckpt_every_steps
+        by_steps = every_steps != "auto" and divides(every_steps, step)
         save = last or clock.save_is_wanted or by_steps or by_epochs
         # Saved steps are also validated.
-        validate = save or divides(cadence.val_every_steps, step)
-        benchmarks = last or any(divides(every, step) for every in cadence.bench_every_steps)
+        validate = save or divides(settings.val_every_steps, step)
         due = Due(
-            validate and cadence.has_validation,
+            validate and self.has_validation,
             save,
             last,
             stop,
-            benchmarks and cadence.has_benchmarks,
+            self._benchmark is not None and (last or divides(self._benchmark.every_steps, step)),
         )
         self.validation_is_due, self.save_was_due = due.validate, due.save
-        self.benchmarks_are_due = due.benchmarks
+        self.benchmark_is_due = due.benchmark
         return due
 
     def end_early(self) -> None:
         """Make the current step the last one, because the data ended earlier than expected."""
         self.ended_early = True
-        self.benchmarks_are_due = self.cadence.has_benchmarks
+        self.benchmark_is_due = self._benchmark is not None
+
+    def benchmark_is_wanted(self) -> bool:
+        """Whether the benchmark is run after the current step by its interval, or because the run ends."""
+        every_steps = None if self._benchmark is None else self._benchmark.every_steps
+        return self.is_finished() or divides(every_steps, self.step)
 
     def reason_of_end(self) -> str:
         """A sentence about what ended the run. Call it when :meth:`is_finished` is true."""
-        num_epochs, max_steps = self.cadence.num_epochs, self.cadence.max_steps
+        num_epochs, max_steps = self.settings.effective_num_epochs, self.settings.max_steps
         if max_steps is not None and self.step >= max_steps:
             return f"max_steps {max_steps} ended the run"
         of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
@@ -295,13 +284,9 @@ class StepScheduler:
         if self.early_stopping is not None and self.early_stopping.is_over:
             return f"{self.early_stopping.reason()}: the run ended at step {self.step}{of_steps}"
         if self.ran_out_of_time:
-            limit = f"max_time ({self.cadence.max_time_seconds:g} s)"
+            limit = f"max_time ({self._max_time_seconds:g} s)"
             return f"{limit} ended the run at step {self.step}{of_steps}; the same command continues it"
         return f"no full batch is left of num_epochs {num_epochs}: the run ended at step {self.step}{of_steps}"
-
-    def benchmark_is_due(self, every_steps: int | None) -> bool:
-        """Whether a benchmark with this interval is due after the current step, or because the run ends."""
-        return self.is_finished() or divides(every_steps, self.step)
 
     def note_save(self, seconds: float) -> None:
         """Record that the current step is saved, which took *seconds* including its validation."""
@@ -333,33 +318,16 @@ class StepScheduler:
         # No step has this number, so the current one counts as unsaved.
         self._saved_step = -1
 
-    def _save_is_wanted(self, now: float) -> bool:
-        """Whether a save is due by time, or by the interval that the run has chosen, after the newest step.
-
-        By this rank's clock, ``ckpt_every_minutes`` after the last save. Failed saves count like successful ones.
-        """
-        minutes = self.cadence.ckpt_every_minutes
-        if minutes is not None and now - self._attempt_time >= 60 * minutes:
-            return True
-        return self._auto is not None and self.step - self._attempted_step >= self._auto.steps
-
-    def _time_is_up(self, now: float) -> bool:
-        """Whether ``max_time`` may not suffice for one more step and two saves, by this rank's clock."""
-        limit = self.cadence.max_time_seconds
-        # Two saves: the step that ends now may have to be saved, and the next one, too.
-        ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
-        return limit is not None and now - self._session_start + ahead >= limit
-
     def state_dict(self) -> dict[str, Any]:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
         # continues.
         names = [*_COUNTERS, "elapsed_seconds", "planned_steps", "best", "validation_is_due"]
         names.append("save_was_due")
-        if self.cadence.stop_after_nonfinite_steps is not None:
+        if self.settings.stop_after_nonfinite_steps is not None:
             names.append("nonfinite_steps")
-        if self.cadence.has_benchmarks:
-            names.append("benchmarks_are_due")
         state = {name: getattr(self, name) for name in names}
+        if self._benchmark is not None:
+            state["benchmarks_are_due"] = self.benchmark_is_due
         return state | {name: rule.state_dict() for name, rule in self._rules.items()}
 
     @property
@@ -377,13 +345,11 @@ class StepScheduler:
         self.planned_before = state["planned_steps"]
         for name in (*_COUNTERS, "elapsed_seconds", "best"):
             setattr(self, name, state[name])
-        # Checkpoints written before 2026-11-21 contain neither.
-        was_due = bool(state.get("validation_is_due", False))
-        self.validation_is_due = was_due and self.cadence.has_validation
-        self.save_was_due = state.get("save_was_due", was_due)
+        self.validation_is_due = bool(state["validation_is_due"]) and self.has_validation
+        self.save_was_due = bool(state["save_was_due"])
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
         was_due = bool(state.get("benchmarks_are_due", False))
-        self.benchmarks_are_due = was_due and self.cadence.has_benchmarks
+        self.benchmark_is_due = was_due and self._benchmark is not None
         for name, rule in self._rules.items():
             if name in state:
                 rule.load_state_dict(state[name])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,158 +12,48 @@ from torch import nn
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.metrics import PeakMemory
+from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.loss import fused_distillation
+from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
+from automodel_ckpt.models.loss.head_gradients import stores_errors
+from automodel_ckpt.models.loss.head_memory import head_bytes
+from automodel_ckpt.models.loss.loss_head import (
+    LossHead,
+    adds_bias_to_logits,
+    class_of,
+    output_layer,
+)
+from automodel_ckpt.models.loss.mtp import mtp_of
 from automodel_ckpt.models.pipeline_stage import parameters_of_stages
+from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.parallel.model_layers import layers_after_input, separate_ends
-from automodel_ckpt.training.forecast.activations import Activations, estimate_activations
-from automodel_ckpt.training.forecast.model_traces import Traces
-from automodel_ckpt.training.forecast.rank_parts import Parameters, RankParts, nbytes
+from automodel_ckpt.training.forecast.model_traces import Traces, image_bytes, trace_of
+from automodel_ckpt.training.forecast.rank_parts import RankParts, micro_batch_shape, nbytes
+from automodel_ckpt.training.forecast.step_trace import HeadMemory
 from automodel_ckpt.training.measure.weight_average import average_bytes
+from automodel_ckpt.training.model.sections import num_micro_batches
 
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Bytes that exist at one time, besides those that exist during the whole step."""
-
-    gradients: int
-    gathered: int
-    activations: int
-
-
-class _Group(NamedTuple):
-    """Bytes of modules that are gathered together: parameters, gradients, and gradients while they are reduced."""
-
-    parameters: int = 0
-    gradients: int = 0
-    reduced: int = 0
-
-
-def phases_of(
-    rank: RankParts, parameters: Sequence[nn.Parameter], activations: Activations, temporary: int
-) -> list[Phase]:
-    """The phases of a step of a rank that has *parameters*. *temporary* are the bytes of the optimizer's step."""
-    trained = [each for each in parameters if each.requires_grad]
-    gradients = _gradient_bytes(rank, trained)
-    # The phases after the first one have the activations of all micro-batches that are in progress at one time.
-    in_progress = max(gradients - activations.last_other, 0)
-    # The optimizer's step has temporary tensors instead of activations and gathered parameters.
-    phases = [Phase(gradients, 0, temporary)]
-    if not rank.is_sharded:
-        return [*phases, Phase(in_progress, 0, activations.step)]
-    in_turn = _sharded(rank, parameters, activations, gradients, in_progress)
-    if not rank.on_gpu:
-        # The heap of a CPU keeps what was freed.
-        gathered = max(phase.gathered for phase in in_turn)
-        return [*phases, Phase(in_progress, gathered, activations.step)]
-    return phases + in_turn
-
-
-def _gradient_bytes(rank: RankParts, trained: Sequence[nn.Parameter]) -> int:
-    """Bytes of the gradients of the *trained* parameters of a stage that a rank holds at one time.
-
-    With ``defer_gradient_sync``, these are the gradients of complete parameters in the type that they are reduced in.
-    Each is freed when its shard is made, in the last micro-batch of the step.
-    """
-    if rank.defers:
-        return rank.computed_bytes(trained, torch.float32 if rank.dtype else None)
-    # The sums of micro-batches before the last one of a step are not in the buckets of DDP.
-    return rank.stored_bytes(trained) * (2 if rank.has_buckets and rank.accumulates else 1)
-
-
-def _sharded(
-    rank: RankParts,
-    parameters: Sequence[nn.Parameter],
-    activations: Activations,
-    gradients: int,
-    in_progress: int,
-) -> list[Phase]:
-    """The phases of a micro-batch with fsdp2, which follow each other and reuse memory."""
-    section = rank.recipe.config.distributed
-    modules = layers_after_input(rank.recipe.model)
-    embeddings, outputs = separate_ends(rank.recipe.model)
-    layers = [_group(rank, parameters, layer.parameters()) for layer in modules]
-    embedding, output = (
-        _group(rank, parameters, [each for module in end for each in module.parameters()])
-        for end in (embeddings, outputs)
-    )
-    columns = zip(_group(rank, parameters, parameters), *layers, embedding, output, strict=True)
-    root = _Group(*(total - sum(elsewhere) for total, *elsewhere in columns))
-    layer = max(layers, key=lambda each: each.parameters, default=_Group())
-    buffer = int(rank.num_shards > 1)
-    reduces = buffer or section.cpu_offload
-    reduced_layer, reduced_output = layer.reduced * reduces, output.reduced * reduces
-    # Several groups of a forward pass: the copy of one, its buffer, and the buffer of the next one.
-    forward = layer.parameters * (1 + buffer) + buffer * max(layer.parameters, output.parameters)
-    # The gradient of a tied output layer exists until the end.
-    of_output = output.parameters + root.gradients + output.gradients + buffer * layer.parameters
-    backward = root.gradients + layer.parameters * (1 + buffer) + layer.gradients
-    reduced_embedding = embedding.reduced + embedding.reduced * buffer // rank.num_shards
-    last = embedding.gradients + max(reduced_layer, reduced_embedding * reduces)
-    if any(type(module) is not nn.Embedding for module in embeddings):
-        last += embedding.parameters
-    # A tied embedding: its gradients as an output layer and as an embedding, which are added.
-    last = max(last, root.gradients + max(root.gradients, root.reduced * reduces))
-    # Layers that stay gathered: from their forward to their backward pass, or, with deferred gradients, from their
-    # backward pass to the forward pass of the next micro-batch. They are freed one after another.
-    before = after = 0
-    if rank.defers:
-        before = sum(each.parameters for each in layers) + output.parameters
-    elif not section.reshard_after_forward:
-        after = sum(each.parameters for each in layers) + embedding.parameters
-    start = embedding.parameters * (1 + buffer) + buffer * layer.parameters
-    at_first = in_progress if rank.accumulates else 0
-    phases = [
-        Phase(at_first, start + before, activations.others),
-        Phase(at_first, forward + after, activations.forward),
-        Phase(at_first, output.parameters * (1 + buffer) + after, activations.loss),
-        Phase(at_first, of_output + after, activations.output),
-        Phase(at_first, of_output - output.parameters + reduced_output + after, activations.saved),
-        Phase(in_progress, last + before, activations.others),
-    ]
-    trained = [each for each in parameters if each.requires_grad]
-    # fsdp2 reduces the gradients of the output layer first, and the root's gradients when activations are freed.
-    complete = rank.stored_bytes(_those_in(trained, outputs))
-    ends = {id(each) for each in _those_in(trained, [*modules, *embeddings, *outputs])}
-    of_root = rank.stored_bytes(each for each in trained if id(each) not in ends)
-    of_backbone = gradients - complete
-    for share, peak in activations.backward:
-        of_layers = int(share * of_backbone)
-        is_first = of_layers < layer.reduced // rank.num_shards
-        gathered = backward + (reduced_output if is_first else reduced_layer)
-        kept = int(share * before + (1 - share) * after)
-        present = complete + min(of_layers, of_backbone - of_root)
-        phases.append(Phase(in_progress if rank.accumulates else present, gathered + kept, peak))
-    return [replace(each, gathered=each.gathered + root.parameters) for each in phases]
-
-
-def _those_in(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> Parameters:
-    inside = {id(parameter) for module in modules for parameter in module.parameters()}
-    return [parameter for parameter in parameters if id(parameter) in inside]
-
-
-def _group(rank: RankParts, parameters: Sequence[nn.Parameter], some: Parameters) -> _Group:
-    """The bytes of a module with *some* of the *parameters* of a rank."""
-    gathered = {id(each) for each in parameters}
-    is_alone = rank.num_shards == 1 and not rank.recipe.config.distributed.cpu_offload
-    if is_alone and rank.dtype is not None:
-        # On one rank, fsdp2 only casts.
-        gathered = {id(each) for each in parameters if each.dtype != rank.dtype}
-    those = [each for each in some if id(each) in gathered]
-    trained = [each for each in those if each.requires_grad]
-    return _Group(
-        rank.computed_bytes(those, rank.dtype),
-        rank.computed_bytes(trained, rank.dtype),
-        # As in parallelize: gradients are summed over the ranks in float32.
-        rank.computed_bytes(trained, torch.float32 if rank.dtype else None),
-    )
-
-
+_HEAP = 2.2
+"""On a CPU, short-lived tensors leave holes in the heap between long-lived ones (measured)."""
+_BLOCKS = 1.03
+"""CUDA's caching allocator rounds sizes up, and keeps parts of blocks that no tensor fits in."""
+_SMALL_LOGITS = 8
+"""On a CPU, up to an eighth of a chunk of logits is computed without chunks."""
+_LOSS_BYTES = 3 * 4
+"""Bytes of a logit if autograd computes the loss: the log-probability, its gradient and the logit's gradient, in
+float32."""
 _RUNTIME_BYTES = 30 * 10**6
 """What a process on a CPU allocates for threads, kernels and data after its start."""
 _CONTEXT_BYTES = 600 * 2**20
 """A process's share of a GPU before the first tensor: the CUDA context, and the workspace of matrix products."""
 _COMMUNICATION_BYTES = 2**30
 """The buffers of NCCL on a rank that communicates with others."""
+
+Phase = tuple[float, int]
+"""A part of a micro-batch: the share of its gradients that were complete before, and its bytes without these and
+without parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +99,10 @@ def estimate_memory(recipe: Any, traces: Traces | None = None) -> Memory:
     rank = RankParts(recipe)
     found = []
     for number, parameters in enumerate(stages):
-        activations: Activations | None = Activations()
+        phases: Sequence[Phase] | None = [(0.0, 0), (1.0, 0)]
         if traces is not None:
-            activations = estimate_activations(rank, traces, number)
-        found.append(_of_rank(rank, parameters, process, activations))
+            phases = _traced_phases(rank, traces, number)
+        found.append(_of_rank(rank, parameters, process, phases))
     return max(found, key=lambda memory: memory.total)
 
 
@@ -220,10 +110,11 @@ def _of_rank(
     rank: RankParts,
     parameters: Sequence[nn.Parameter],
     process: int,
-    activations: Activations | None,
+    phases: Sequence[Phase] | None,
 ) -> Memory:
-    """The memory of a rank with the stages of *parameters*."""
+    """The memory of a rank with the stage of *parameters*, and the *phases* of its micro-batches."""
     recipe = rank.recipe
+    offloads = recipe.config.distributed.cpu_offload
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # What has the same size for each element of a parameter.
     share = rank.stored_bytes(trained) / max(nbytes(trained), 1)
@@ -236,15 +127,71 @@ def _of_rank(
         int(average * share),
         others // (rank.sizes.tp * rank.num_shards),
     )
-    if recipe.config.distributed.cpu_offload:
+    if offloads:
         state = Memory(0, 0, process)
+    gradients = _gradient_bytes(rank, trained)
     temporary = int(_bytes_of_optimizer_step(rank, trained) * share)
-    phases = phases_of(rank, parameters, activations or Activations(), temporary)
-    peaks = [replace(state, **asdict(phase)) for phase in phases]
+    gathered = _gathered_bytes(rank, parameters) if rank.is_sharded else 0
+    # The optimizer's step has temporary tensors instead of activations and gathered parameters.
+    peaks = [replace(state, gradients=gradients, activations=temporary)]
+    for complete, activations in phases or [(1.0, 0)]:
+        present = gradients if rank.accumulates else int(complete * gradients)
+        peak = replace(state, gradients=present, gathered=gathered, activations=activations)
+        peaks.append(peak)
+    if offloads:
+        peaks = [replace(peak, gradients=0) for peak in peaks]
     memory = max(peaks, key=lambda peak: peak.total)
-    if recipe.config.distributed.cpu_offload:
-        memory = replace(memory, gradients=0)
-    return memory if activations is not None else replace(memory, activations=None)
+    return memory if phases is not None else replace(memory, activations=None)
+
+
+def _gradient_bytes(rank: RankParts, trained: Sequence[nn.Parameter]) -> int:
+    """Bytes of the gradients of the *trained* parameters of a stage that a rank holds at one time.
+
+    With ``defer_gradient_sync``, these are the gradients of complete parameters in the type that they are reduced in.
+    """
+    if rank.defers:
+        return rank.computed_bytes(trained, torch.float32 if rank.dtype else None)
+    # The sums of micro-batches before the last one of a step are not in the buckets of DDP.
+    return rank.stored_bytes(trained) * (2 if rank.has_buckets and rank.accumulates else 1)
+
+
+def _gathered_bytes(rank: RankParts, parameters: Sequence[nn.Parameter]) -> int:
+    """The largest number of bytes that fsdp2 has gathered at one time: parameters, and gradients to be reduced."""
+    section = rank.recipe.config.distributed
+    here = {id(each) for each in parameters}
+    if rank.num_shards == 1 and not section.cpu_offload and rank.dtype is not None:
+        # On one rank, fsdp2 only casts.
+        here = {id(each) for each in parameters if each.dtype != rank.dtype}
+
+    def group(modules: Sequence[nn.Module]) -> tuple[int, int]:
+        """Bytes of the parameters and of the gradients of *modules*."""
+        found = {id(each): each for module in modules for each in module.parameters()}
+        own = [each for key, each in found.items() if key in here]
+        trained = [each for each in own if each.requires_grad]
+        return rank.computed_bytes(own, rank.dtype), rank.computed_bytes(trained, rank.dtype)
+
+    embeddings, outputs = separate_ends(rank.recipe.model)
+    layers = [group([layer]) for layer in layers_after_input(rank.recipe.model)]
+    output = group(outputs)
+    # What is in no layer and not alone at an end: it stays gathered, and a tied embedding is in it.
+    whole, elsewhere = group([rank.recipe.model]), [*layers, group(embeddings), output]
+    root = whole[0] - sum(parameters for parameters, _ in elsewhere)
+    root_gradients = whole[1] - sum(gradients for _, gradients in elsewhere)
+    layer, layer_gradients = max(layers, default=(0, 0))
+    # Several ranks: the copy of a group, and the buffer that it is gathered into.
+    copies = 2 if rank.num_shards > 1 else 1
+    reduced = 0
+    if copies > 1 or section.cpu_offload:
+        # As in parallelize: gradients are summed over the ranks in float32.
+        widening = torch.float32.itemsize // rank.dtype.itemsize if rank.dtype else 1
+        reduced = max(layer_gradients, output[1]) * widening
+    kept = 0
+    if rank.defers or not section.reshard_after_forward:
+        kept = sum(parameters for parameters, _ in layers) + output[0]
+    of_output = max(copies * output[0], output[0] + output[1] + root_gradients)
+    backward = root_gradients + copies * layer + layer_gradients + reduced
+    forward = copies * layer + (copies - 1) * max(layer, output[0])
+    return root + kept + max(forward, of_output, backward)
 
 
 def _optimizer_bytes(recipe: Any, trained: Sequence[nn.Parameter]) -> int:
@@ -271,3 +218,92 @@ def _bytes_of_optimizer_step(rank: RankParts, trained: Sequence[nn.Parameter]) -
     options = optimizer.defaults
     is_multi_tensor = options.get("foreach", False) is not False and not options.get("fused")
     return nbytes(trained) if rank.on_gpu and is_multi_tensor and not is_ours else 0
+
+
+# ---------------------------------------------------------------- activations
+
+
+def _traced_phases(rank: RankParts, traces: Traces, pipeline_rank: int) -> list[Phase] | None:
+    """The phases of a micro-batch on a *rank* with one of the stages of a pipeline. Returns None when unknown."""
+    recipe, sizes = rank.recipe, rank.sizes
+    batch = micro_batch_shape(recipe)
+    if batch is None:
+        return None
+    # Along the sequence, tensor parallel ranks keep their part of the hidden states between layers, but all tokens of
+    # what their matrices read. It counts as without such parts.
+    tokens_per_row = -(-batch.tokens_per_row // sizes.cp)
+    trace = trace_of(rank, replace(batch, tokens_per_row=tokens_per_row), traces)
+    of_images = image_bytes(rank, batch.images) if batch.images else 0
+    if trace is None or of_images is None:
+        return None
+    trace = trace.part(sizes.pp)
+    head = HeadMemory(0)
+    # Only the last stage computes the loss.
+    if pipeline_rank == sizes.pp - 1:
+        # A model with targets has no parts of rows.
+        head = _head_memory(rank, batch.rows * (batch.targets_per_row or tokens_per_row))
+    # Between their forward and backward passes, the other micro-batches of a pipeline keep what was saved.
+    of_other = trace.after_forward
+    num_others = num_in_progress(recipe.config, sizes, pipeline_rank) - 1
+    if recipe.config.distributed.pp_schedule == "gpipe" and num_others:
+        # This schedule computes all losses before the first backward pass. When there are gradients, one is complete.
+        of_other += head.waiting_bytes
+        num_others -= 1
+    fixed = num_others * of_other + of_images
+    found = [(0.0, trace.forward), (0.0, trace.after_forward + head.peak_bytes)]
+    for done, peak in trace.course:
+        found.append((done / max(trace.gradients, 1), peak + head.gradient_bytes))
+    factor = _BLOCKS if rank.on_gpu else _HEAP
+    return [(complete, int((peak + fixed) * factor)) for complete, peak in found]
+
+
+def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
+    """The largest number of micro-batches with activations on a rank of a pipeline at one time."""
+    if sizes.pp == 1:
+        return 1
+    num_batches = num_micro_batches(config, sizes.dp)
+    if config.distributed.pp_schedule == "1f1b":
+        return min(num_batches, sizes.pp - pipeline_rank)
+    return num_batches
+
+
+def _head_memory(rank: RankParts, num_positions: int) -> HeadMemory:
+    """The memory of the output layer and the loss for *num_positions* tokens with labels.
+
+    Each depth of multi-token prediction has as many, and a separate loss.
+    """
+    recipe = rank.recipe
+    head: Any = output_layer(recipe.model)
+    if getattr(head, "out_features", None) is None:
+        return HeadMemory(0)
+    num_columns = rank.shape(head.weight)[0]
+    dtype = rank.dtype or head.weight.dtype
+    is_trained = head.weight.requires_grad
+    # With shards, its gradient is among the gathered tensors.
+    has_gradient = is_trained and not rank.is_sharded
+    gradient = rank.computed_bytes([head.weight]) if has_gradient else 0
+    model = model_without_adapters(recipe.model)
+    layers = mtp_of(model)
+    num_losses = 1 if layers is None else 1 + layers.num_depths
+    num_logits = num_losses * num_positions * num_columns
+    device_type = recipe.layout.device.type
+    is_small = not rank.on_gpu and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
+    # With adapters on it, or quantized, the loss is computed from full logits.
+    is_plain = class_of(head) in (nn.Linear, LossHead)
+    if is_small or not is_plain or adds_bias_to_logits(model):
+        return HeadMemory(_LOSS_BYTES * num_logits + gradient, gradient)
+    # Other losses than the cross-entropy do not store errors.
+    stores = recipe.objective_class.sums_cross_entropy and stores_errors(
+        device_type, dtype, num_positions, head.in_features, trains_weight=is_trained
+    )
+    sizes = (num_positions, num_columns, head.in_features, dtype, device_type)
+    found = head_bytes(*sizes, trains_weight=is_trained, stores=stores)
+    chunks = found.peak
+    if recipe.config.distill is not None:
+        # The sum of the weight's gradient is as large as with labels alone.
+        chunks -= head_bytes(*sizes, trains_weight=False, stores=stores).peak
+        chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
+    # Errors are where the gradient will be, which is among the gathered tensors in the backward pass only.
+    of_errors = num_columns * head.in_features * dtype.itemsize if stores else 0
+    peak = chunks + max(gradient, of_errors) + (num_losses - 1) * found.waiting
+    return HeadMemory(peak, gradient, num_losses * found.waiting)

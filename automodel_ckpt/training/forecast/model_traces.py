@@ -67,9 +67,9 @@ def _traced(rank: RankParts, batch: MicroBatchShape) -> StepTrace | None:
                     dtype=rank.dtype,
                     is_autocast=is_autocast,
                     keeps_attention=keeps_attention,
-                    is_on_gpu=rank.on_gpu,
                     shapes=of_rank,
                     dtypes=dtypes,
+                    is_on_gpu=rank.on_gpu,
                 )
         except Exception as error:
             log.debug("the activations cannot be traced: %r", error)

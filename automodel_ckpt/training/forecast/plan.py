@@ -221,7 +221,7 @@ def plan(recipe: Any, sizes: Sizes, device: ForecastDevice | None = None) -> Pla
         micro_batch=micro_batch_shape(recipe),
         checkpoint_bytes=_checkpoint_bytes(recipe, assets) if is_saved else None,
         config_json=assets["model"].files[CONFIG] if has_config else None,
-        end=planned_end(recipe.step_scheduler.cadence, steps_of_epoch),
+        end=planned_end(recipe.step_scheduler.settings, steps_of_epoch),
         device=device,
         advice=advice_for(recipe, given, device.nbytes, memory, traces),
     )

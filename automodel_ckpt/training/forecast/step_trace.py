@@ -36,14 +36,12 @@ class HeadMemory:
     """The memory of the output layer and the loss, which a trace does not run.
 
     *peak_bytes* exist while the loss is computed, in addition to the gradient of the hidden states. *gradient_bytes* of
-    them, the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type or what it
-    is computed from, remain until the backward pass of the layer. *waiting_bytes* are the bytes of a loss until its
-    backward pass begins, if other micro-batches are computed before.
+    them, the gradient of the layer's weight, remain. *waiting_bytes* are the bytes of a loss until its backward pass
+    begins, if other micro-batches are computed before.
     """
 
     peak_bytes: int
     gradient_bytes: int = 0
-    sum_bytes: int = 0
     waiting_bytes: int = 0
 
 
@@ -53,7 +51,7 @@ class StepTrace:
 
     *after_forward* exist between the two passes, with the gradient of the hidden states. *course* has (bytes of the
     gradients that were complete before, peak) of each part of the backward pass, in which one gradient is computed. A
-    complete gradient is freed, because it is added to one that exists, or because only its shard is kept.
+    complete gradient is freed.
     """
 
     forward: int
@@ -71,18 +69,6 @@ class StepTrace:
         return StepTrace(
             self.forward // num_stages, self.after_forward // num_stages, tuple(course)
         )
-
-    def peak(self, head: HeadMemory) -> int:
-        """The peak of one micro-batch, with the gradients that it computes."""
-        return self._peak(head, max(done + peak for done, peak in self.course))
-
-    def later_peak(self, head: HeadMemory) -> int:
-        """The peak of a micro-batch in addition to existing gradients, or with gradients that are sharded elsewhere."""
-        return self._peak(head, max(peak for _, peak in self.course))
-
-    def _peak(self, head: HeadMemory, backward: int) -> int:
-        loss = self.after_forward + head.peak_bytes
-        return max(self.forward, loss, backward + head.gradient_bytes)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -200,9 +186,9 @@ def traced_step(
     dtype: torch.dtype | None = None,
     is_autocast: bool = False,
     keeps_attention: bool = False,
-    is_on_gpu: bool = False,
     shapes: Mapping[int, torch.Size] | None = None,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    is_on_gpu: bool = False,
 ) -> StepTrace:
     """Count the bytes of a forward and a backward pass of *backbone*.
 
@@ -214,8 +200,8 @@ def traced_step(
         is_autocast: Whether autocast uses *dtype*; otherwise parameters are cast to it before.
         keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
-        is_on_gpu: Whether the step is one of a GPU.
         shapes: The shapes of the parameters, by id, that a rank has a part of.
+        is_on_gpu: Whether the step is one of a GPU.
         dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
 
     Raises an exception of torch or of the model for a forward pass that needs values.

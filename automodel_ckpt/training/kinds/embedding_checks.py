@@ -190,10 +190,12 @@ def sentence_transformers_files(
     for number, (path, kind) in enumerate(zip(steps, kinds, strict=True)):
         type_name = f"sentence_transformers.models.{kind}"
         modules.append({"idx": number, "name": str(number), "path": path, "type": type_name})
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     files: dict[str, Any] = {
         "modules.json": modules,
         "sentence_bert_config.json": {
-            "max_seq_length": _longest_text(dataset, model_config),
+            # The number of tokens that texts are truncated to.
+            "max_seq_length": max(_limits(dataset), default=context),
             "do_lower_case": False,
         },
         "1_Pooling/config.json": pooling,
@@ -206,14 +208,6 @@ def sentence_transformers_files(
     if section.normalize:
         files["2_Normalize/config.json"] = {}
     return {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
-
-
-def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None:
-    """The number of tokens that texts are truncated to: the largest limit in the section, else the model's context."""
-    limits = list(_limits(dataset))
-    return max(
-        limits, default=getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    )
 
 
 def _limits(section: Target) -> Iterator[int]:

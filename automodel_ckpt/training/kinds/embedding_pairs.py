@@ -84,16 +84,11 @@ def own_candidates(
     documents = torch.cat([digests.documents, digests.negatives])
     is_there = torch.ones_like(owners, dtype=torch.bool)
     texts = Texts(digests.queries, documents, is_there[: len(pairs)], is_there)
-    hides_documents, hides_queries = hidden_rows(texts, pairs, hides_equal=hides_equal)
-    hides_documents |= owners != pairs.unsqueeze(1)
-    device = embeddings.queries.device
-    return Candidates(
-        embeddings.queries,
-        torch.cat([embeddings.documents, embeddings.negatives]),
-        pairs.to(device),
-        hides_documents.to(device),
-        hides_queries.to(device),
-    )
+    values = torch.cat([embeddings.documents, embeddings.negatives])
+    found = Embedded(texts, embeddings.queries, values).candidates(pairs, hides_equal=hides_equal)
+    is_of_other = owners != pairs.unsqueeze(1)
+    found.hides_documents.logical_or_(is_of_other.to(found.hides_documents.device))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

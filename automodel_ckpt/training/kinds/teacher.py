@@ -95,8 +95,8 @@ def moves_whole(config: RecipeConfig, layout: RankLayout) -> bool:
 
 
 def _offloads(config: RecipeConfig, layout: RankLayout) -> bool:
-    wanted = (config.distill or DistillConfig()).offload_teacher
-    return wanted and layout.device.type != "cpu"
+    section = config.distill
+    return section is not None and section.offload_teacher and layout.device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,16 @@ def check_vocabularies(
     None means all tokens. Vocabularies of different sizes (padding) are accepted if the tokenizers are equal.
     Raises :class:`RecipeError` for other vocabularies.
     """
-    of_teacher = _teacher_tokenizer(teacher)
+    options, of_teacher = teacher.repository, None
     tokenizer = text_tokenizer(tokenizer)
+    read: Any = AutoTokenizer.from_pretrained
+    # Whatever it raises for a directory without a tokenizer: without one, the sizes are compared.
+    with suppress(Exception):
+        of_teacher = read(
+            str(Path(teacher.name).expanduser()),
+            revision=options.revision,
+            trust_remote_code=options.runs_code,
+        )
     if of_teacher is not None and tokenizer is not None:
         _require_equal(tokenizer, of_teacher, teacher.name)
     asked = config.model.vocab_size if isinstance(config.model, ModelConfig) else None
@@ -176,17 +184,6 @@ def check_vocabularies(
 
 def _vocab_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
-
-
-def _teacher_tokenizer(teacher: PretrainedTeacher) -> Any:
-    """The tokenizer in the teacher's directory. Returns None when there is none."""
-    name = str(Path(teacher.name).expanduser())
-    options = teacher.repository
-    read: Any = AutoTokenizer.from_pretrained
-    # Whatever it raises for a directory without a tokenizer: without one, the sizes are compared.
-    with suppress(Exception):
-        return read(name, revision=options.revision, trust_remote_code=options.runs_code)
-    return None
 
 
 def _require_equal(student: Any, teacher: Any, name: str) -> None:
@@ -296,7 +293,12 @@ class Teacher:
             self._use({name: value.to(device) for name, value in self._host.items()})
         try:
             targets = self._run(numbered, order)
-            self._gather_head()
+            head: Any = self.trainable.loss_head
+            if head is not None:
+                # fsdp2 has freed the parameters of the output layer after the forward pass.
+                gather_root(self.trainable.model)
+                if isinstance(head, FSDPModule):
+                    head.unshard()
             yield targets
         finally:
             reshard(self.trainable.model)
@@ -329,15 +331,6 @@ class Teacher:
         return LogitTargets(
             lambda start, end: head.logits_of(hidden[start:end]), self.num_columns, captured.part
         )
-
-    def _gather_head(self) -> None:
-        """Gather the output layer: fsdp2 has freed its parameters after the forward pass."""
-        head: Any = self.trainable.loss_head
-        if head is None:
-            return
-        gather_root(self.trainable.model)
-        if isinstance(head, FSDPModule):
-            head.unshard()
 
     def _use(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.trainable.model.named_parameters():

@@ -157,7 +157,6 @@ class HarnessBenchmark:
 
         Raises :class:`RecipeError` for a model that computes no logits of tokens, and without a tokenizer.
         """
-        self.every_steps = settings.every_steps
         self._tasks = tasks_of(settings)
         self._index = recipe.task_index
         self._evaluated = EvaluatedModel("the tasks", SECTION, recipe)

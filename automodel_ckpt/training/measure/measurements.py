@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from automodel_ckpt.checkpoint.run import timeline
-from automodel_ckpt.config.keys.monitoring import benchmarks_of, has_benchmarks
+from automodel_ckpt.config.keys.monitoring import harness_of
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -19,7 +20,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
-from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
 from automodel_ckpt.training.measure.evaluation import (
     ACCURACY,
     PERPLEXITY,
@@ -79,13 +80,10 @@ def measures_of(objective_class: type[Objective], loss_fn: Target | None) -> tup
     )
     if replaced:
         return (LOSS,)
-    if loss_fn is not None and not _is_plain_cross_entropy(loss_fn):
-        return (LOSS, ACCURACY)
-    return (LOSS, ACCURACY, PERPLEXITY)
-
-
-def _is_plain_cross_entropy(loss_fn: Target) -> bool:
-    return loss_fn._target_ in _PLAIN_LOSSES and set(loss_fn.kwargs) <= _PLAIN_OPTIONS
+    is_plain = loss_fn is None or (
+        loss_fn._target_ in _PLAIN_LOSSES and set(loss_fn.kwargs) <= _PLAIN_OPTIONS
+    )
+    return (LOSS, ACCURACY, PERPLEXITY) if is_plain else (LOSS, ACCURACY)
 
 
 def metric_name(measure: str, set_name: str | None) -> str:
@@ -171,26 +169,20 @@ def rising_measure(metric: str) -> str | None:
     return None
 
 
-def cadence_of(config: RecipeConfig) -> Cadence:
-    """The ``step_scheduler`` section as intervals: when to save, validate and end."""
-    steps = config.step_scheduler
-    is_automatic = steps.ckpt_every_steps == "auto"
-    return Cadence(
-        max_steps=steps.max_steps,
-        num_epochs=steps.effective_num_epochs,
-        ckpt_every_steps=None if steps.ckpt_every_steps == "auto" else steps.ckpt_every_steps,
-        mtbf_seconds=3600 * steps.mtbf_hours if is_automatic else None,
-        ckpt_every_epochs=steps.ckpt_every_epochs,
-        ckpt_every_minutes=steps.ckpt_every_minutes,
-        ckpt_on_best=steps.ckpt_on_best,
-        val_every_steps=steps.val_every_steps,
-        max_time_seconds=steps.max_time_seconds,
+def build_step_scheduler(
+    config: RecipeConfig,
+    steps_per_epoch: int | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> StepScheduler:
+    """Build the counters of a run with so many steps in an epoch, by the section ``step_scheduler``."""
+    return StepScheduler(
+        config.step_scheduler,
+        planned_steps=total_steps(config.step_scheduler, steps_per_epoch),
         has_validation=has_validation(config),
-        has_benchmarks=has_benchmarks(config),
-        bench_every_steps=tuple(each.every_steps for each in benchmarks_of(config)),
-        early_stopping=stopping_rule(config),
-        stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
-        on_spike=steps.on_spike,
+        benchmark=harness_of(config),
+        stopping_rule=stopping_rule(config),
+        clock=clock,
     )
 
 
@@ -333,13 +325,13 @@ class Measurements:
         self._scheduler: StepScheduler = recipe.step_scheduler
         self._run_log: RunLog = recipe.run_log
         self._weight_average: WeightAverage | None = recipe.weight_average
-        self._benchmarks: list[HarnessBenchmark] = []
+        self._benchmark: HarnessBenchmark | None = None
         self._completions: Completions | None = None
-        evaluation, generation = self._config.evaluation, self._config.generation
-        if evaluation is not None and evaluation.harness is not None:
+        harness, generation = harness_of(self._config), self._config.generation
+        if harness is not None:
             from automodel_ckpt.training.measure.evaluated_model import HarnessBenchmark
 
-            self._benchmarks.append(HarnessBenchmark(evaluation.harness, recipe))
+            self._benchmark = HarnessBenchmark(harness, recipe)
         if generation is not None:
             from automodel_ckpt.training.measure.evaluated_model import Completions
 
@@ -348,15 +340,15 @@ class Measurements:
         self._validates_average = section is not None and section.validate
 
     def take(self, *, validate: bool) -> tuple[dict[str, Any], bool]:
-        """Validate, if that is due, and run the benchmarks, if they are due.
+        """Validate, if that is due, and run the benchmark, if it is due.
 
-        Returns the content of ``losses.json`` with the metrics of benchmarks, and whether anything was measured. Raises
-        :class:`Stopped` if a stop was requested meanwhile. The next start then makes up for what is missing.
+        Returns the content of ``losses.json`` with the metrics of the benchmark, and whether anything was measured.
+        Raises :class:`Stopped` if a stop was requested meanwhile. The next start then makes up for what is missing.
         """
         validation = self._validated() if validate else None
         metrics: Sequence[TaskMetric] = ()
-        if self._scheduler.benchmarks_are_due:
-            found = self._run_benchmarks()
+        if self._scheduler.benchmark_is_due:
+            found = self._run_benchmark()
             if found is None:
                 # The stop saves the step without its validation.
                 self._scheduler.validation_is_due = validation is not None
@@ -371,7 +363,7 @@ class Measurements:
         Afterwards the best value so far, and its checkpoint, are the same as in a run that was not stopped.
         """
         scheduler = self._scheduler
-        if scheduler.validation_is_due or scheduler.benchmarks_are_due:
+        if scheduler.validation_is_due or scheduler.benchmark_is_due:
             log.info("validating step %d, which a signal had prevented", scheduler.step)
             losses, _ = self.take(validate=scheduler.validation_is_due)
             self._loop.saves.note_late_validation(losses)
@@ -380,7 +372,7 @@ class Measurements:
     def _benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
         """The values of *metrics* by name, and null for a metric that the recipe names if its benchmark has not run."""
         values: dict[str, float | None] = {each.name: each.value for each in metrics}
-        rule = self._scheduler.cadence.early_stopping
+        rule = stopping_rule(self._config)
         for name in (self._config.checkpoint.best_metric_key, "" if rule is None else rule.metric):
             if name.startswith(BENCHMARK) and not metrics:
                 values[name] = None
@@ -400,19 +392,17 @@ class Measurements:
         assert validation is not None
         return validation
 
-    def _run_benchmarks(self) -> Sequence[TaskMetric] | None:
-        """The metrics of the benchmarks that are due. Returns None when a stop was requested meanwhile."""
-        scheduler = self._scheduler
-        metrics: list[TaskMetric] = []
-        with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():
-            for benchmark in self._benchmarks:
-                if scheduler.benchmark_is_due(benchmark.every_steps):
-                    found = benchmark.run()
-                    if found is None:
-                        return None
-                    metrics += found
-        scheduler.benchmarks_are_due = False
+    def _run_benchmark(self) -> Sequence[TaskMetric] | None:
+        """The metrics of the benchmark, which is due. Returns None when a stop was requested meanwhile."""
+        scheduler, benchmark = self._scheduler, self._benchmark
+        metrics: Sequence[TaskMetric] | None = ()
         # A start after a time limit may have nothing to make up for: its run is not at its end.
+        if benchmark is not None and scheduler.benchmark_is_wanted():
+            with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():
+                metrics = benchmark.run()
+        if metrics is None:
+            return None
+        scheduler.benchmark_is_due = False
         if metrics:
             texts = [f"{each.task} {each.metric} {each.value:.4f}" for each in metrics]
             log.info("step %d: %s", scheduler.step, ", ".join(texts))

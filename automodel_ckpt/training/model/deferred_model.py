@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
@@ -38,7 +37,6 @@ from automodel_ckpt.models.meta_init import (
     on_meta,
 )
 from automodel_ckpt.models.model_checks import check_complete
-from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.training.model.pretrained_files import (
@@ -304,6 +302,13 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
         # A dry run reads no weights.
         level = "size" if request.is_dry_run else config.checkpoint.verify
         verify_base(base, level, layout, layout.gloo_group, section.revision)
+    needs_values, loading = "", None
+    if config.peft is not None:
+        from automodel_ckpt.models.layers.adapter import why_whole
+        from automodel_ckpt.training.model.adapters import lora_of, quantization
+
+        needs_values = why_whole(lora_of(config.peft))
+        loading = quantization(config, layout)
     files = f"config.json and generation_config.json of {base}" if base else "model.from_config"
     with naming_files("transformers cannot build this model", files):
         return build_deferred(
@@ -314,24 +319,12 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
             seed=config.seed,
             group=layout.gloo_group,
             vocab_size=wanted_size(section.vocab_size, text_tokenizer(request.preprocessor)),
-            **_for_adapters(config, layout),
+            needs_values=needs_values,
+            loading=loading,
             mtp=_mtp_plan(request, section, base),
             # A model that is not trained needs the head of its files.
             allow_new_head=request.has_task_head and request.is_trained,
         )
-
-
-def _for_adapters(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
-    """What the section ``peft`` asks of the base: that it is read as a whole, or quantized."""
-    if config.peft is None:
-        return {}
-    from automodel_ckpt.models.layers.adapter import why_whole
-    from automodel_ckpt.training.model.adapters import lora_of, quantization
-
-    return {
-        "needs_values": why_whole(lora_of(config.peft)),
-        "loading": quantization(config, layout),
-    }
 
 
 def _base(request: ModelRequest, section: ModelConfig) -> str | None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from automodel_ckpt.config.callables.plugins import build
-from automodel_ckpt.config.keys.model import CompileConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
@@ -102,7 +101,19 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
         how = replace(how, tp_plan=stages.tp_plan)
     if config.compile.enabled:
         # Layer by layer and in place: torch.compile(model) would add `_orig_mod.` to all names.
-        _compile(model, config.compile, layout.device)
+        from automodel_ckpt.models.layers.compiling import compile_layers, num_row_widths
+
+        settings = config.compile
+        num_widths = num_row_widths(settings.row_widths, settings.dynamic, layout.device.type)
+        compile_layers(
+            decoder_layers(model),
+            backend=settings.backend,
+            mode=settings.mode,
+            fullgraph=settings.fullgraph,
+            dynamic=settings.dynamic,
+            device=layout.device,
+            num_widths=num_widths,
+        )
     mesh = stages.mesh if stages is not None else None
     sharded = parallelize(model, layout, how, deferred.materialise, mesh)
     if stages is None:
@@ -112,20 +123,6 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
     log_idle_share(num_micro_batches(config, layout.dp_size), layout)
     return Sharded(sharded, compute, stage)
-
-
-def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> None:
-    from automodel_ckpt.models.layers.compiling import compile_layers, num_row_widths
-
-    compile_layers(
-        decoder_layers(model),
-        backend=section.backend,
-        mode=section.mode,
-        fullgraph=section.fullgraph,
-        dynamic=section.dynamic,
-        device=device,
-        num_widths=num_row_widths(section.row_widths, section.dynamic, device.type),
-    )
 
 
 def has_cuda_graphs(config: RecipeConfig, layout: RankLayout) -> bool:

@@ -370,13 +370,19 @@ def build_trainable(request: ModelRequest) -> Trainable:
         # Otherwise the model would compute router logits that nothing uses.
         options["output_router_logits"] = False
     check_mesh(request, model)
+    flop_count = None
+    if logs_mfu(config.logging, layout):
+        from automodel_ckpt.models.measure.flop_count import count_flops
+
+        # Before the model is divided.
+        flop_count = count_flops(model, decoder_layers(model))
     trainable = Trainable(
         model,
         options,
         **changes,
         fake_quantization=add_fake_quantization(request, model),
         has_task_head=request.has_task_head,
-        flop_count=_flop_count(request, model),
+        flop_count=flop_count,
         summary=_summary(request, model),
         precision=_precision(request, model),
     )
@@ -414,15 +420,6 @@ def _with_copies(deferred: DeferredModel) -> DeferredModel:
         copy_saved_modules(shared)
 
     return replace(deferred, materialise=materialise_both)
-
-
-def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | None:
-    """Count the operations of a step, before the model is divided. Returns None where the log does not have them."""
-    if not logs_mfu(request.config.logging, request.layout):
-        return None
-    from automodel_ckpt.models.measure.flop_count import count_flops
-
-    return count_flops(model, decoder_layers(model))
 
 
 def _summary(request: ModelRequest, model: nn.Module) -> str:

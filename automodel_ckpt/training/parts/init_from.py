@@ -219,20 +219,14 @@ class Start:
             hint = self._hint() if self.is_single else ""
             if not hint:
                 raise
-            raise RecipeError.all_of(
-                [replace(each, hint=hint) for each in error.problems]
-            ) from None
+            problems = [replace(each, hint=hint) for each in error.problems]
+            raise RecipeError.all_of(problems) from None
 
     def _hint(self) -> str:
         """What to do about adapters or a whole model in its place, or about names that all have a prefix there."""
         verdict = self.verdict
-        here, there = (
-            any(".lora_" in name for name in each.shapes) for each in (self._here, self._there)
-        )
-        if there:
-            return _OTHER_ADAPTERS if here else _ADAPTERS
-        if here:
-            return _WHOLE_MODEL
+        if any(".lora_" in name for name in [*self._here.shapes, *self._there.shapes]):
+            return _ADAPTERS
         missing = next((name for name in verdict.new if name not in verdict.allowed), None)
         for name in verdict.unexpected if missing is not None else ():
             if name.endswith(f".{missing}"):
@@ -255,17 +249,10 @@ class Start:
                 )
 
 
-_OTHER_ADAPTERS = (
-    "give the recipe the section peft of these adapters: their adapter_config.json has r, lora_alpha, target_modules "
-    "and the other options"
-)
 _ADAPTERS = (
-    "these are adapters, and this recipe trains a whole model: make one model of base and adapters, by ckpt export "
-    "--merge, and name that; or give the recipe the peft section of the adapters"
-)
-_WHOLE_MODEL = (
-    "this is a whole model, and the recipe trains adapters on one: name it in model.from_pretrained (of a checkpoint "
-    "of ours its model/consolidated directory, which ckpt consolidate makes), and leave init_from out"
+    "give the recipe the section peft of these adapters, as in their adapter_config.json; make one model of base and "
+    "adapters with ckpt export --merge; or name a whole model, which a recipe trains adapters on, in "
+    "model.from_pretrained (a checkpoint of ours has one in model/consolidated) and leave init_from out"
 )
 
 

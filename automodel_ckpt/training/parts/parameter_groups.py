@@ -217,16 +217,8 @@ def _no_decay_applies(section: Section, group: Group | None) -> bool:
         return True
     function = callable_of(target)
     # A function may make its own parameter groups of what it is given.
-    return (
-        isinstance(function, type)
-        and issubclass(function, Optimizer)
-        and has_weight_decay(function)
-    )
-
-
-def has_weight_decay(optimizer_class: type[Optimizer]) -> bool:
-    """Whether a class of optimizers takes the option ``weight_decay``."""
-    return "weight_decay" in inspect.signature(optimizer_class).parameters
+    is_class = isinstance(function, type) and issubclass(function, Optimizer)
+    return is_class and "weight_decay" in inspect.signature(function).parameters
 
 
 def _is_without_decay(section: Section, trained: Trained) -> bool:

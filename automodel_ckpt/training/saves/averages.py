@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def average_last(run: Path, count: int) -> Path | None:
     sources = last_checkpoints(run, min(count, existing))
     target = run / AVERAGED / sources[-1].name
     if target.is_dir():
-        if _is_average_of(target, sources):
+        averaged = None
+        with contextlib.suppress(CheckpointUnusable):
+            averaged = sources_in(Summary.read(target))
+        if averaged == [Summary.read(source).digest for source in sources]:
             log.info("average of the last %d checkpoints: %s", len(sources), target)
             return target
         # The run went back to an earlier checkpoint, and has saved this step again.
@@ -50,12 +54,3 @@ def average_last(run: Path, count: int) -> Path | None:
     path = write_checkpoint(planned.checkpoint)
     log.info("average of the last %d checkpoints: %s", len(sources), path)
     return path
-
-
-def _is_average_of(average: Path, sources: list[Path]) -> bool:
-    """Whether the complete checkpoint *average* was made from *sources*, as they are now."""
-    try:
-        found = sources_in(Summary.read(average))
-    except CheckpointUnusable:
-        return False
-    return found == [Summary.read(source).digest for source in sources]

@@ -91,7 +91,11 @@ class MemorySaves:
                 convert=_as_recipe_error,
             )
         if self.nodes is not None and self._is_rank0:
-            log.info("%s", _nodes_text(self.nodes, section.replicas))
+            log.info(
+                "checkpoints in memory are distributed over %s, with %s of each node's part on others",
+                counted(len(self.nodes.nodes), "node"),
+                counted(self.nodes.replicas, "copy", "copies"),
+            )
         self._on_nodes: dict[Path, CheckpointOnNodes] = {}
         self.find()
         self._checkpointer: Checkpointer | None = Checkpointer(
@@ -193,13 +197,18 @@ class MemorySaves:
         checkpointer = self._checkpointer
         if checkpointer is None or scheduler.step < self._next_step:
             return False
-        return not (self._is_auto and self._is_busy(checkpointer))
+        if not self._is_auto:
+            return True
+        num_writing, num_failed = agree.sum_over_ranks(
+            self._group, checkpointer.is_writing, checkpointer.upload_failed
+        )
+        return num_writing == 0 or num_failed > 0
 
     def save(self, step: int, save: SaveState) -> None:
         """Save the present *step* with *save*. It first waits for an earlier save that is still in progress.
 
-        Where that one failed, the present step is saved in its place. After _MAX_FAILURES in a row, saves to memory end
-        with a warning. Training continues.
+        After a failure, a warning is logged, and the next step that is due is saved. After _MAX_FAILURES in a row,
+        saves to memory end. Training continues.
         """
         assert self._checkpointer is not None, "it was due"
         # A save in progress does it when it is published.
@@ -209,45 +218,28 @@ class MemorySaves:
             with contextlib.suppress(LeaseLost):
                 self._disk.run.set_aside_abandoned()
         started = time.monotonic()
-        # The failure of an earlier save is raised before the present step is saved.
-        for outcome in ("and the present step is saved in its place", "and the next one is saved"):
-            if self._saved(save, outcome):
-                break
+        try:
+            save(self._checkpointer)
+        except (SaveFailed, LeaseLost) as failure:
+            # Perhaps the failure of an earlier save, which was in progress.
+            self._note_failure(failure)
+        else:
+            # The return of a second save in a row shows that the first one was published.
+            if not self._last_failed:
+                self._num_failures = 0
+            self._last_failed = False
         if self._is_auto:
             self._adapt(step, started, time.monotonic() - started)
         self._next_step = step + self._every_steps
 
-    def _saved(self, save: SaveState, outcome: str) -> bool:
-        """Call *save*. Returns False if it failed and can be repeated. *outcome* is what the warning says then."""
-        checkpointer = self._checkpointer
-        assert checkpointer is not None
-        try:
-            save(checkpointer)
-        except (SaveFailed, LeaseLost) as failure:
-            self._note_failure(failure, outcome)
-            return self._checkpointer is None
-        # The return of a second save in a row shows that the first one was published.
-        if not self._last_failed:
-            self._num_failures = 0
-        self._last_failed = False
-        return True
-
-    def _note_failure(self, failure: AutomodelError, outcome: str) -> None:
-        """Count a failed save, and warn of it with its *outcome*. After _MAX_FAILURES in a row, save no more."""
+    def _note_failure(self, failure: AutomodelError) -> None:
+        """Count a failed save, and warn of it. After _MAX_FAILURES in a row, save no more."""
         self._num_failures += 1
         self._last_failed = True
         if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):
             self._give_up(failure)
         elif self._is_rank0:
-            text = text_while_running(failure)
-            log.warning("a checkpoint in memory failed, %s: %s", outcome, text)
-
-    def _is_busy(self, checkpointer: Checkpointer) -> bool:
-        """Whether a save is in progress on a rank."""
-        num_writing, num_failed = agree.sum_over_ranks(
-            self._group, checkpointer.is_writing, checkpointer.upload_failed
-        )
-        return num_writing > 0 and num_failed == 0
+            log.warning("a checkpoint in memory failed: %s", text_while_running(failure))
 
     def _adapt(self, step: int, started: float, stall_seconds: float) -> None:
         """Choose the interval with which training waits for copies for _STALL_SHARE of its time."""
@@ -283,7 +275,7 @@ class MemorySaves:
         try:
             self._checkpointer.wait_for_save()
         except (SaveFailed, LeaseLost) as failure:
-            self._note_failure(failure, "and the one before is the newest")
+            self._note_failure(failure)
 
     def wait(self) -> None:
         """Wait until this rank has no save in progress. Local."""
@@ -330,15 +322,6 @@ class MemorySaves:
         if not others:
             return ": each rank's state from its own node"
         return f": {size_text(own)} from the ranks' own nodes, and {size_text(others)} from the memory of other nodes"
-
-
-def _nodes_text(nodes: Nodes, replicas: int) -> str:
-    text = f"checkpoints in memory are distributed over {len(nodes.nodes)} nodes"
-    if nodes.replicas:
-        text += f", and each node's part is copied to {counted(nodes.replicas, 'other node')}"
-    if nodes.replicas < replicas:
-        text += f" (checkpoint.memory.replicas is {replicas}: there are no more)"
-    return text
 
 
 def memory_options(section: CheckpointConfig, *, is_distributed: bool = False) -> CheckpointConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
@@ -26,11 +27,9 @@ from automodel_ckpt.errors import (
     RecipeError,
     SaveFailed,
 )
-from automodel_ckpt.logs.progress import SavingView
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.run_end import again, signal_name
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -40,17 +39,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("automodel_ckpt")
 
+_BAR_CELLS = 10
 
-def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
-    """How far a save is, for the progress line; with several ranks, how far rank 0 is."""
+
+def saving_text(saving: Saving | None, num_ranks: int) -> str:
+    """How far a save is, for the progress line; with several ranks, how far rank 0 is. Empty without one."""
     if saving is None:
-        return None
+        return ""
     written = min(saving.written_bytes, saving.total_bytes)
-    total = max(saving.total_bytes, 1)
+    bar = "#" * round(_BAR_CELLS * written / max(saving.total_bytes, 1))
     amount = f"{size_text(written)} of {size_text(saving.total_bytes)}"
-    if num_ranks > 1:
-        amount += " on rank 0"
-    return SavingView(saving.step, written / total, amount)
+    on_rank0 = " on rank 0" if num_ranks > 1 else ""
+    return f"saving {saving.step} [{bar:.<{_BAR_CELLS}}] {amount}{on_rank0}"
 
 
 def saved_line(report: SaveReport, figures: str = "") -> str:
@@ -89,31 +89,22 @@ class Saves:
     are called on all ranks, except :meth:`note_saved`.
     """
 
-    failure: AutomodelError | None
-    """The last save's failure, if training continues after it. The run ends with it."""
-    last_save: SaveReport | None
-    """The newest checkpoint of this process. An asynchronous one may still fail, until :meth:`wait` returns."""
-    resumed: Resumed | None
-    """The checkpoint that this process resumed from. ``training/start/resume.py`` sets it, and :meth:`roll_back`."""
-    memory: MemorySaves | None
-    """The section ``checkpoint.memory``, set at the resume. None without it."""
-    recipe_yaml: str
-    """The recipe that checkpoints contain. A resume sets in it the values that it takes from its checkpoint."""
-    replica_check: ReplicaCheck | None
-    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe. None
-    without it."""
-
     def __init__(self, recipe: Any) -> None:
         """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe`. Its parts have been built."""
         config: RecipeConfig = recipe.config
         self.checkpointer: Checkpointer | None = recipe.checkpointer
-        self.failure = None
-        self.last_save = None
+        self.failure: AutomodelError | None = None
+        """The last save's failure, if training continues after it. The run ends with it."""
+        self.last_save: SaveReport | None = None
+        """The newest checkpoint of this process. An asynchronous one may still fail, until :meth:`wait` returns."""
         self._save_before: SaveReport | None = None
         """The checkpoint before :attr:`last_save`, while that is being written."""
-        self.resumed = None
-        self.memory = None
-        self.replica_check = None
+        self.resumed: Resumed | None = None
+        """The checkpoint that this process resumed from, set by ``training/start/resume.py`` and :meth:`roll_back`."""
+        self.memory: MemorySaves | None = None
+        """The section ``checkpoint.memory``, set at the resume."""
+        self.replica_check: ReplicaCheck | None = None
+        """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe."""
         self._compared_step: int | None = None
         self.hub_uploads: HubUploads | None = None
         if config.hub is not None and self.checkpointer is not None:
@@ -121,7 +112,8 @@ class Saves:
 
             self.hub_uploads = HubUploads(config.hub, self.checkpointer)
         self._section = config.checkpoint
-        self.recipe_yaml = recipe.config_yaml
+        self.recipe_yaml: str = recipe.config_yaml
+        """The recipe that checkpoints contain. A resume sets in it the values that it takes from its checkpoint."""
         self._scheduler: StepScheduler = recipe.step_scheduler
         self._run_log: RunLog = recipe.run_log
         self.timeline = self._run_log.timeline
@@ -227,7 +219,7 @@ class Saves:
         ):
             return False
         self._scheduler.best = value
-        return self._scheduler.cadence.ckpt_on_best
+        return self._scheduler.settings.ckpt_on_best
 
     def note_late_validation(self, losses: Mapping[str, Any]) -> None:
         """Record *losses* of the resumed step for its checkpoint. A signal had prevented this step's validation."""
@@ -283,7 +275,7 @@ class Saves:
         # Now: when an asynchronous save is published, training is at a later step.
         self._figures = {scheduler.step: self._run_log.figures(losses)}
         self._run_log.progress.follow(
-            lambda: saving_view(checkpointer.saving(), self._recipe.layout.world_size)
+            lambda: saving_text(checkpointer.saving(), self._recipe.layout.world_size)
         )
         return self._write_checkpoint(
             checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
@@ -474,6 +466,16 @@ class Saves:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._make_final_exports(self.checkpointer)
             self._finish_uploads(self.checkpointer, request)
+
+
+def signal_name(number: int | None) -> str:
+    """How messages name the signal *number*. It is 0 or None when another rank received the signal."""
+    return signal.Signals(number).name if number else "a signal to another rank"
+
+
+def again(number: int) -> str:
+    """How messages say that the signal *number* can be repeated."""
+    return "press Ctrl-C again" if number == signal.SIGINT else "send it again"
 
 
 def _report_signal_at_end(number: int) -> None:

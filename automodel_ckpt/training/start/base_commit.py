@@ -49,14 +49,15 @@ _FROM_PRETRAINED = ("transformers.", ".from_pretrained")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository that a recipe names at the key *where*. The *owner* of the key *revision_key* has its revision.
+    """A repository that a recipe names at the key *where*. Among the *values* of a section, *revision_key* is its
+    revision.
 
     *is_optional*: a run that continues from a checkpoint does not read it.
     """
 
     name: str
     where: str
-    owner: Any
+    values: dict[str, Any]
     revision_key: str = "revision"
     kind: Kind = "model"
     is_optional: bool = False
@@ -64,16 +65,11 @@ class HubName:
     @property
     def revision(self) -> str | None:
         """The branch, tag or commit that the recipe asks for."""
-        if isinstance(self.owner, dict):
-            return self.owner.get(self.revision_key)
-        return getattr(self.owner, self.revision_key)  # type: ignore[no-any-return]
+        return self.values.get(self.revision_key)
 
     def pin(self, commit: str) -> None:
         """Let the recipe ask for *commit*."""
-        if isinstance(self.owner, dict):
-            self.owner[self.revision_key] = commit
-        else:
-            setattr(self.owner, self.revision_key, commit)
+        self.values[self.revision_key] = commit
 
     @property
     def asked(self) -> str:
@@ -120,7 +116,7 @@ def _names_in(value: Any, where: str) -> Iterator[HubName]:
             # A config can be written in the recipe, too.
             if isinstance(name, str) and revision_key in fields and not is_url(name):
                 is_optional = where.startswith("init_from")
-                yield HubName(name, f"{where}{key}", value, revision_key, is_optional=is_optional)
+                yield HubName(name, f"{where}{key}", fields, revision_key, is_optional=is_optional)
     for key, item in items:
         yield from _names_in(item, f"{where}{key}.")
 
@@ -287,6 +283,4 @@ def _commit_of(name: HubName, recorded: Recorded | None) -> str | None:
             value=f"{name.name}@{commit}",
             hint=f"to continue with other files, set {section}.{name.revision_key} to a commit that is there",
         ) from error
-    # Checkpoints of earlier versions record no data sets. A commit would look like other data to their loaders.
-    is_new = recorded is None or commit is not None
-    return commit or found if is_new else None
+    return commit or found

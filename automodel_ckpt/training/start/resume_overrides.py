@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,13 @@ class RecipeOptions:
         self._checkpoint = checkpoint
         saved_rate = current_rate(self._optimizer)
         if OPTIMIZER in saved:
-            self._compare_state_options()
+            # The rate of a schedule that is left out is replaced by the recipe's.
+            has_lost_schedule = self._schedule is None and SCHEDULE in saved
+            for name, where, loaded, new in self._options(has_lost_schedule=has_lost_schedule):
+                self._choose(name, where, loaded, new)
+            self._set_state_options()
         if self._from_recipe:
-            self._take_options()
-        elif OPTIMIZER in saved:
-            self._log_kept_options(has_lost_schedule=self._schedule is None and SCHEDULE in saved)
+            self._restore_options()
         if self._schedule is not None and SCHEDULE in saved:
             self._follow(self._schedule, scheduler, saved_rate)
         elif self._schedule is not None or SCHEDULE in saved:
@@ -185,18 +187,10 @@ class RecipeOptions:
         arguments = getattr(self._section, "kwargs", {})
         return _numbers(getattr(self._section, name, arguments.get(name)))
 
-    def _note(self, name: str, saved: list[Any], new: list[Any]) -> None:
-        """Note that an option of a group continues as *saved*, if the group would have *new* from the section."""
-        if self._in_section(name) == new:
-            self._of_section.setdefault(name, []).append(saved)
-
     def _present_groups(self) -> list[dict[str, Any]]:
         """The options of each group."""
         groups = self._optimizer.param_groups
         return [{name: group[name] for name in group if name != "params"} for group in groups]
-
-    def _where(self, number: int) -> str:
-        return f" of parameter group {number}" if len(self._groups) > 1 else ""
 
     def _scheduled_options(self) -> tuple[str, ...]:
         """Options that a schedule sets in each step. Without a schedule there are none."""
@@ -206,42 +200,45 @@ class RecipeOptions:
         is_cycle = getattr(self._schedule, "cycle_momentum", False)
         return ("lr", "initial_lr", *(("betas", "momentum") if is_cycle else ()))
 
-    def _compare_state_options(self) -> None:
-        """Log the options that the loaded state decides instead of the recipe, or change the state as it requires."""
+    def _options(
+        self, *, has_lost_schedule: bool
+    ) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
+        """Yield (name, group in words, loaded value, the recipe's value) of each option of the state and the groups."""
+        for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
+            for name, new in of_recipe.items():
+                yield name, "", [optimizer.state_options[name]], [new]
+        ignored = {*self._scheduled_options(), *_IMPLEMENTATION}
+        if has_lost_schedule:
+            ignored |= {"lr", "initial_lr"}
+        pairs = zip(self._groups, self._present_groups(), strict=False)
+        for number, (of_group, loaded) in enumerate(pairs):
+            where = f" of parameter group {number}" if len(self._groups) > 1 else ""
+            for name, value in of_group.items():
+                new_values, saved = _numbers(value), _numbers(loaded.get(name, ()))
+                if new_values and saved and name not in ignored:
+                    yield name, where, saved, new_values
+
+    def _choose(self, name: str, where: str, saved: list[Any], new: list[Any]) -> None:
+        """Log which of two values of an option is used from here on."""
+        if self._from_recipe:
+            if new != saved:
+                log.warning(_TAKEN, name, where, _as_text(new), _as_text(saved))
+            return
+        if self._in_section(name) == new:
+            self._of_section.setdefault(name, []).append(saved)
+        if new != saved:
+            if not self._is_by_no_decay(name, new):
+                self._check_override(name, saved, new)
+            log.warning(_KEPT, name, where, _as_text(saved), _as_text(new))
+
+    def _set_state_options(self) -> None:
+        """Let the state of optimizers with 8-bit moments be as the chosen options require."""
         for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
             loaded = optimizer.state_options
-            for name, new in of_recipe.items():
-                if loaded[name] == new:
-                    continue
-                if self._from_recipe:
-                    log.warning(_TAKEN, name, "", new, loaded[name])
-                else:
-                    self._check_override(name, [loaded[name]], [new])
-                    log.warning(_KEPT, name, "", loaded[name], new)
-                    self._note(name, [loaded[name]], [new])
-            options = of_recipe if self._from_recipe else loaded
-            optimizer.set_state_options(**options)
+            optimizer.set_state_options(**(of_recipe if self._from_recipe else loaded))
             if loaded != of_recipe:
                 # The log has the summary of the state that the recipe describes.
                 log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
-
-    def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
-        ignored = {*self._scheduled_options(), *_IMPLEMENTATION}
-        if has_lost_schedule:
-            # The rate of a schedule that is left out is replaced by the recipe's.
-            ignored |= {"lr", "initial_lr"}
-        pairs = zip(self._groups, self._present_groups(), strict=False)
-        for number, (of_recipe, loaded) in enumerate(pairs):
-            for name, value in of_recipe.items():
-                new, saved = _numbers(value), _numbers(loaded.get(name, ()))
-                if not new or not saved or name in ignored:
-                    continue
-                self._note(name, saved, new)
-                if new == saved:
-                    continue
-                if not self._is_by_no_decay(name, new):
-                    self._check_override(name, saved, new)
-                log.warning(_KEPT, name, self._where(number), _as_text(saved), _as_text(new))
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
@@ -259,15 +256,10 @@ class RecipeOptions:
                 change = Change(changed, _as_text(saved), _as_text(new))
                 raise RecipeError.all_of([override_problem(key, [change], self._checkpoint)])
 
-    def _take_options(self) -> None:
+    def _restore_options(self) -> None:
         """Replace all options that were loaded. A schedule computes its rates again."""
-        scheduled = self._scheduled_options()
-        pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
-        for number, (group, options) in enumerate(pairs):
-            for name, value in options.items():
-                if name not in scheduled and group.get(name, value) != value:
-                    log.warning(_TAKEN, name, self._where(number), value, group[name])
-                group[name] = value
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(options)
         if self._schedule is not None and self._rates != self._schedule.base_lrs:
             log.warning(
                 "the peak learning rate is the recipe's from here on, %s; it was %s",
@@ -295,7 +287,8 @@ class RecipeOptions:
             )
             log.warning(message, schedule.base_lrs, self._rates)
             for saved, new in zip(schedule.base_lrs, self._rates, strict=True):
-                self._note("lr", [saved], [new])
+                if self._in_section("lr") == [new]:
+                    self._of_section.setdefault("lr", []).append([saved])
         if isinstance(schedule, LambdaLR):
             # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -157,7 +156,3 @@ class PromptCompletion:
     prompt: str
     text: str
     num_tokens: int
-
-    def record(self) -> Mapping[str, Any]:
-        """The completion as JSON."""
-        return {"prompt": self.prompt, "text": self.text, "tokens": self.num_tokens}

@@ -21,7 +21,7 @@ from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.logs.metrics import JsonlLog, PeakMemory
-from automodel_ckpt.logs.progress import Progress, StepView, set_up_logging, tear_down_logging
+from automodel_ckpt.logs.progress import Progress, set_up_logging, tear_down_logging
 from automodel_ckpt.logs.text_log import TextLog
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -62,18 +62,6 @@ class RunLog:
     Nothing is written to disk before :meth:`open`, which a run without checkpoints never calls.
     """
 
-    progress: Progress
-    timeline: Timeline
-    """Measures the phases of this start on each rank. Rank 0 writes them."""
-    terms: str = LABEL_TOKENS
-    """What the loss is a mean over. Both logs have the count under this name."""
-    training: JsonlLog | None
-    """Rank 0's ``training.jsonl``. None before :meth:`open`, and on other ranks."""
-    validation: JsonlLog | None
-    """Rank 0's ``validation.jsonl``. None before :meth:`open`, and on other ranks."""
-    device_rate: float | None
-    """What the logged MFU is relative to, in FLOP/s. None when it is unknown."""
-
     def __init__(self, settings: LoggingConfig, layout: RankLayout) -> None:
         """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
         self._settings = settings
@@ -89,11 +77,17 @@ class RunLog:
         self._text_log = TextLog()
         self._check_lease: Callable[[], None] = lambda: None
         self.timeline = Timeline()
-        self.training = None
-        self.validation = None
+        """Measures the phases of this start on each rank. Rank 0 writes them."""
+        self.terms = LABEL_TOKENS
+        """What the loss is a mean over. Both logs have the count under this name."""
+        self.training: JsonlLog | None = None
+        """Rank 0's ``training.jsonl``. None before :meth:`open`, and on other ranks."""
+        self.validation: JsonlLog | None = None
+        """Rank 0's ``validation.jsonl``. None before :meth:`open`, and on other ranks."""
         self._tracking: Tracking | None = None
         self._peak_memory = PeakMemory(layout.device)
-        self.device_rate = None
+        self.device_rate: float | None = None
+        """What the logged MFU is relative to, in FLOP/s. None when it is unknown."""
         self._handler = set_up_logging(self.progress, settings.level, layout.rank, self._text_log)
 
     @property
@@ -239,19 +233,7 @@ class RunLog:
             record["samples"] = step.batch.sample_ids
         # Not fsynced for each step: flush() does that before a checkpoint is published.
         self._append(self.training, record, soon=True)
-        self.progress.update(
-            StepView(
-                step.step,
-                step.batch.epoch,
-                result.loss,
-                result.lr,
-                control.num_tokens,
-                seconds,
-                result.aux_loss,
-                mfu=record.get("mfu"),
-                memory_bytes=record["mem"],
-            )
-        )
+        self.progress.update(record, seconds)
 
     def log_validation(self, scheduler: StepScheduler, validation: Validation) -> None:
         """Write a line of ``validation.jsonl``."""
@@ -265,9 +247,11 @@ class RunLog:
         self, scheduler: StepScheduler, completions: Sequence[PromptCompletion]
     ) -> None:
         """Show completions of the section ``generation``, and write them as one line of ``training.jsonl``."""
+        records = []
         for each in completions:
             log.info("step %d: %r -> %r", scheduler.step, each.prompt, each.text)
-        records = [each.record() for each in completions]
+            record = {"prompt": each.prompt, "text": each.text, "tokens": each.num_tokens}
+            records.append(record)
         self.log_event("completions", scheduler.step, {"completions": records})
 
     def log_benchmarks(self, scheduler: StepScheduler, metrics: Sequence[TaskMetric]) -> None:
@@ -375,14 +359,6 @@ def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler | N
         log.warning("profile.ranks: this run has no rank %s", ", ".join(map(str, missing)))
     if layout.rank not in section.ranks:
         return None
-    from automodel_ckpt.logs.step_profiler import ProfileSettings, StepProfiler
+    from automodel_ckpt.logs.step_profiler import StepProfiler
 
-    settings = ProfileSettings(
-        section.start_step,
-        section.num_steps,
-        section.warmup_steps,
-        section.record_shapes,
-        section.with_stack,
-        section.memory,
-    )
-    return StepProfiler(settings, directory, layout.rank, layout.device)
+    return StepProfiler(section, directory, layout.rank, layout.device)

@@ -239,7 +239,7 @@ class Divergence:
             else [_FIRST_STEPS, scheduler.planned_steps]
         )
         # The recipe's limit is used instead, if it has one.
-        has_limit = scheduler.cadence.stop_after_nonfinite_steps is not None
+        has_limit = scheduler.settings.stop_after_nonfinite_steps is not None
         if self._has_no_update and not has_limit and step.step >= min(limits):
             raise TrainingDiverged(
                 "no step had a finite gradient norm, so that no weight has changed",
@@ -329,7 +329,14 @@ class StepNumbers:
         """
         num_unfinished = 0 if wait else self._num_in_progress
         finished = self.pending[0] if len(self.pending) > num_unfinished else None
-        numbers = {} if finished is None else self._numbers_of(finished)
+        numbers: dict[str, float] = {}
+        if finished is not None:
+            try:
+                numbers = finished.numbers.read()
+            except (IndexError, RuntimeError) as error:
+                # What the device reports of the step only now.
+                self._loop.errors.explain(error, finished.batch)
+                raise
         # Tensor and context parallel ranks compute the same loss, which counts once.
         counts = self._layout.reports_loss
         sums_here = [numbers["loss"] if numbers and counts else 0.0, numbers.get("aux_loss", 0.0)]
@@ -364,14 +371,6 @@ class StepNumbers:
             # Only rank 0's clock counts, so that all ranks save and end at the same step.
             scheduler.read_clock() if self._layout.is_rank0 else ClockReading(),
         )
-
-    def _numbers_of(self, step: LaunchedStep) -> dict[str, float]:
-        """Wait for the numbers of *step* on this rank. Raises what the device reports of it only now."""
-        try:
-            return step.numbers.read()
-        except (IndexError, RuntimeError) as error:
-            self._loop.errors.explain(error, step.batch)
-            raise
 
     def _report(self, step: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
         """Log a *step* that is done, and judge it. *sums* are sums over all ranks."""

@@ -36,8 +36,8 @@ from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
 
-_NUM_FIRST_STEPS = 3
-_MIN_STEPS, _MAX_STEPS = 5, 200
+_MIN_STEPS, _MAX_STEPS = 8, 200
+"""The steps that the median needs, and is of: the first ones of a process compile and allocate."""
 _PAUSE_POLLS = 20
 _JOIN_SECONDS = 15.0
 _WORKING = (STEPS, DATA)
@@ -75,9 +75,7 @@ class HangWatch:
         self._arrival_seconds = ARRIVAL_SECONDS if checkpointer.nodes is not None else 0.0
         self._stop_request: StopRequest = loop.stop_request
         self._has_noticed_stop = False
-        self._first: list[float] = []
-        """Seconds of steps at the start of this process, which compile and allocate, and are no measure of others."""
-        self._others: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
         self._completed = 0
         self._worked_before = 0.0
         self._timeout_seconds: float = 60 * loop.config.distributed.timeout_minutes
@@ -131,18 +129,17 @@ class HangWatch:
     def note_step(self, step: int) -> None:
         """Note that *step* is complete on this rank."""
         with self._times_guard:
-            times = self._first if len(self._first) < _NUM_FIRST_STEPS else self._others
-            times.append(self._worked() - self._worked_before)
+            self._step_seconds.append(self._worked() - self._worked_before)
             self._worked_before, self._completed = self._worked(), step
 
     def _worked(self) -> float:
-        return self._timeline.seconds_in(_WORKING if self._first else (STEPS,))
+        return self._timeline.seconds_in(_WORKING if self._step_seconds else (STEPS,))
 
     @property
     def _usual(self) -> float | None:
         """The median of the steps, which the present one is compared with. None at the start."""
-        others = list(self._others)
-        return median(others) if len(others) >= _MIN_STEPS else None
+        times = list(self._step_seconds)
+        return median(times) if len(times) >= _MIN_STEPS else None
 
     # ---------------------------------------------------------------- the thread
 

@@ -233,8 +233,7 @@ def _summary(parameter: nn.Parameter) -> torch.Tensor:
     flat = local.detach().reshape(-1)
     num_even = flat.numel() // _NUM_SUMS * _NUM_SUMS
     sums = flat[:num_even].view(-1, _NUM_SUMS).sum(dim=0, dtype=torch.float32).double()
-    rest = flat[num_even:].double()
-    sums[: rest.numel()] += rest
+    sums[: len(flat) - num_even] += flat[num_even:].double()
     norm = torch.linalg.vector_norm(flat, dtype=torch.float32).double()
     return torch.cat([norm[None], sums])
 

@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.logs.timeline import Timeline
@@ -31,7 +32,7 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.rules import Spike
-from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model import deferred_model
 from automodel_ckpt.training.saves import saves as saves_module
 from automodel_ckpt.training.saves.saves import Saves
@@ -84,7 +85,7 @@ class Case:
         recipe = SimpleNamespace(
             config=SimpleNamespace(**sections),
             checkpointer=self.checkpointer(),
-            step_scheduler=StepScheduler(Cadence(max_steps=8)),
+            step_scheduler=StepScheduler(StepSchedulerConfig(max_steps=8)),
             run_log=SimpleNamespace(timeline=Timeline()),
             config_yaml="",
             layout=self.layout,
@@ -141,12 +142,12 @@ def the_best_checkpoint(case: Case) -> None:
 def a_log_that_cannot_be_truncated_at_the_start(case: Case) -> None:
     if case.rank == 0:
         (case.root / "training.jsonl").mkdir(parents=True)
-    case.run_log().resume(StepScheduler(Cadence(max_steps=8)), None)
+    case.run_log().resume(StepScheduler(StepSchedulerConfig(max_steps=8)), None)
 
 
 def a_log_that_cannot_be_truncated_after_a_spike(case: Case) -> None:
     log = case.run_log()
-    scheduler = StepScheduler(Cadence(max_steps=8))
+    scheduler = StepScheduler(StepSchedulerConfig(max_steps=8))
     log.resume(scheduler, None)
     if case.rank == 0:
         (case.root / "validation.jsonl").mkdir()

@@ -95,7 +95,6 @@ class CountingExchanges(LLMFinetune.loop_class):
 
 AheadRecipe = with_loop(Recipe, Ahead)
 CountedRecipe = with_loop(AheadRecipe, CountingReads)
-CountedOnHost = with_loop(Recipe, CountingReads)
 
 
 def assert_same_steps(queued: Path, waiting: Path) -> None:
@@ -143,12 +142,6 @@ def test_a_queued_run_logs_and_saves_what_a_run_with_waits_does(
                 if not is_due_before and not is_due:
                     plain.append(count)
             assert plain == [num_ranks - 1] * len(plain) and len(plain) > 4, sums
-
-
-def test_the_count_of_reads_sees_those_of_a_step_with_waits(tmp_path: Path) -> None:
-    run(tmp_path, "--step_scheduler.max_steps=2", recipe_class=CountedOnHost)
-    for reads in lines(tmp_path / "run/reads_0.jsonl"):
-        assert reads["_local_scalar_dense"] >= 2
 
 
 def test_a_queued_run_that_was_killed_resumes_exactly(tmp_path: Path) -> None:

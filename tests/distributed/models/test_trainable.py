@@ -3,89 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
-from tests.support.models.whole_state import whole_state
-from tests.support.runs.training import MODEL, RECIPE, build, train, write_recipe
-
-STILL = "--model.from_config.attention_dropout=0"
-
-
-class WithReference(LLMFinetune):
-    """Trains a model next to a frozen copy of what it starts from."""
-
-    def build(self) -> None:
-        super().build()
-        before = dict(vars(self))
-        self.reference = self.build_trainable(is_trained=False)
-        changed = [name for name, value in vars(self).items() if before.get(name) is not value]
-        assert changed == ["reference"]
-
-
-def values(trainable: Any) -> list[torch.Tensor]:
-    """All parameters, unsharded."""
-    return list(whole_state(trainable.model, with_buffers=False).values())
-
-
-def loss_of(trainable: Any, recipe: WithReference) -> float:
-    batch = next(iter(recipe.build_dataloader(recipe.config.dataset)))
-    objective = recipe.objective_class(trainable, recipe.layout, recipe.loss_fn)
-    with torch.no_grad():
-        return sum(loss.item() for loss in objective.losses(batch.micro_batches))
-
-
-def trained_next_to_a_reference(recipe_file: Path, strategy: str) -> tuple[Any, ...]:
-    directory = f"--checkpoint.checkpoint_dir={recipe_file.parent / 'run'}"
-    options = (
-        STILL,
-        directory,
-        "--step_scheduler.max_steps=2",
-        f"--distributed.strategy={strategy}",
-    )
-    recipe = build(recipe_file, *options, recipe_class=WithReference)
-    assert isinstance(recipe, WithReference)
-    try:
-        recipe.setup()
-        start = values(recipe.trainable)
-        losses = [loss_of(recipe.trainable, recipe), loss_of(recipe.reference, recipe)]
-        recipe.run()
-        losses += [loss_of(recipe.trainable, recipe), loss_of(recipe.reference, recipe)]
-        pairs = list(zip(start, values(recipe.reference), strict=True))
-        has_changed = [not torch.equal(a, b) for a, b in pairs]
-        gradients = [p.requires_grad for p in recipe.reference.model.parameters()]
-        return losses, any(has_changed), any(gradients), recipe.reference.model.training
-    finally:
-        recipe.close()
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"),
-    [
-        pytest.param(1, "auto", marks=pytest.mark.further),
-        (2, "fsdp2"),
-        pytest.param(2, "ddp", marks=pytest.mark.further),
-    ],
-)
-def test_a_frozen_model_next_to_the_trained_one_starts_equal_and_does_not_change(
-    tmp_path: Path, num_ranks: int, strategy: str
-) -> None:
-    recipe = write_recipe(tmp_path)
-    ended = ranks.run(trained_next_to_a_reference, num_ranks, recipe, strategy, init=False)
-    for losses, has_changed, has_gradients, is_training in ended:
-        trained_before, frozen_before, trained_after, frozen_after = losses
-        assert trained_before == pytest.approx(frozen_before, rel=1e-6)
-        assert frozen_before == frozen_after
-        assert trained_after != trained_before
-        assert not (has_changed or has_gradients or is_training)
-    saved = {path.name for path in (tmp_path / "run/LATEST").iterdir()}
-    assert "model" in saved and "reference" not in saved
-
+from tests.support.runs.training import MODEL, RECIPE, train, write_recipe
 
 DOGE = """
 model:

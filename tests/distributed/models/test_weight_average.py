@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.parallel.test_expert_parallel import model_section
 from tests.support import ranks
@@ -210,16 +210,3 @@ def test_a_checkpoint_without_it_needs_a_permission_and_other_runs_start_from_it
     for path in ("run", "run/LATEST/ema"):
         other = (f"--checkpoint.checkpoint_dir={tmp_path / 'other'}", "--checkpoint.enabled=false")
         train(recipe, *other, f"--init_from.path={tmp_path / path}", *SHORT)
-
-
-def test_mistakes_are_errors_with_their_place(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    for words, key in (
-        (["--ema.decay=1.0"], "ema.decay"),
-        (["--ema.start_step=-1"], "ema.start_step"),
-        (["--ema.update_every_steps=0"], "ema.update_every_steps"),
-        (["--ema={}", "--ema.validate"], "ema.validate has no effect"),
-        (["--checkpoint.export_ema"], "checkpoint.export_ema has no effect"),
-    ):
-        with pytest.raises(RecipeError, match=key):
-            build(recipe, *words)

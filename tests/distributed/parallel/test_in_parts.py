@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
@@ -155,58 +152,3 @@ def test_files_that_name_other_tensors_are_read_whole_with_the_reason_in_the_log
         )
 
     assert ranks.run(read, 4) == [[]] * 4
-
-
-class Peak:
-    """The most anonymous memory of this process while it is open, in bytes beyond what it had before."""
-
-    def __enter__(self) -> Peak:
-        self.before, self.most, self._open = _anonymous_bytes(), 0, True
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open = False
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while self._open:
-            self.most = max(self.most, _anonymous_bytes() - self.before)
-            time.sleep(0.002)
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
-
-
-def peaks(directory: Path, config: Any) -> list[int]:
-    def peak(build: Callable[[], nn.Module]) -> int:
-        with Peak() as measured:
-            model = build()
-        del model
-        return measured.most
-
-    fresh, stored = ModelConfig(from_config={}), ModelConfig(from_pretrained=str(directory))
-    return [
-        peak(lambda: shared_out("fsdp2", fresh, config)),
-        peak(lambda: shared_out("fsdp2 x tp", stored, config)),
-    ]
-
-
-def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        vocab_size=2000,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path, max_shard_size="30MB")
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    assert whole > 80e6
-    for fresh, stored in ranks.run(peaks, 2, tmp_path, config, timeout=120):
-        assert fresh < 0.8 * whole
-        assert stored < 0.8 * whole

@@ -220,7 +220,7 @@ def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) ->
         for name, tensor in saved.items():
             inside = re.sub(r"\.lora_(A|B)\.", r".lora_\1.default.", name)
             assert torch.equal(found[inside], tensor)
-    assert "this is a whole model, and the recipe trains adapters" in str(of_whole)
+    assert "give the recipe the section peft of these adapters" in str(of_whole)
     assert "ckpt export --merge" in str(whole_of_adapters)
 
 

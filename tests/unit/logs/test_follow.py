@@ -62,15 +62,6 @@ def steps() -> list[int]:
     return [step for step, _ in Recorder.got]
 
 
-def test_another_place_of_a_tracker_gets_the_whole_log(run: Path) -> None:
-    Follower(run, {"recorder": {}}, None).close()
-    whole = steps()
-    Follower(run, {"recorder": {"project": "other"}}, None).close()
-    assert steps() == whole
-    Follower(run, {"recorder": {"project": "other"}}, None).close()
-    assert steps() == [0]
-
-
 def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
     Follower(run, {"recorder": {}}, None).close()
     assert steps() == [1, 2, 2, 2, 3, 4, 4, 4, 0]
@@ -87,15 +78,6 @@ def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
     }
     Follower(run, {"recorder": {}}, None).close()
     assert steps() == [0], "it has all of it"
-
-
-def test_a_tracker_of_every_second_step_gets_all_validations_and_saves(run: Path) -> None:
-    with open(run / "training.jsonl", "a") as log:
-        log.write(json.dumps({"step": 5, "loss": 1.0}) + "\n")
-        log.write(json.dumps({"event": "save", "step": 5, "bytes": 7}) + "\n")
-    Follower(run, {"recorder": {}}, None, every_steps=2).close()
-    assert steps() == [2, 2, 2, 4, 4, 4, 5, 0]
-    assert Recorder.got[-2] == (5, {"save/bytes": 7})
 
 
 def cut_back(run: Path, step: int) -> list[str]:
@@ -125,17 +107,6 @@ def test_a_run_that_went_back_or_began_anew_is_another_run(
     assert (steps(), Recorder.attempt) == ([1, 2, 2, 2, 3, 4, 4, 4, 0], 2)
 
 
-def test_what_a_kill_of_all_processes_kept_from_a_tracker_is_made_up_for(run: Path) -> None:
-    """The line of a save comes after its step's, and may be the one that was not read any more."""
-    log = run / "training.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:-1]))
-    Follower(run, {"recorder": {}}, 0).feed()
-    log.write_text("".join(lines) + json.dumps({"step": 5, "loss": 1.0}) + "\n")
-    Follower(run, {"recorder": {}}, 4).close()
-    assert steps() == [4, 5, 0]
-
-
 @pytest.mark.parametrize("is_durable", [True, False])
 def test_a_tracker_that_may_have_lost_something_in_a_kill_gets_all_of_it_as_another_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool
@@ -158,19 +129,6 @@ def test_a_run_has_one_process_that_sends_its_log(
         assert (first, second) == (True, False)
         assert main(["track", str(run), "--to", "tensorboard"]) == 2
     assert "another process is uploading this run's log" in capsys.readouterr().err
-
-
-def test_lines_are_handed_on_when_they_are_complete(run: Path) -> None:
-    follower = Follower(run, {"recorder": {}}, None)
-    follower.feed()
-    with open(run / "training.jsonl", "a") as log:
-        log.write('{"step": 5, "lo')
-        log.flush()
-        follower.feed()
-        assert 5 not in steps()
-        log.write('ss": 1.5, "grad_norm": null}\nrubbish\n')
-    follower.feed()
-    assert Recorder.got[-1] == (5, {"train/loss": 1.5})
 
 
 def test_a_failing_tracker_is_reported_once_and_gets_nothing_more(run: Path) -> None:
@@ -201,15 +159,6 @@ def test_the_command_fails_if_the_tracker_does(
     assert main([*track, "--again", "--option", "fails_at=-2"]) == 4
     message = capsys.readouterr().err
     assert "/no/such/directory" in message and "Traceback" not in message
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"recorder": 1}', '{"recorder": {"sent": {"train": "x"}}}']
-)
-def test_a_damaged_memory_means_starting_over(run: Path, text: str) -> None:
-    (run / follow.MEMORY).write_text(text)
-    Follower(run, {"recorder": {}}, None).close()
-    assert steps()[0] == 1
 
 
 def scalars(run: Path) -> dict[tuple[int, str], float]:

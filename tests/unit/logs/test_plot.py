@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -37,30 +34,6 @@ def test_the_page_marks_checkpoints_the_best_one_and_resumes(run: Path, tmp_path
         "Throughput, tokens per second",
         "Training waited for saves, seconds",
     ]
-
-
-def test_memory_and_mfu_are_plotted_if_they_are_logged(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = (run / "training.jsonl").read_text().splitlines()
-    changed = []
-    for line in lines:
-        record = json.loads(line)
-        if "event" not in record:
-            record |= {"mfu": 0.4, "mem": 2_000_000, "tps_per_gpu": 50.0}
-        changed.append(json.dumps(record) + "\n")
-    (run / "training.jsonl").write_text("".join(changed))
-    page = tmp_path / "report.html"
-    assert main(["plot", str(run), "-o", str(page)]) == 0
-    titles = [chart.get("aria-label") for chart in svgs(page.read_text())]
-    assert titles[4:7] == [
-        "Throughput of each rank, tokens per second",
-        "MFU, percent",
-        "Peak memory of rank 0, bytes",
-    ]
-    assert "<td>40.0%</td>" in page.read_text() and "<td>2.0 MB</td>" in page.read_text()
-    assert main(["plot", str(run)]) == 0
-    assert re.search(r"MFU % +\S+ +40 \.\. 40", capsys.readouterr().out)
 
 
 def test_overlaid_runs_begin_with_the_differences_between_their_recipes(
@@ -122,39 +95,6 @@ def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(
     assert text.count("<script") == 1 + 5, "the page's own, and the data of each panel"
 
 
-def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(
-    run: Path, tmp_path: Path
-) -> None:
-    other = write_run(tmp_path / "b" / "first", num_steps=300)
-    page = tmp_path / "report.html"
-    assert main(["plot", str(run), str(other), "-o", str(page)]) == 0
-    text = page.read_text()
-    lines = [e.get("class", "").split() for e in svgs(text)[0] if e.tag == "polyline"]
-    assert [line[-1] for line in lines] == ["c0", "c0", "c1", "c1"]
-    assert [line[0] for line in lines] == ["line", "line", "faint", "line"]
-    assert "b/first" in text
-
-
-def test_a_learning_rate_is_never_smoothed_and_lost_losses_are_counted(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", num_steps=300)
-    lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["loss"] = None if line["step"] > 250 else line["loss"]
-    (run / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = tmp_path / "report.html"
-    assert main(["plot", str(run), "-o", str(page)]) == 0
-    text = page.read_text()
-    drawn = {
-        e.get("aria-label"): [line.get("class") for line in e if line.tag == "polyline"]
-        for e in svgs(text)
-    }
-    assert drawn["Learning rate"] == ["line c0"]
-    assert drawn["Gradient norm"] == ["faint c0", "line c0"]
-    assert "<td>300</td>" in text
-    assert "at step 250</td>" in text
-    assert "<td>50 steps, first 251</td>" in text
-
-
 def test_a_report_is_an_html_page(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,23 +110,6 @@ def test_without_a_file_small_curves_go_to_the_terminal(
     assert head.startswith("first: steps 8, training loss 2.0337, lowest validation loss")
     assert head.endswith("resumed once")
     assert re.fullmatch(r"  loss        [▁-█]{8}  4\.676 \.\. 2\.034", loss)
-
-
-def test_a_page_is_utf_8_whatever_the_locale_and_the_name(run: Path, tmp_path: Path) -> None:
-    odd = run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
-    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [
-        sys.executable,
-        "-m",
-        "automodel_ckpt.cli.ckpt",
-        "plot",
-        os.fsencode(odd),
-        "-o",
-        "page.html",
-    ]
-    subprocess.run(command, check=True, env=env, cwd=tmp_path, capture_output=True)
-    text = (tmp_path / "page.html").read_text("utf-8")
-    assert "▲ checkpoint" in text and "odd\\udcff" in text
 
 
 def test_names_in_a_log_cannot_steer_a_terminal_or_a_page(
@@ -264,25 +187,6 @@ def test_metrics_of_an_objective_have_charts_with_their_validation_sets(
     _, *curves = capsys.readouterr().out.splitlines()[1:]
     assert curves[-1].startswith("  val f1 micro  ")
     assert all(line[14:16] == "  " and line[16] in "▁▂▃▄▅▆▇█" for line in curves)
-
-
-def test_memory_is_short_and_no_share_is_above_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The steps of a short run end before its last save, so that its saves can take longer than its steps."""
-    steps = [
-        {"step": 1, "loss": 2.0, "timestamp": 100.0, "mem": 464_100_000},
-        {"step": 2, "loss": 1.5, "timestamp": 100.1, "mem": 464_200_000},
-        {"event": "save", "step": 2, "stall_seconds": 0.2, "bytes": 10},
-    ]
-    (tmp_path / "training.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    assert main(["plot", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert (
-        "464.1M .. 464.2M" in text
-        and "waited for saves 0.20 s" in text
-        and "of the run" not in text
-    )
 
 
 def test_a_place_without_a_run_is_code_3(

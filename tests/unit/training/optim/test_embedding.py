@@ -15,11 +15,6 @@ from transformers import AutoModel, AutoTokenizer
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.loss.contrastive import (
-    Candidates,
-    Texts,
-    hidden_rows,
-)
 from automodel_ckpt.models.loss.pooling import pool
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from tests.fixtures.embedding import tiny_pairs as tiny
@@ -275,40 +270,6 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- formulas
-
-
-def candidates(hides_equal: bool) -> Candidates:
-    """Four pairs, of which the second has the query of the first and the fourth the document of the third."""
-    draw = torch.Generator().manual_seed(0)
-    queries, documents = torch.randn(4, 3, generator=draw), torch.randn(6, 3, generator=draw)
-    texts = Texts(
-        torch.tensor([1, 1, 2, 3]),
-        torch.tensor([5, 6, 7, 7, 8, 0]),
-        torch.ones(4, dtype=torch.bool),
-        # The last row is padding.
-        torch.tensor([True] * 5 + [False]),
-    )
-    own = torch.arange(4)
-    return Candidates(queries, documents, own, *hidden_rows(texts, own, hides_equal=hides_equal))
-
-
-def test_equal_texts_are_no_negatives() -> None:
-    found = candidates(hides_equal=True)
-    assert found.hides_documents.int().tolist() == [
-        [0, 1, 0, 0, 0, 1],
-        [1, 0, 0, 0, 0, 1],
-        [0, 0, 0, 1, 0, 1],
-        [0, 0, 1, 0, 0, 1],
-    ]
-    assert found.hides_queries.int().tolist() == [
-        [0, 1, 0, 0],
-        [1, 0, 0, 0],
-        [0, 0, 0, 1],
-        [0, 0, 1, 0],
-    ]
-    found = candidates(hides_equal=False)
-    assert found.hides_documents.int().tolist() == [[0, 0, 0, 0, 0, 1]] * 4
-    assert not found.hides_queries.any()
 
 
 @pytest.mark.parametrize("how", ["mean", "cls", "last"])

@@ -6,15 +6,13 @@ import io
 import logging
 import re
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
 from automodel_ckpt.errors import LeaseLost, RecipeError
 from automodel_ckpt.logs.progress import (
     Progress,
-    SavingView,
-    StepView,
     set_up_logging,
     tear_down_logging,
 )
@@ -34,8 +32,8 @@ class Clock:
         return self.now
 
 
-def view(step: int) -> StepView:
-    return StepView(step=step, epoch=0, loss=2.5, lr=1e-3, num_tokens=1000, seconds=0.5)
+def line_of(step: int) -> dict[str, Any]:
+    return {"step": step, "epoch": 0, "loss": 2.5, "lr": 1e-3, "tokens": 1000}
 
 
 def progress(stream: TextIO, clock: Clock) -> Progress:
@@ -46,7 +44,7 @@ def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
     line = progress(stream, clock)
     for step in range(1, 31):
-        line.update(view(step))
+        line.update(line_of(step), 0.5)
         clock.now += 1.0
     line.close()
     printed = stream.getvalue().splitlines()
@@ -58,24 +56,10 @@ def test_with_a_number_of_steps_a_line_is_printed_after_each_multiple_and_the_la
     stream, clock = io.StringIO(), Clock()
     line = Progress(total_steps=10, every_seconds=0.0, every_steps=4, stream=stream, clock=clock)
     for step in range(1, 11):
-        line.update(view(step))
+        line.update(line_of(step), 0.5)
     line.close()
     printed = stream.getvalue().splitlines()
     assert [text[:10] for text in printed] == ["step  4/10", "step  8/10", "step 10/10"]
-
-
-def test_tokens_per_device_mfu_and_memory_are_averages_by_time_without_the_first_step() -> None:
-    stream, clock = io.StringIO(), Clock()
-    line = Progress(every_seconds=0.0, stream=stream, clock=clock, num_ranks=4, device_word="gpu")
-    for tokens, seconds, mfu in ((1000, 100.0, 0.01), (1000, 1.0, 0.5), (100, 10.0, 0.1)):
-        step = StepView(1, 0, 2.5, 1e-3, tokens, seconds, mfu=mfu, memory_bytes=12_300_000_000)
-        line.update(step)
-    printed = stream.getvalue().splitlines()
-    assert printed[1].endswith("1,000 tok/s (250/gpu)  MFU 50.0%  mem 12.3 GB")
-    # 0.9 of the earlier step, and all of the later one.
-    tokens_per_second = (900 + 100) / (0.9 + 10)
-    assert f"{tokens_per_second:,.0f} tok/s" in printed[2]
-    assert f"MFU {(0.9 * 0.5 + 10 * 0.1) / (0.9 + 10):.1%}" in printed[2]
 
 
 def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
@@ -86,7 +70,7 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     line = progress(stream, clock)
     line.note_saved(20)
     clock.now += 90
-    line.update(view(20))
+    line.update(line_of(20), 0.5)
     line.write_above("Saving checkpoint to checkpoints/epoch_0_step_20")
     line.close()
     screen = stream.getvalue()
@@ -95,43 +79,6 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
     assert last.endswith("saved 20, 1 min 30 s ago")
     assert rest == ""
-
-
-def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    stream, clock = Terminal(), Clock()
-    line = progress(stream, clock)
-    line.update(view(20))
-    line.show_saving(SavingView(20, 0.42, "1.3 GB of 3.0 GB"))
-    assert (
-        stream.getvalue()
-        .split("\r\x1b[K")[-1]
-        .endswith("tok/s  saving 20 [####......] 1.3 GB of 3.0 GB")
-    )
-    clock.now += 1
-    line.update(view(21))
-    assert (
-        "step 21/60" in stream.getvalue().split("\r")[-1]
-        and "saving 20" in stream.getvalue().split("\r")[-1]
-    )
-    line.show_saving(None)
-    line.close()
-    assert "saving" not in stream.getvalue().split("\r\x1b[K")[-1]
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, "hello\nwarning: careful\n"), (1, "")])
-def test_only_the_leader_shows_what_is_no_error(rank: int, expected: str) -> None:
-    stream = io.StringIO()
-    handler = set_up_logging(Progress(stream=stream), "info", rank)
-    log = logging.getLogger("automodel_ckpt.somewhere")
-    log.debug("hidden")
-    log.info("hello")
-    log.warning("careful")
-    tear_down_logging(handler)
-    log.error("too late for this stream")
-    assert stream.getvalue() == expected
 
 
 def test_lines_have_a_time_and_break_between_words_on_a_terminal(
@@ -158,7 +105,7 @@ def test_lines_have_a_time_and_break_between_words_on_a_terminal(
     command = "try it: ckpt generate /a/long/path/to/the/model -p 'Once upon a time'"
     Progress(stream=screen, has_timestamps=True).write_above(command)
     assert screen.getvalue()[9:] == command + "\n"
-    line.update(view(20))
+    line.update(line_of(20), 0.5)
     logged, _, step = file.getvalue().splitlines()
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
     assert re.fullmatch(stamp + re.escape(message.split("\n")[0]), logged)

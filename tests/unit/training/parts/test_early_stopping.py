@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.rules import EarlyStopping, StoppingRule
-from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 
 def test_it_states_why_the_run_ended() -> None:
@@ -35,7 +36,7 @@ def test_it_states_why_the_run_ended() -> None:
 def test_impossible_values_make_a_checkpoint_unusable(wrong: Any) -> None:
     rule = StoppingRule("m", "min", 1, 0.0)
     state = EarlyStopping(rule).state_dict() | wrong if isinstance(wrong, dict) else wrong
-    scheduler = StepScheduler(Cadence(early_stopping=rule))
+    scheduler = StepScheduler(StepSchedulerConfig(), stopping_rule=rule)
     saved = scheduler.state_dict() | {"early_stopping": state}
     with pytest.raises(CheckpointUnusable, match="step counters are invalid"):
         scheduler.load_state_dict(saved)

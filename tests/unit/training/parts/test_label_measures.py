@@ -71,9 +71,3 @@ def test_a_constant_prediction_has_no_correlation() -> None:
     found = summary("regression", recorded)
     assert math.isnan(found["pearson"])
     assert found["mse"] == pytest.approx(2 / 3)
-
-
-def test_training_only_measures_what_is_a_mean() -> None:
-    objective = objective_of("single_label")
-    measured = objective.measured(torch.eye(3), torch.tensor([[0.0], [1.0], [0.0]]))
-    assert {name: float(value) for name, value in measured.items()} == {"accuracy": 2.0}

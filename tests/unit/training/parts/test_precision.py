@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,10 @@ import pytest
 import torch
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.models.quantize import type_of_products
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
 from automodel_ckpt.parallel.precision import (
-    float32_precision,
-    parameter_type,
     resolve_precision,
-    set_float32_precision,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support.runs.training import build, write_recipe
@@ -92,56 +87,6 @@ def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_the_type_of_the_weights(
     assert resolved(config, sizes, "cpu") == on_cpu
 
 
-def test_what_trains_is_kept_in_float32_and_a_frozen_base_on_a_gpu_in_16_bits(
-    recipe_file: Path,
-) -> None:
-    class Base:
-        dtype = torch.float16
-
-    section: Any = config_of(recipe_file).model
-    given: Any = config_of(recipe_file, "--model.dtype=float32").model
-    base: Any = Base()
-
-    def kept(section: Any, device_type: str, config: Any, is_frozen: bool) -> str:
-        return parameter_type(section, config, device_type=device_type, is_frozen=is_frozen)
-
-    assert kept(section, "cuda", None, False) == "float32"
-    assert kept(section, "cuda", None, True) == "bfloat16"
-    assert kept(section, "cuda", base, True) == "float16"
-    assert kept(section, "cpu", base, True) == "float32"
-    assert kept(given, "cuda", base, True) == "float32"
-
-
-@pytest.fixture
-def float32_products() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    convolutions = torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(before)
-    torch.backends.cudnn.allow_tf32 = convolutions
-
-
-@pytest.mark.usefixtures("float32_products")
-def test_float32_products_use_tf32_on_a_gpu_unless_the_run_is_deterministic(
-    recipe_file: Path,
-) -> None:
-    config = config_of(recipe_file)
-    deterministic = config_of(recipe_file, "--deterministic=true")
-    both = config_of(recipe_file, "--deterministic=true", "--float32_precision=high")
-    assert float32_precision(config, "cuda") == "high"
-    assert float32_precision(deterministic, "cuda") == "highest"
-    assert float32_precision(both, "cuda") == "high"
-    assert float32_precision(config, "cpu") == "highest"
-
-    before = torch.get_float32_matmul_precision()
-    set_float32_precision("high", "cpu")
-    assert torch.get_float32_matmul_precision() == before
-    for precision in ("high", "highest"):
-        set_float32_precision(precision, "cuda")
-        assert torch.get_float32_matmul_precision() == precision
-        assert torch.backends.cudnn.allow_tf32 == (precision == "high")
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -175,11 +120,3 @@ def test_adapters_on_a_gpu_train_in_float32_beside_a_base_in_bfloat16(
         assert parameter.dtype == found[kind]
     assert found == expected
     assert "float32 products in TF32" in trainable.precision
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [("float32", torch.bfloat16), ("auto", torch.bfloat16), ("float16", torch.float16)],
-)
-def test_a_base_in_four_bits_is_computed_in_16(dtype: str, expected: torch.dtype) -> None:
-    assert type_of_products(dtype) == expected

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.training.counters.rules import (
     FIRST_STEPS,
     best_interval_seconds,
 )
-from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 HOUR = 3600.0
 
@@ -38,14 +39,17 @@ def test_the_leader_wants_a_save_after_its_own_number_of_steps_also_after_a_resu
         scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
         return scheduler.apply_clock(scheduler.read_clock(), stop=False).save
 
-    scheduler = StepScheduler(Cadence(max_steps=1000, mtbf_seconds=50.0), clock=lambda: now[0])
+    automatic = StepSchedulerConfig(
+        max_steps=1000, ckpt_every_steps="auto", mtbf_hours=50 / HOUR, ckpt_every_epochs=None
+    )
+    scheduler = StepScheduler(automatic, clock=lambda: now[0])
     assert [step(scheduler) for _ in range(FIRST_STEPS)] == [False] * (FIRST_STEPS - 1) + [True]
     scheduler.note_save(1.0)
     assert scheduler.note_published(1.0, 1.0) is not None
     assert [step(scheduler) for _ in range(10)].index(True) + 1 == round(
         best_interval_seconds(1.0, 50.0)
     )
-    resumed = StepScheduler(Cadence(max_steps=1000, mtbf_seconds=50.0), clock=lambda: now[0])
+    resumed = StepScheduler(automatic, clock=lambda: now[0])
     resumed.load_state_dict(scheduler.state_dict())
     assert [step(resumed) for _ in range(FIRST_STEPS)].index(True) == FIRST_STEPS - 1
-    assert not step(StepScheduler(Cadence(max_steps=100), clock=lambda: now[0]))
+    assert not step(StepScheduler(StepSchedulerConfig(max_steps=100), clock=lambda: now[0]))

@@ -126,7 +126,6 @@ def test_the_last_batch_that_is_left_out_is_that_of_the_spike() -> None:
         {"num_skipped": True},
         {"left_out": [-1]},
         {"left_out": 3},
-        {"skip_after": 1.5},
     ],
 )
 def test_an_impossible_state_is_rejected(change: dict[str, object]) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.training.counters.step_scheduler import (
-    Cadence,
-    StepScheduler,
-)
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig as Settings
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 counts = st.none() | st.integers(1, 12)
 
 
 @st.composite
-def cadences(draw: st.DrawFn) -> Cadence:
-    """Any cadence that ends by itself."""
-    cadence = Cadence(
+def sections(draw: st.DrawFn) -> Settings:
+    """Any section, each of which ends by itself."""
+    return Settings(
         max_steps=draw(st.none() | st.integers(1, 40)),
         num_epochs=draw(st.none() | st.integers(1, 5)),
         ckpt_every_steps=draw(counts),
@@ -27,12 +23,8 @@ def cadences(draw: st.DrawFn) -> Cadence:
         ckpt_every_minutes=draw(st.none() | st.floats(0.01, 1.0)),
         ckpt_on_best=draw(st.booleans()),
         val_every_steps=draw(counts),
-        max_time_seconds=draw(st.none() | st.floats(1.0, 200.0)),
-        has_validation=draw(st.booleans()),
+        max_time=draw(st.none() | st.integers(1, 200).map(str)),
     )
-    if (cadence.max_steps, cadence.num_epochs, cadence.max_time_seconds) == (None, None, None):
-        return replace(cadence, max_steps=7)
-    return cadence
 
 
 class Clock:
@@ -71,55 +63,33 @@ def drive(
     return done
 
 
-@given(cadences(), st.integers(1, 15))
-def test_the_last_step_is_saved_exactly_once_and_no_step_twice(
-    cadence: Cadence, steps_per_epoch: int
+@given(sections(), st.integers(1, 15), st.booleans())
+def test_all_intervals_are_kept_and_every_step_is_saved_once_and_validated(
+    settings: Settings, steps_per_epoch: int, has_validation: bool
 ) -> None:
     clock = Clock()
-    scheduler = StepScheduler(cadence, clock=clock)
-    saved = drive(scheduler, clock, steps_per_epoch)["saved"]
-    assert saved[-1] == scheduler.step
-    assert saved == sorted(set(saved))
-    assert not scheduler.unsaved
-
-
-@given(cadences(), st.integers(1, 15))
-def test_every_cadence_is_honoured_and_every_save_is_validated(
-    cadence: Cadence, steps_per_epoch: int
-) -> None:
-    clock = Clock()
-    scheduler = StepScheduler(cadence, clock=clock)
+    scheduler = StepScheduler(settings, has_validation=has_validation, clock=clock)
     done = drive(scheduler, clock, steps_per_epoch)
+    assert done["saved"][-1] == scheduler.step
+    assert done["saved"] == sorted(set(done["saved"]))
+    assert not scheduler.unsaved
     steps = range(1, scheduler.step + 1)
-    if cadence.ckpt_every_steps:
-        assert set(steps[cadence.ckpt_every_steps - 1 :: cadence.ckpt_every_steps]) <= set(
-            done["saved"]
-        )
-    if cadence.ckpt_every_epochs:
-        every = cadence.ckpt_every_epochs * steps_per_epoch
-        assert set(steps[every - 1 :: every]) <= set(done["saved"])
-    if cadence.val_every_steps and cadence.has_validation:
-        assert set(steps[cadence.val_every_steps - 1 :: cadence.val_every_steps]) <= set(
-            done["validated"]
-        )
-    assert (
-        set(done["validated"]) >= set(done["saved"])
-        if cadence.has_validation
-        else not done["validated"]
-    )
-    by_minutes_only = (
-        cadence.ckpt_every_steps,
-        cadence.ckpt_every_epochs,
-        cadence.ckpt_every_minutes,
-    ) == (None,) * 3
-    if by_minutes_only:
+    every_epoch = settings.ckpt_every_epochs and settings.ckpt_every_epochs * steps_per_epoch
+    wanted = [(settings.ckpt_every_steps, "saved"), (every_epoch, "saved")]
+    if has_validation:
+        wanted.append((settings.val_every_steps, "validated"))
+    for every, kind in wanted:
+        assert not isinstance(every, str)
+        assert every is None or set(steps[every - 1 :: every]) <= set(done[kind])
+    assert set(done["validated"]) >= set(done["saved"]) if has_validation else not done["validated"]
+    if (settings.ckpt_every_steps, every_epoch, settings.ckpt_every_minutes) == (None,) * 3:
         assert done["saved"] == [scheduler.step]
 
 
 def test_max_time_reserves_one_step_and_two_saves() -> None:
     """The step that is about to be counted may have to be saved, and so may the next one."""
     clock = Clock()
-    scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
+    scheduler = StepScheduler(Settings(max_time="100"), clock=clock)
     scheduler.start_step()
     clock.now = 5.0
     scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
@@ -131,21 +101,21 @@ def test_max_time_reserves_one_step_and_two_saves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cadence", "sentence"),
+    ("settings", "sentence"),
     [
         (
-            Cadence(max_steps=100, num_epochs=2),
+            Settings(max_steps=100, num_epochs=2),
             "num_epochs 2 ended the run at step 16 of max_steps 100",
         ),
-        (Cadence(max_steps=10, num_epochs=2), "max_steps 10 ended the run"),
+        (Settings(max_steps=10, num_epochs=2), "max_steps 10 ended the run"),
         (
-            Cadence(max_steps=100, max_time_seconds=32.0),
+            Settings(max_steps=100, max_time="32"),
             "max_time (32 s) ended the run at step 6 of max_steps 100; the same command continues it",
         ),
     ],
 )
-def test_what_ended_a_run_is_reported(cadence: Cadence, sentence: str) -> None:
+def test_what_ended_a_run_is_reported(settings: Settings, sentence: str) -> None:
     clock = Clock()
-    scheduler = StepScheduler(cadence, clock=clock)
+    scheduler = StepScheduler(settings, clock=clock)
     drive(scheduler, clock, 8)
     assert scheduler.reason_of_end() == sentence

@@ -207,15 +207,3 @@ def test_optimizers_whose_state_cannot_be_saved_are_rejected_before_the_run(
     monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "torchao")
     rejected = refusal(OptimizerTarget("torchao.optim.AdamW8bit", {}))
     assert "cannot be saved" in rejected and "adam8bit.AdamW8bit" in rejected
-
-
-def test_a_combined_optimizer_keeps_the_states_that_its_parts_have_from_the_beginning() -> None:
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    adagrad = torch.optim.Adagrad([first], lr=0.1, initial_accumulator_value=4.0)
-    combined = CombinedOptimizer([adagrad, torch.optim.SGD([second], lr=0.1)])
-    for parameter in (first, second):
-        parameter.grad = torch.ones(2)
-    combined.step()
-    # The accumulator is 4 + 1.
-    torch.testing.assert_close(first.detach(), 1 - 0.1 / torch.full((2,), 5.0).sqrt())
-    torch.testing.assert_close(second.detach(), torch.full((2,), 0.9))

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.keys.optimizer import OptimizerConfig
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training import recipe as recipe_module
-from automodel_ckpt.training.counters.step_scheduler import Cadence, StepScheduler
-from automodel_ckpt.training.model.sharding import check_cuda_graphs
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions
 
 
@@ -49,7 +46,7 @@ def falling(
 
 
 def at_step(step: int) -> StepScheduler:
-    scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
+    scheduler = StepScheduler(StepSchedulerConfig(max_steps=20), planned_steps=20)
     scheduler.step = scheduler.planned_before = step
     return scheduler
 
@@ -109,33 +106,3 @@ def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
         RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"
     ):
         options.compare(at_step(0), names, Path("here"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ({}, None),
-        ({"global_batch_size": 4}, None),
-        ({"global_batch_size": 4, "defer": True}, "deferred gradients"),
-        ({"global_batch_size": 4, "routers": True}, "routers' choices"),
-        ({"routers": True}, None),
-        ({"stages": 2}, "several micro-batches are in progress"),
-    ],
-)
-def test_cuda_graphs_are_rejected_where_outputs_outlive_a_micro_batch(
-    overrides: dict[str, Any], reason: str | None
-) -> None:
-    config = RecipeConfig()
-    config.model = ModelConfig()
-    config.step_scheduler.local_batch_size = 2
-    config.step_scheduler.global_batch_size = overrides.get("global_batch_size", 2)
-    config.distributed.defer_gradient_sync = overrides.get("defer", False)
-    config.compile.mode = "reduce-overhead"
-    sizes = Sizes(pp=overrides.get("stages", 1))
-    layout = RankLayout(0, sizes, 0, torch.device("cpu"), cast(Any, None))
-    has_routers = overrides.get("routers", False)
-    if reason is None:
-        check_cuda_graphs(config, layout, has_routers=has_routers)
-        return
-    with pytest.raises(RecipeError, match=reason):
-        check_cuda_graphs(config, layout, has_routers=has_routers)
